@@ -3,7 +3,7 @@
 The plan says in which row of which batch each record of a window belongs, before the window is read. So a row is copied
 once, from where it was decoded into the arrays of its batch. The steps of a rank are cut into chunks; the arrays of a
 chunk hold its rows after the first step of their encoding (lockstep/features/encode/transforms.py). A chunk is complete
-when each lane has been read up to its end. Decision: docs/decisions/074-batches-by-kernels.md.
+when each lane has been read up to its end. Decision 074.
 """
 
 from __future__ import annotations

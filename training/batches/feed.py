@@ -29,7 +29,7 @@ from training.world import World
 ENCODED_AHEAD_BYTES = 48 << 20
 DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank itself reports what it waits for
 # Encoded in one call: enough rows to make the call cheap, at most a few times what the caches hold
-# (docs/decisions/074-batches-by-kernels.md).
+# (decision 074).
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use

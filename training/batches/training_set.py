@@ -28,9 +28,8 @@ def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | No
     """(epoch, sample id) of the samples of `epochs` epochs that the first `steps` steps (default: all) do not use."""
     left = plan.leftover(epochs, steps)
     records_left = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
-    records: dict[tuple[int, int], list[int]] = defaultdict(
-        list
-    )  # by block, so that each is read once: there may be nearly G records
+    # By block, so that each block is read once: there may be nearly G records.
+    records: dict[tuple[int, int], list[int]] = defaultdict(list)
     for _, run in records_left:
         records[run.shard, run.first_record // plan.block_records].append(run.first_record)
     ids: dict[tuple[int, int], int] = {}
@@ -98,7 +97,5 @@ class TrainingSet:
         return AuditLog(plan.row_datasets(rows) if isinstance(plan, MixedPlan) else None)
 
     def left_over(self, plan: Plan, epochs: int) -> list[tuple[int, int]]:
-        """(epoch, sample id) of the samples that whole epochs do not use; of a mixture those of its first dataset, whose
-        epochs count.
-        """
+        """(epoch, sample id) of the samples that whole epochs do not use; of a mixture, those of its first dataset."""
         return left_over(plan.parts[0] if isinstance(plan, MixedPlan) else plan, self.readers[0], epochs)

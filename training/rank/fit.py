@@ -1,4 +1,4 @@
-"""The run inside one rank: build, restore, `model.fit` epoch by epoch, checkpoints, export."""
+"""Runs the training in one rank: build, restore, `model.fit` epoch by epoch, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare_ranks(
     signature: Signature,
     step: int,
 ) -> None:
-    """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
+    """Raise ConfigError on every rank unless all have the same versions, dataset, plan, model and step."""
     compare_runs(
         communicator,
         {
@@ -67,13 +67,13 @@ def compare_ranks(
 def export_model(
     context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
 ) -> None:
-    """Upload the final model and have the driver publish it; rank 0 alone."""
+    """Upload the final model and have the driver publish it; only on rank 0."""
     files: list[dict[str, Any]] = export(model, staged_model(staging), config.datasets[0], data.manifest, signature)
     context.control.request("model", config.stall_limit_s, files=files)
 
 
 def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
-    """The samples, in hex, that the epochs up to `step` have left over; none where the last one was cut short."""
+    """The ids, in hex, of the samples that the epochs up to `step` leave; none if the last one was cut short."""
     epochs = plan.epoch_of_step(step - 1) + 1
     if step != plan.first_step(epochs):
         return []
@@ -81,11 +81,11 @@ def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
 
 
 class LabelCounts:
-    """Rows of each class since the last `taken`; of labels without a number of classes those of 0 and of 1."""
+    """Counts the rows of each class since the last `taken`; without a number of classes, those of 0 and of 1."""
 
     def __init__(self, signature: Signature) -> None:
         self._classes = signature.num_classes
-        # Without classes the third is of other numbers. Float, since mixup makes shares of classes.
+        # Without classes the third counts other numbers. Float, since mixup makes shares of classes.
         self._counts = np.zeros(self._classes or 3)
 
     def add(self, labels: NDArray[Any] | None) -> None:
@@ -100,7 +100,7 @@ class LabelCounts:
             self._counts += np.bincount(labels.astype(np.int64), minlength=self._classes)
 
     def taken(self, communicator: Communicator) -> list[int] | None:
-        """Rows of each class on all ranks, which begin again at 0; None of labels that are no classes. A collective."""
+        """Rows of each class on all ranks, and reset; None if labels are not classes. A collective."""
         counts, self._counts = self._counts, np.zeros_like(self._counts)
         communicator.all_reduce(counts)
         if self._classes is None:
@@ -166,7 +166,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._exchange.close()
 
     def run(self) -> dict[str, Any]:
-        """Train what is left of the run; returns the rank's result."""
+        """Train the rest of the run; returns the rank's result."""
         control, plan, model = self._context.control, self._plan, self._model
         self._rank_model.install_step()
         control.beat(0, "restore")
@@ -180,7 +180,7 @@ class Fit(AbstractContextManager["Fit"]):
         else:
             self._progress = self._saver.restore(restored)
             self._exchange.step = self._progress.step
-        del restored  # it holds the whole checkpoint
+        del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
         self._saver.make_ready()
@@ -218,17 +218,17 @@ class Fit(AbstractContextManager["Fit"]):
             "metrics", rows=[reading_row(self._split.readers, self._context.world.rank, self._progress.step)]
         )
 
-    # What RunCallbacks tells
+    # Called by RunCallbacks
 
     def epoch_begins(self, epoch: int) -> bool:
-        """Where the epoch goes on, its metrics do too."""
+        """False if the epoch is resumed: then its metrics are restored too."""
         if self._progress.step == self._plan.first_step(epoch):
             return True
         self._saver.restore_metrics()
         return False
 
     def step_begins(self) -> None:
-        """The step's time runs."""
+        """Start timing the step."""
         self._clock.begins()
 
     def step_ends(self, epoch: int) -> None:
@@ -242,13 +242,13 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed.forget(agreement.step)
         self._weights.after(agreement.step)
         if self._model.stop_training:
-            # One rank's callback: all must stop after the same step, so they are asked first.
+            # A callback of one rank: all ranks must stop after the same step, so they agree first.
             self._model.stop_training, self._stop_wanted = False, True
             self._exchange.want("stop")
         if agreement.stop:
             self._model.stop_training = self._progress.stopped = True
         self._checkpoints.step_ends()
-        # At the end of an epoch callbacks come first: a run that goes on from there must not miss them.
+        # At the end of an epoch callbacks come first: a run that resumes there must not miss them.
         if agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
             self._checkpoints.begin_if_due(agreement, self._progress, in_epoch=True)
 
@@ -257,7 +257,7 @@ class Fit(AbstractContextManager["Fit"]):
         return of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Agree on stopping, report, and write the checkpoint that is due."""
+        """Agree on stopping, report, and write a checkpoint if one is scheduled."""
         self._progress.metrics = as_floats(logs)
         stop = np.array([self._model.stop_training or self._stop_wanted], np.uint8)
         self._comm.all_reduce(stop, "max")
@@ -269,7 +269,7 @@ class Fit(AbstractContextManager["Fit"]):
             self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
 
     def _batch_is_ready(self, batch: Batch) -> None:
-        """Called by TensorFlow's thread that reads ahead."""
+        """Called by the TensorFlow thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
         self._labels.add(batch.y)

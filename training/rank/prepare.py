@@ -38,13 +38,13 @@ class Prepared:
     model: keras.Model
     callbacks: list[Any]
     group_rows: int | None
-    """Rows of a lane group where batch statistics are over these."""
+    """Rows of a lane group if batch statistics are over lane groups."""
     learning_rate: Scaled | None
-    """What was done to the learning rate, None where nothing was."""
+    """How the learning rate was changed; None if it was not."""
 
 
 def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
-    """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for what cannot run on ranks."""
+    """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for a model that cannot run on ranks."""
     steps, micro = plan.steps(config.epochs), config.micro_batches
     group_rows = plan.global_batch // groups if groups else None
     options = ModelOptions(
@@ -57,12 +57,12 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
     model, callbacks = build(config.model, signature, options)
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"the model {config.model} takes several steps at once",
+            f"the model {config.model} runs several steps in one call",
             got=f"steps_per_execution={model.steps_per_execution}",
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
         )
-    model.jit_compile = False  # the exchange calls Python; and XLA makes these models slower on a CPU
+    model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
             f"micro-batches of {rows // micro} rows do not hold whole lane groups",
@@ -74,9 +74,9 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         _accumulate(model, micro)
     elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
         raise ConfigError(
-            f"the model {config.model} accumulates gradients by itself",
+            f"the model {config.model} accumulates gradients itself",
             got="gradient_accumulation_steps of its optimizer",
-            allowed="a step of the optimizer for each global batch: ranks agree, and checkpoints lie, between these",
+            allowed="one step of the optimizer for each global batch: ranks agree and save checkpoints between these",
             next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
         )
     learning_rate = None
@@ -90,13 +90,13 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             calls_per_step=micro,
         )
     build_all(model, signature, rows // micro)
-    if type(model).train_step is keras.Model.train_step:  # another one may return other metrics: an epoch's end tells
+    if type(model).train_step is keras.Model.train_step:  # others may return other metrics
         check_metric(config.keep_best, model.get_metrics_result())
     return Prepared(model, callbacks, group_rows, learning_rate)
 
 
 def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:
-    """Each batch as so many smaller ones of equal size, in order; static shapes stay."""
+    """Split each batch into `micro_batches` equal parts, in order; shapes stay static."""
     if micro_batches == 1:
         return dataset
 
@@ -115,7 +115,7 @@ def _accumulate(model: keras.Model, micro_batches: int) -> None:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot take --micro-batches",
             got=f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, built={optimizer.built}",
-            allowed="one optimizer without gradient accumulation of its own, which is not built yet",
+            allowed="one optimizer that is not built yet and does not accumulate gradients itself",
             next_step="Leave gradient_accumulation_steps out of the model's function, or use --micro-batches 1.",
         )
     optimizer.gradient_accumulation_steps = micro_batches
@@ -124,7 +124,7 @@ def _accumulate(model: keras.Model, micro_batches: int) -> None:
 def distributed(
     config: TrainConfig, plan: Plan, prepared: Prepared, communicator: Communicator, rows: int, groups: int | None
 ) -> RankStep | CanonicalStep:
-    """The step of a rank of `rows` rows, to be installed; the model's optimizer is distributed over the ranks."""
+    """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
     statistics = tuple(statistics_of(model))
     step: RankStep | CanonicalStep

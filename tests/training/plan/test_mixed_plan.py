@@ -253,12 +253,12 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
         ("global_batch", 1.0, "the file: global_batch is"),
         ("window_records", [3], "the file: window_records is"),
         ("version", "1", "the file: version is"),
-        ("version", 99, "the file is no plan"),
+        ("version", 99, "the file is not a plan"),
         ("split", 3, "the file: split is"),
-        ("split", "other", "the file is no plan"),  # a string, but of no such split
-        ("lanes", 3, "the file is no plan"),  # a number, but none that divides the batch
+        ("split", "other", "the file is not a plan"),  # a string, but of no such split
+        ("lanes", 3, "the file is not a plan"),  # a number, but none that divides the batch
         ("interleave", "2", "the file: interleave is"),
-        ("interleave", 1, "the file is no plan"),  # one place is never stored
+        ("interleave", 1, "the file is not a plan"),  # one place is never stored
     ],
 )
 def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, stored: object, told: str) -> None:

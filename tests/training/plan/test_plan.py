@@ -330,7 +330,7 @@ def test_more_lanes_than_samples_are_refused() -> None:
 
 
 def test_an_empty_split_and_a_run_without_a_step_are_refused() -> None:
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="has no records"):
         make((0, 0))
     small = make((3,), batch=8, lanes=2)
     assert [small.first_step(e) for e in range(4)] == [0, 0, 0, 1]  # two epochs without a step, then one

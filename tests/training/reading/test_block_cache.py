@@ -274,21 +274,21 @@ def test_a_full_disk_turns_the_cache_off_with_one_warning(
 
     monkeypatch.setattr(os, broken, full)
     assert not cache.put(place(10, 20), DATA[10:20]) and not cache.put(place(20, 30), DATA[20:30])
-    assert caplog.text.count("keeps no more blocks: No space left on device") == 1
+    assert caplog.text.count("adds no more blocks: No space left on device") == 1
     assert cache.get(place(0, 10), 0, 10) == DATA[:10] and len(entries(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot be a cache"):
+    with pytest.raises(ConfigError, match="cannot be used as a cache"):
         ReadOptions(cache=str(tmp_path / "file"), cache_bytes=10).open_cache()
-    with pytest.raises(ConfigError, match="cannot be a cache"):
+    with pytest.raises(ConfigError, match="cannot be used as a cache"):
         ReadOptions(cache="/tmp/a\0b", cache_bytes=10).open_cache()
     (tmp_path / FOLDER).mkdir(mode=0o700)
     (tmp_path / FOLDER).chmod(0o777)
     with pytest.raises(ConfigError, match="may be written by others"):
         ReadOptions(cache=str(tmp_path), cache_bytes=10).open_cache()
-    with pytest.raises(ConfigError, match="cache_bytes cannot be right"):
+    with pytest.raises(ConfigError, match="cache_bytes is invalid"):
         ReadOptions(cache=str(tmp_path))
 
 
@@ -398,5 +398,5 @@ def test_damage_in_the_cache_is_read_again_and_damage_in_the_dataset_is_not_kept
     assert files_opened.count(True) == 1  # for the second look, by a stream that knows of no replica
     shard.write_bytes(whole)
     assert reader.read(reader.table.run(0)).equals(wanted.slice(0, reader.table.run(0).count))
-    assert "read again, the bytes are right" not in caplog.text  # the damaged block is not there any more
+    assert "the second read has the right bytes" not in caplog.text  # the damaged block is not there any more
     assert filesystem(root).stat(root).is_dir
