@@ -298,7 +298,7 @@ def test_the_baseline_is_of_what_the_run_was_trained_on(
     shutil.move(dataset, tmp_path / "data")
     shutil.copytree(later, dataset)
     try:
-        with pytest.raises(ConfigError, match="cannot be counted on what the run was trained on"):
+        with pytest.raises(ConfigError, match=r"cannot be counted on the run.s training rows"):
             evaluate(url, later, "test", run_threads, baseline="rate:page")
     finally:
         shutil.rmtree(dataset)
