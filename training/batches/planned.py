@@ -147,7 +147,7 @@ class PlannedBatches:
             words, lane_rows = self.augment.split(), plan.global_batch // plan.lanes
             augmentation = Augmentation(words, first.seed, opened.encoder.signature, lane_rows)
             what = f"augmented batches of split `{first.split}`"
-            # Longer than the feed's own deadline, whose error says what is waited for.
+            # Longer than the feed's own deadline, whose error names what it waits for.
             with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S + _LATER_S) as ahead:
                 yield from ahead
 

@@ -20,7 +20,7 @@ from training.batches.training_set import Feed
 PREFETCH_BATCHES = 2
 
 Arrays = Sequence[npt.NDArray[Any]]
-"""The features of a batch in the order of a signature, then the label and the weight where it has them."""
+"""The features of a batch in the order of a signature, then its label and weight if it has them."""
 
 
 def pipeline_options() -> tf.data.Options:
@@ -36,7 +36,7 @@ class ArrayPipeline:
     """Batches first..last-1 of `make(number)` as `dataset`: (x by feature name, y), x alone without a label, and
     (x, y, weights) where samples have weights.
 
-    `rows` is the size of every batch, None where they differ. Batches are made one after another, in order, in a thread
+    `rows` is the size of every batch, None if sizes differ. Batches are made one after another, in order, in a thread
     of TensorFlow. tf.data repeats only the text of an exception: the original is in `failure`, for the caller to raise.
     """
 

@@ -186,7 +186,7 @@ _WHAT = {
 
 
 def table(profile: Profile) -> str:
-    """Steps by kind of data, the input alone, shares, the verdict and what to change."""
+    """Steps by kind of data, the input without steps, shares, the verdict and what to change."""
     measured, setting, verdict = profile.measured, profile.setting, profile.verdict
     ranks = f"{setting.num_ranks} rank{'s' if setting.num_ranks > 1 else ''}"
     head = f"{profile.steps} steps of {setting.global_batch} samples on {ranks}, each kind in"

@@ -272,7 +272,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
     def _round(self, kept: tf.data.Dataset) -> dict[str, dict[str, float]]:
         found, near = {SYNTHETIC: self._fit(kept, self._loop(SYNTHETIC, 0, _SETTLING_STEPS))}, self._data.near
         # First reload what the last round's cold data have evicted.
-        self._alone("what is cached", near, 0)
+        self._alone("refill the cache", near, 0)
         found[CACHED_ALONE] = self._alone(CACHED_ALONE, near, 0)
         found[CACHED] = self._fed(CACHED, near, 0)
         found[COLD_ALONE] = self._alone(COLD_ALONE, self._data.far(), self._next_cold_step())

@@ -163,7 +163,7 @@ class Checkpoints:
     def finish(self, progress: Progress) -> None:
         """At the end of the run: wait for a checkpoint in flight, and write that of the last step if it was not.
 
-        Raises StorageTimeoutError naming rank, step and what is waited for.
+        Raises StorageTimeoutError naming rank, step and stage.
         """
         self._wait(progress.step)
         if self._saver.last_step != progress.step:

@@ -170,7 +170,7 @@ class StepReports:
         )
 
     def flush(self) -> None:
-        """Send what is there."""
+        """Send the rows collected so far."""
         if self._rows:
             self._control.notify("metrics", rows=self._rows)
         self._rows, self._sent = [], time.monotonic()

@@ -70,9 +70,9 @@ class InFlight(Generic[T]):
         if self._future is not None:
             raise LockstepError(
                 f"{what} cannot begin",
-                got="earlier work whose end was not looked at",
+                got="earlier work whose result was not taken",
                 allowed="look() or wait() before the next begin()",
-                next_step="Resume the run; what is incomplete is not used.",
+                next_step="Resume the run; incomplete checkpoints are ignored.",
             )
         self._what = what
         self._report("beginning")

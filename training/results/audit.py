@@ -36,8 +36,8 @@ Rows = npt.NDArray[np.void]
 
 
 def parse_audit(data: bytes, *, file: str) -> Rows:
-    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
-    row for anything else."""
+    """Rows (n,) of int64 fields step, epoch, id, dataset (0 without a mixture). Raises CorruptionError naming file
+    and row for anything else."""
     header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
     if not data.startswith(header) or not data.endswith(b"\n"):
         what = "an audit without its header or cut in a line"
