@@ -204,7 +204,7 @@ class Assembly:
         self._first_lane = lanes[0]
         # A lane reads one block, or several if it interleaves. As many again are cut by the ends of its parts and wait
         # for another lane; they must not evict the blocks that are being read.
-        reader.keep_blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
+        reader.read_in_turn(2 * len(lanes) * (plan.interleave or 1) + 1)
         self._decoder = RowDecoder(reader, encoder)
         made = [one for _, one in encoder.made]
         self._made = made

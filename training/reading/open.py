@@ -82,10 +82,9 @@ class OpenSplit:
         parts, manifest = open_parts(datasets, split)
         first = parts[0]
         encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder, options=options)
+        reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
-        reader.split = split  # the plan's name of all parts together
         return cls(manifest, encoder, reader)
 
 

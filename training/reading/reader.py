@@ -113,9 +113,9 @@ class SplitReader:
 
     The constructor checks the length of every shard and the digests of TFRecord indexes and Parquet footers, so that a
     truncated or replaced dataset is refused before the first step. Checksums of records and pages are checked while
-    reading. Memory: O(blocks) for the block tables, `keep_blocks` decoded Parquet row groups or gzip blocks (for
-    TFRecord, the record offsets of twice as many), KEPT_INDEX_BYTES of indexes, and after the first `prefetch` the
-    `read_ahead_bytes` that are being fetched or wait for `read`.
+    reading. Memory: O(blocks) for the block tables, the blocks of `read_in_turn` as decoded Parquet row groups or gzip
+    blocks (for TFRecord, the record offsets of twice as many), KEPT_INDEX_BYTES of indexes, and after the first
+    `prefetch` the `read_ahead_bytes` that are being fetched or wait for `read`.
     """
 
     def __init__(
@@ -125,9 +125,11 @@ class SplitReader:
         split: str,
         encoder: Encoder | Schema,
         *,
+        name: str | None = None,
         options: ReadOptions | None = None,
     ) -> None:
-        self.split = split
+        self.split = name or split
+        """The plan's name of the split, or of all splits after `add`."""
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
@@ -148,16 +150,11 @@ class SplitReader:
             budget_bytes=self._options.read_ahead_bytes,
         )
         weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
-        self.keep_blocks = 2
+        self.read_in_turn(2)
         self.add(dataset_url, manifest, split)
 
-    @property
-    def keep_blocks(self) -> int:
-        """How many blocks are read in turn: so many are kept decoded, and share the read-ahead."""
-        return self._keep_blocks
-
-    @keep_blocks.setter
-    def keep_blocks(self, blocks: int) -> None:
+    def read_in_turn(self, blocks: int) -> None:
+        """Set how many blocks are read in turn (2 by default): so many are kept decoded, and share the read-ahead."""
         self._keep_blocks = blocks
         self._opener.starts.blocks = 2 * blocks + 8
         self._fetcher.share_among(blocks)
@@ -257,7 +254,7 @@ class SplitReader:
     def kept_block(self, run: Run) -> Block:
         """The block that holds a run: the kept one, else read now.
 
-        A block is kept until runs have read all its rows, among the `keep_blocks` most recent. Strips, windows and
+        A block is kept until runs have read all its rows, among the most recent of `read_in_turn`. Strips, windows and
         lanes cut blocks into parts; this is the only cache of decoded blocks, so that each is fetched and decoded once.
         """
         key = run.shard, run.first_record // self.table.block_records
@@ -268,7 +265,7 @@ class SplitReader:
         block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
         if block.unread > 0 or block.hinted:
             self._blocks[key] = block
-        while len(self._blocks) > self.keep_blocks:
+        while len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return block
 
