@@ -101,7 +101,7 @@ def test_batch_statistics_and_micro_batches(data: dict[str, str], tmp_path: Path
 
 
 def test_a_model_that_accumulates_by_itself_is_refused_by_name(data: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="accumulates gradients by itself"):
+    with pytest.raises(ConfigError, match="accumulates gradients itself"):
         run(config(data["table"], tmp_path, 1, f"{OWN}:accumulating"))
 
 
