@@ -89,7 +89,7 @@ def ways(root: str, lanes: int, cache: str) -> dict[str, Callable[[], int]]:
     def ahead(runs: Iterable[Run], streams: int, depth: int, cache: str | None = None) -> int:
         options = ReadOptions(cache=cache, cache_bytes=8 << 30) if cache else None
         reader = OpenSplit.at(root, "train", options=options).reader
-        reader.keep_blocks = streams
+        reader.read_in_turn(streams)
         waiting: deque[Run] = deque()
         total = 0
 

@@ -133,7 +133,7 @@ def planned(
     return f"plan, L {lanes}, W {window}, blocks of {block}{more}", order
 
 
-def kept(cache_groups: int | None, rotation: int | None, nodes: int) -> list[float]:
+def kept(cache_groups: int | None, nodes: int) -> list[float]:
     """The share of what a node reads in each of epochs 1..5 that it has read in the epoch before, mean over nodes."""
     plan = EpochPlan(
         dataset_digest="ab" * 32,
@@ -145,7 +145,6 @@ def kept(cache_groups: int | None, rotation: int | None, nodes: int) -> list[flo
         lanes=64,
         window_records=50,
         cache_groups=cache_groups,
-        cache_rotation=rotation,
     )
 
     def records(epoch: int, node: int) -> set[int]:
@@ -289,9 +288,9 @@ def main(argv: list[str]) -> int:
         "\nof what a node reads, it has read so much in the epoch before: epochs 1, 2, ... of 60,070 records, 64 lanes"
     )
     for nodes in (8, 4):
-        for groups, rotation in ((None, None), (8, None), (8, 2)):
-            cells = "".join(f"{share:>8.3f}" for share in kept(groups, rotation, nodes))
-            print(f"{f'{nodes} nodes, C {groups}, K {rotation}':<43}{cells}")
+        for groups in (None, 8):
+            cells = "".join(f"{share:>8.3f}" for share in kept(groups, nodes))
+            print(f"{f'{nodes} nodes, C {groups}':<43}{cells}")
     return 0
 
 

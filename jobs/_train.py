@@ -92,7 +92,6 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="C",
         help="with --cache, the number of nodes: each reads the same blocks in every epoch (default: no groups)",
     )
-    add("--cache-rotation", type=int, metavar="K", help="deal blocks to groups anew every K epochs (default: never)")
     add = under("reading (docs/reading.md, docs/batches.md)")
     add(
         "--read-ahead-bytes",

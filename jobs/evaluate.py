@@ -1,4 +1,4 @@
-"""Evaluate a run's model on a split of a dataset, next to a baseline on the same rows: `python -m jobs.evaluate`."""
+"""Evaluate a run's model on a split of a dataset, with a baseline on the same rows: `python -m jobs.evaluate`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("evaluate", __doc__ or "", "evaluate")
     add = job.add_argument
-    add("--run", required=True, metavar="URL", help="the run whose newest model, or else checkpoint, is evaluated")
-    add("--dataset", required=True, metavar="URL", help="a dataset with the schema that the model was trained on")
+    add(
+        "--run",
+        required=True,
+        metavar="URL",
+        help="evaluate the newest model of this run, or its newest checkpoint if it has no model",
+    )
+    add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
-    add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in what was trained on) | majority")
+    add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
     add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     add(
         "--batch",
         type=int,
         default=512,
         metavar="ROWS",
-        help="rows at a time (default 512); changes last digits, and losses divided by a mask or by the weights' sum",
+        help="rows at a time (default 512); changes the last digits, and losses divided by a mask or a sum of weights",
     )
     add(
         "--launcher", choices=["local", "barrier"], default="local", help="this host (default) or a Spark barrier stage"

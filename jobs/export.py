@@ -38,7 +38,7 @@ def _which(text: str) -> Which:
     if text == "best":
         return "best"
     if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is neither last, best nor a step, such as 400")
+        raise ArgumentTypeError(f"{text!r} is neither last, best nor a step such as 400")
     return int(text)
 
 

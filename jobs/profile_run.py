@@ -1,4 +1,4 @@
-"""Say what bounds a run and what to change: steps on synthetic, cached and cold data, measured on the ranks."""
+"""Find what bounds a run and what to change: measure steps on synthetic, cached and cold data, on the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.launch.local import run_local
 from training.launch.session import Launch
 from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 
-# What belongs to a run and changes no step of it.
+# Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
     "--checkpoint-every", "--mean-time-between-failures", "--keep-checkpoints", "--keep-every", "--keep-best",
@@ -34,16 +34,16 @@ NOT_OF_A_STEP = (
 
 
 def parser() -> JobParser:
-    """The command line: jobs.train's, without what changes no step."""
+    """The command line: that of jobs.train without the flags that do not change a step."""
     job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
     add = job.add_argument
-    add("--steps", type=int, metavar="S", help="steps of each kind and round (default: 16 to 512)")
+    add("--steps", type=int, metavar="S", help="steps of each kind in a round (default: 16 to 512)")
     add(
         "--rounds",
         type=int,
         default=ROUNDS,
         metavar="R",
-        help=f"rounds that count; one before them does not ({ROUNDS})",
+        help=f"rounds to measure, after one that is dropped (default {ROUNDS})",
     )
     return job
 
@@ -64,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(args: Namespace) -> TrainConfig:
-    """The configuration of the run that is looked at: one epoch of it."""
+    """The configuration of the run to profile, for one epoch."""
     known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds")}
     return _train.config_of(Namespace(**known, run=NO_RUN, epochs=1))
 
 
 def measured(config: TrainConfig, args: Namespace, launch: Launch) -> Profile:
-    """The profile, with progress while rounds come."""
+    """Measure, and show the progress of the rounds."""
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
         return profile(
             config, launch, steps=args.steps, rounds=args.rounds, on_round=lambda done, _: progress.set(done)

@@ -1,4 +1,4 @@
-"""Write a run's report, one HTML file, also while the run has not ended: `python -m jobs.report RUN`."""
+"""Write the report of a run, finished or not, as one HTML file: `python -m jobs.report RUN`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def parser() -> JobParser:
     """The command line."""
     found = JobParser("report", __doc__ or "", table="report")
     found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, finished or not")
-    found.epilog = (
-        "An older report is replaced; jobs.train writes one at its end, jobs.pipeline one with an evaluation."
-    )
+    found.epilog = "Replaces an older report. jobs.train writes one at its end, jobs.pipeline one with an evaluation."
     return found
 
 

@@ -112,6 +112,10 @@ CACHE_BYTES = 16 << 30
 NonFinite = Literal["stop", "skip"]
 
 
+# Fields of older versions. A run whose plan had a rotation is refused by its plan (training.plan.make_plan).
+REMOVED = ("cache_rotation",)
+
+
 def flag_of(field: str) -> str:
     """The command line's flag for a field of TrainConfig."""
     return "--dataset" if field == "datasets" else "--" + field.removesuffix("_s").replace("_", "-")
@@ -158,8 +162,6 @@ class TrainConfig:
     """Places of its part of an epoch that a lane reads at once, for data that lie sorted (docs/epoch-plan.md)."""
     cache_groups: int | None = None
     """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
-    cache_rotation: int | None = None
-    """Every so many epochs the groups are made anew; None is never."""
     read_ahead_bytes: int = READ_AHEAD_BYTES
     """Bytes of shards that a rank fetches ahead of their use, at most."""
     cache: str | None = None
@@ -296,10 +298,7 @@ class TrainConfig:
         self._check("cache_bytes", self.cache_bytes >= 1, "an integer from 1 up")
         self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
         self._check("verify", self.verify in get_args(Verify), " or ".join(get_args(Verify)))
-        groups, rotation = self.cache_groups, self.cache_rotation
-        self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
-        self._check("cache_rotation", rotation is None or 1 <= rotation < 2**63, "epochs from 1 to 2^63 - 1")
-        self._check("cache_rotation", rotation is None or groups is not None, "nothing without --cache-groups")
+        self._check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0
             self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")

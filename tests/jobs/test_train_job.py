@@ -13,7 +13,7 @@ from jobs._train import config_of
 from jobs.train import ROOT, main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
-from tests.training.test_fitted_files import write as write_folds
+from tests.training.reading.test_fitted_files import write as write_folds
 from training.config import TrainConfig
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--epochs", "1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs import verify
-from tests.training.test_audit_run import TinyRun
+from tests.training.results.test_audit_run import TinyRun
 from training.run.lineage import CheckpointRef
 
 

@@ -231,7 +231,7 @@ def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainCon
 
     data = f"{tmp_path / 'data'}: "
     for name, told in (
-        ("other", "split test: as many records, of other content; split train: as many records, of other content"),
+        ("other", "split test: as many records, but other content; split train: as many records, but other content"),
         ("more", "no split test; split train: records = 110 (not 100); split late (not there)"),
         (
             "images",
@@ -242,9 +242,9 @@ def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainCon
     assert "datasets in another order, or not all" not in refused("more")
     shutil.rmtree(tmp_path / "data")
     write_table(tmp_path / "data", seed=2)  # in the place of the run's own
-    assert f"in what is not known, as {tmp_path / 'data'} has been replaced since" in refused("other")
+    assert f"the difference is unknown: {tmp_path / 'data'} has been replaced since" in refused("other")
     shutil.rmtree(tmp_path / "data")
-    assert f"in what is not known, as no dataset at {tmp_path / 'data'}" in refused("other")
+    assert f"the difference is unknown: no dataset at {tmp_path / 'data'}" in refused("other")
 
 
 @pytest.mark.parametrize("changes", [{"plan": None}, {"config": []}, {"kind": "model"}, {"format_version": 99}])

@@ -19,7 +19,7 @@ from lockstep.storage.verify import verify
 from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._tiny import write_table
-from tests.training.test_audit_run import TinyRun
+from tests.training.results.test_audit_run import TinyRun
 from training.config import TrainConfig
 from training.control.failures import LauncherError
 from training.control.task import Limits, RankTask

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from tests.training._tiny import write_table
 from training.config import TrainConfig, flag_of
 from training.driver.preflight import plan_for
@@ -26,7 +28,6 @@ REFUSED: dict[str, Any] = {
     "window_bytes": 2048,
     "interleave": 2,
     "cache_groups": 2,
-    "cache_rotation": 1,
     "augment": "crop:2 flip",
     "bad_images": "skip",
     "init_from": "/models/first.keras",
@@ -69,7 +70,7 @@ FREE: dict[str, Any] = {
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {field.name for field in fields(TrainConfig)}
-    several = {"run", "datasets", "mix"}  # of a mixture: tests/training/test_weights.py
+    several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
     assert named - several == REFUSED.keys() | FREE.keys(), "a new field: may a later call change it?"
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
     given = TrainConfig(
@@ -103,6 +104,37 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
         assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
 
 
+@pytest.mark.parametrize("rotation", [None, 2])
+def test_a_run_begun_with_a_rotation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotation: int | None
+) -> None:
+    manifest = write_table(tmp_path / "data", records={"train": 96})
+    given = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        num_ranks=1,
+        model="logistic",
+        global_batch=24,
+        epochs=1,
+        cache_groups=2,
+    )
+    fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
+    run_json.open_run(fs, paths, given, manifest, plan)
+    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])
+    old = run_json.read_run(fs, paths)
+    old["config"]["cache_rotation"] = rotation  # as an older version stored it
+    if rotation is not None:
+        old["plan"]["cache_rotation"] = rotation
+    write_file(fs, paths.run_json, seal(old), exclusive=False)
+    assert TrainConfig.from_json(run_json.read_run(fs, paths)["config"]) == given
+    if rotation is None:
+        assert run_json.check_run(fs, paths, given, plan)
+        return
+    with pytest.raises(ConfigError, match="--cache-rotation was removed") as caught:
+        run_json.check_run(fs, paths, given, plan)
+    assert caught.value.got == "cache_rotation = 2" and "--init-from" in caught.value.next_step
+
+
 @pytest.mark.parametrize(
     ("name", "flag"),
     [
@@ -119,7 +151,7 @@ def test_a_number_without_end_is_told_by_its_flag(name: str, flag: str) -> None:
     assert flag in caught.value.next_step
 
 
-@pytest.mark.parametrize("name", ["window_bytes", "interleave", "cache_rotation", "epochs"])
+@pytest.mark.parametrize("name", ["window_bytes", "interleave", "epochs"])
 def test_a_number_beyond_64_bits_is_told_by_its_flag(name: str) -> None:
     numbers: dict[str, Any] = {"num_ranks": 1, "global_batch": 1, "epochs": 1, "cache_groups": 1, name: 1 << 63}
     with pytest.raises(ConfigError) as caught:

@@ -1,1 +1,1 @@
-"""From checked rows to the batches of a step."""
+"""Makes the batches of a step from checked rows."""

@@ -1,9 +1,9 @@
-"""A rank's batches put together: windows of all lanes are read in turn, and each row goes straight to its place.
+"""Assembles a rank's batches: reads the windows of all lanes in turn, and copies each row straight to its batch.
 
-What a window holds is known to be at certain rows of certain batches before it is read, so its rows are copied once,
-from where they were decoded into the arrays of these batches. The steps of a rank are cut into chunks; a chunk's arrays
-hold its rows after the first step of their encoding (lockstep/features/encode/transforms.py). A chunk is whole once
-each lane was read up to its end.
+The plan says in which row of which batch each record of a window belongs, before the window is read. So a row is copied
+once, from where it was decoded into the arrays of its batch. The steps of a rank are cut into chunks; the arrays of a
+chunk hold its rows after the first step of their encoding (lockstep/features/encode/transforms.py). A chunk is complete
+when each lane has been read up to its end. Decision 074.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.encode.transforms import ArrayPlan, Lists
-from training.batches.decode import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
+from training.batches.decode import BYTES_AT_ONCE, ROWS_AT_ONCE, DecodedRows, RowDecoder
 from training.batches.kernels import PAIR_BYTES
 from training.plan.epoch_plan import EpochPlan
 from training.plan.order import Run
@@ -27,9 +27,9 @@ from training.reading.reader import SplitReader
 
 
 class Chunk:
-    """The rows of each column of `made` after the first step of its encoding; Lists as (address, count) of each.
+    """The rows of a chunk, for each column of `made` after the first step of its encoding; Lists as (address, count).
 
-    targets (k,) int64: where the rows of each column begin.
+    targets (k,) int64: the address of each column.
     """
 
     __slots__ = ("_made", "arrays", "epochs", "kept", "targets")
@@ -42,10 +42,10 @@ class Chunk:
         ]
         self.epochs = slabs.array((rows,), np.int64)
         self.targets = np.array([array.ctypes.data for array in self.arrays], dtype=np.int64)
-        self.kept: set[Unit] = set()  # whose lists the rows point to
+        self.kept: set[DecodedRows] = set()  # they own the lists that rows point to
 
     def columns(self, rows: slice) -> list[npt.NDArray[Any] | Lists]:
-        """Some rows of each column; all of them must have been put in."""
+        """Some rows of each column; all of them must have been filled."""
         return [_in_order(made, array[rows]) for made, array in zip(self._made, self.arrays, strict=True)]
 
 
@@ -55,7 +55,7 @@ def row_bytes(made: ArrayPlan) -> int:
 
 
 def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lists:
-    """Rows as they are, and lists copied one behind the other from where they lie."""
+    """Plain rows unchanged; lists copied end to end."""
     if not made.lists:
         return rows
     from training.batches.kernels import join_lists
@@ -66,15 +66,15 @@ def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lis
     return Lists(values, offsets)
 
 
-_BLOCKS_AHEAD = 8  # looked up in the plan at once: a call costs as much for many as for one
+_BLOCKS_AHEAD = 8  # looked up in the plan in one call, which costs as much for many as for one
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a strip has of one window: its records `skip` up to `skip + count`.
+    """The part of one window that a strip holds: `count` records after the first `skip`.
 
-    The window is `window` of the lane in its epoch and gives the samples first..first + size - 1 of the stream, in the
-    order that the plan's window_order says.
+    `window` is the window's number in the lane's epoch. It gives the samples first..first + size - 1 of the stream, in
+    the order of the plan's window_order.
     """
 
     epoch: int
@@ -87,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Some of a lane's records, in the order of the plan; `run` says where they lie."""
+    """Some of a lane's records, in the order of the plan: those of `run`."""
 
     lane: int
     run: Run
@@ -95,7 +95,7 @@ class Strip:
 
 
 class LaneStream:
-    """The strips of a lane from any sample on: at most `strip_records` of one block each, cut between windows where
+    """The strips of a lane from any sample on: each at most `strip_records` of one block, cut at the ends of windows if
     these are shorter.
     """
 
@@ -105,35 +105,33 @@ class LaneStream:
         self.seek(0)
 
     def seek(self, n: int) -> None:
-        """Go on with the window of sample n."""
+        """Continue with the window of sample n."""
         epoch, offset = self._plan.lane_at(self.lane, n)
         self._enter(epoch, n - offset)
         self._at = self._known = offset - offset % self._plan.window_records
 
     def _enter(self, epoch: int, first: int) -> None:
-        # The epoch that is read, the first sample of the lane's span of it, where that begins and how long it is.
+        # The epoch, the first sample of the lane's span in it, and the span's first position and size.
         self._epoch, self._first = epoch, first
         self._begin, end = self._plan.lane_span(epoch, self.lane)
         self._size = end - self._begin
-        self._at = self._known = 0  # places in the span: read up to, and looked up to in the plan
+        self._at = self._known = 0  # offsets in the span: read so far, and looked up in the plan so far
         self._runs: deque[Run] = deque()
 
     @property
     def read(self) -> int:
-        """How many samples of the stream come before the next strip's records, in the order of the files."""
+        """How many records of the stream have been read."""
         return self._first + self._at
 
     @property
     def ready(self) -> int:
-        """The first sample that may be in a record not read yet: all before it are in strips that `take` gave."""
+        """The first sample that may be unread: all samples before it are in strips that `take` returned."""
         if self._at >= self._size:
             return self._first + self._size
         return self._first + self._at - self._at % self._plan.window_records
 
     def peek(self, until: int) -> Run | None:
-        """Where the records of the next strip lie; None at the end of an epoch after which no sample before `until` is
-        left to read.
-        """
+        """The records of the next strip; None at the end of an epoch if all samples before `until` have been read."""
         return None if self._at >= self._size and self.ready >= until else self._run()
 
     def take(self) -> Strip:
@@ -154,46 +152,46 @@ class LaneStream:
             start += count
 
     def _run(self) -> Run:
-        """The records of the next strip; at the end of an epoch we go on to the next one."""
-        while self._at >= self._size:  # a lane may have nothing of an epoch
+        """The records of the next strip, if need be of the next epoch."""
+        while self._at >= self._size:  # a lane may get no sample of an epoch
             self._enter(self._epoch + 1, self._first + self._size)
         if not self._runs:
             until = min(self._size, self._known + _BLOCKS_AHEAD * self._plan.block_records)
-            place = self._known
+            offset = self._known
             for run in self._plan.runs(self._epoch, self._begin + self._known, self._begin + until):
-                for count, skip in self._cuts(place, run.count):
+                for count, skip in self._cuts(offset, run.count):
                     self._runs.append(Run(run.shard, run.first_record + skip, count))
-                place += run.count
+                offset += run.count
             self._known = until
         return self._runs[0]
 
-    def _cuts(self, place: int, records: int) -> Iterator[tuple[int, int]]:
-        """The strips of a run that begins at a place of the span: (records, those before it)."""
+    def _cuts(self, offset: int, records: int) -> Iterator[tuple[int, int]]:
+        """The strips of a run that begins at an offset in the span: (records, records of the run before them)."""
         window, done = self._plan.window_records, 0
         while done < records:
-            end = place + done + self._strip_records
+            end = offset + done + self._strip_records
             if window <= self._strip_records:
                 end -= end % window
-            count = min(records - done, end - place - done)
+            count = min(records - done, end - offset - done)
             yield count, done
             done += count
 
 
-# A strip is what is read of a TFRecord block at once: this, or a lane's share of half of what the reader holds ahead,
-# or as many records as are its share of STRIPS_BYTES in the arrays of chunks.
+# A strip is what is read of a TFRecord block at once: at most STRIP_BYTES, the lane's share of STRIPS_READ_BYTES (half
+# of what the reader holds ahead), and its share of STRIPS_BYTES in the arrays of chunks.
 STRIP_BYTES = 512 << 10
 STRIPS_READ_BYTES = 32 << 20
 STRIPS_BYTES = 16 << 20
-# Lanes whose windows are loaded together: neighbours in a batch, whose rows share cache lines of its arrays.
+# Lanes loaded together are neighbours in a batch: their rows share cache lines.
 _LEAST_LANES = 4
 
 
 class Assembly:
     """Chunks of `chunk_steps` steps of the batches of some lanes, from any step on.
 
-    Memory: a window and a strip of each lane after the first step of its encoding (strips are STRIPS_BYTES in all), as
-    much again loaded ahead, BYTES_AT_ONCE of records, and where only whole blocks are read one or two for each lane.
-    `at` says in words what is being read. Not safe for several threads at once.
+    Memory: a window and a strip of each lane after the first step of its encoding (all strips together STRIPS_BYTES),
+    the same again loaded ahead, BYTES_AT_ONCE of records, and one or two blocks for each lane in formats that are read
+    by whole blocks. `at` says what is being read, for error messages. Not thread-safe.
     """
 
     def __init__(
@@ -204,20 +202,20 @@ class Assembly:
         self._each = plan.global_batch // plan.lanes
         self._rows = self._each * len(lanes)
         self._first_lane = lanes[0]
-        # A lane is in one block or interleaves some; as many again are those that the ends of its parts cut, which wait
-        # for another lane: they must not push out those that are being read.
-        reader.keep_blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
-        self._units = UnitReader(reader, encoder)
+        # A lane reads one block, or several if it interleaves. As many again are cut by the ends of its parts and wait
+        # for another lane; they must not evict the blocks that are being read.
+        reader.read_in_turn(2 * len(lanes) * (plan.interleave or 1) + 1)
+        self._decoder = RowDecoder(reader, encoder)
         made = [one for _, one in encoder.made]
         self._made = made
         self._widths = np.array([PAIR_BYTES if one.lists else row_bytes(one) for one in made], dtype=np.int64)
-        # A list's values wait where they were decoded.
+        # The values of lists stay where they were decoded.
         waiting_bytes = reader.record_bytes if any(one.lists for one in made) else int(self._widths.sum())
         share = STRIPS_BYTES // len(lanes) // waiting_bytes
         strip_bytes = min(STRIP_BYTES, STRIPS_READ_BYTES // len(lanes))
         strip_records = max(1, min(strip_bytes // reader.record_bytes, share, plan.block_records))
         self._streams = [LaneStream(plan, lane, strip_records) for lane in lanes]
-        # What is loaded ahead of a lane: as much as is loaded at once, and no more than an epoch gives it.
+        # Samples loaded ahead for each lane: as many as are loaded at once, at most those of an epoch.
         self._ahead = min(max(strip_records, plan.window_records), max(1, plan.total // plan.lanes))
         together = min(ROWS_AT_ONCE // strip_records, BYTES_AT_ONCE // (strip_records * reader.record_bytes))
         self._together = max(_LEAST_LANES, min(len(lanes), together))
@@ -225,12 +223,10 @@ class Assembly:
         self._chunks: dict[int, Chunk] = {}
         self._start, self._hinted = 0, False
         self.step = -1
-        """The step that comes next."""
+        """The next step."""
 
     def seek(self, step: int) -> None:
-        """Go on with a step: by reading on where that is no further than a lane would read for its first batch there,
-        else what was loaded is dropped.
-        """
+        """Continue with a step: skip ahead if that reads no more than a fresh start does, else drop what was loaded."""
         if 0 <= self.step <= step and (step - self.step) * self._each <= self._ahead:
             self.step = step
             return
@@ -242,9 +238,7 @@ class Assembly:
         self._hinted = False
 
     def take(self, last_step: int) -> tuple[int, Encoded, npt.NDArray[np.int64]]:
-        """The next steps, as far as their chunk goes and at most up to `last_step`: how many they are, their rows and
-        the epoch of each row.
-        """
+        """The next steps up to the end of their chunk or `last_step`: their number, rows, and the epoch of each row."""
         number, skip = divmod(self.step, self._chunk_steps)
         stop = min(last_step, (number + 1) * self._chunk_steps)
         while self._load(stop, last_step):
@@ -257,29 +251,30 @@ class Assembly:
         return steps, late, chunk.epochs[rows]
 
     def load_ahead(self, last_step: int) -> None:
-        """Load until a strip or window of each lane is ahead of the next step, or all up to `last_step`; so steps cost
-        alike.
+        """Load until each lane is a strip or window ahead of the next step, or has reached `last_step`.
+
+        This makes the cost of steps even.
         """
         goal = len(self._streams) * (self._ahead + self.step * self._each)
         while sum(stream.read for stream in self._streams) < goal and self._load(last_step, last_step):
             continue
 
     def _load(self, stop: int, last_step: int) -> bool:
-        """Load the next windows of the lanes that are furthest behind; False where all reach step `stop`."""
+        """Load the next windows of the lanes that have read least; False when all have reached step `stop`."""
         try:
             return self._loaded_more(stop, last_step)
         except BaseException:
-            self.step = -1  # some lanes may have gone on and others not: who comes again begins anew
+            self.step = -1  # some lanes may have advanced and others not: the next seek starts over
             raise
 
     def _loaded_more(self, stop: int, last_step: int) -> bool:
-        behind = [stream for stream in self._streams if stream.ready < stop * self._each]
-        if not behind:
+        unready = [stream for stream in self._streams if stream.ready < stop * self._each]
+        if not unready:
             return False
-        behind.sort(key=lambda stream: stream.read)  # stable: lanes stay in order
-        streams = behind[: self._together]
-        if not self._hinted:  # at the beginning nothing is on its way yet
-            self._hint(behind, last_step)
+        unready.sort(key=lambda stream: stream.read)  # stable: lanes stay in order
+        streams = unready[: self._together]
+        if not self._hinted:  # at the start nothing is being fetched yet
+            self._hint(unready, last_step)
             self._hinted = True
         strips = [stream.take() for stream in streams]
 
@@ -287,56 +282,56 @@ class Assembly:
             step = max(self.step, strips[number].pieces[0].first // self._each)
             self.at = f"lane {strips[number].lane} of split `{self._plan.split}` at step {step}"
 
-        units = self._units.load([strip.run for strip in strips], about)
+        decoded = self._decoder.load([strip.run for strip in strips], about)
         self._hint(streams, last_step)
-        self._put(strips, units)
+        self._put(strips, decoded)
         return True
 
     def _hint(self, streams: Sequence[LaneStream], last_step: int) -> None:
-        # What the page cache has is read in less time than it takes to hand it over between threads.
+        # Reading from the page cache takes less time than handing the bytes over between threads.
         if not self._reader.is_local:
             runs = [stream.peek(last_step * self._each) for stream in streams]
             self._reader.prefetch(run for run in runs if run is not None)
 
-    def _put(self, strips: Sequence[Strip], units: Sequence[tuple[Unit, int]]) -> None:
-        """Copy the records of strips, of which `units` has the unit and the first row, to their places."""
-        from training.batches.kernels import place, scatter
+    def _put(self, strips: Sequence[Strip], decoded: Sequence[tuple[DecodedRows, int]]) -> None:
+        """Copy the records of strips to their batches; `decoded` has the rows of each strip and its first row."""
+        from training.batches.kernels import assign_rows, scatter
 
         base, chunk_samples = self.step // self._chunk_steps, self._chunk_steps * self._each
         last = max(strip.pieces[-1].first + strip.pieces[-1].size for strip in strips) - 1
         chunks = [self._chunk(number) for number in range(base, last // chunk_samples + 1)]
-        if not chunks:  # a seek passed over all of them
+        if not chunks:  # a seek skipped all of them
             return
         chunk_of, row_of = np.empty((2, sum(strip.run.count for strip in strips)), dtype=np.int64)
-        place(
+        assign_rows(
             *self._pieces(strips),
             self._each,
             self._rows,
             base * self._chunk_steps,
             self._chunk_steps,
-            max(self._start, base * chunk_samples),  # of what a seek passed over, no chunk is there
+            max(self._start, base * chunk_samples),  # samples that a seek skipped have no chunk
             _column(chunk.epochs.ctypes.data for chunk in chunks),
             chunk_of,
             row_of,
         )
-        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in units))}
-        wrong, unit_number = scatter(
+        numbers = {rows: number for number, rows in enumerate(dict.fromkeys(rows for rows, _ in decoded))}
+        wrong, wrong_rows = scatter(
             self._widths,
-            np.stack([unit.forms for unit in numbers]),
-            np.stack([unit.sources for unit in numbers]),
-            _column(numbers[unit] for unit, _ in units),
-            _column(row for _, row in units),
+            np.stack([rows.forms for rows in numbers]),
+            np.stack([rows.sources for rows in numbers]),
+            _column(numbers[rows] for rows, _ in decoded),
+            _column(row for _, row in decoded),
             _column(strip.run.count for strip in strips),
             chunk_of,
             row_of,
             np.stack([chunk.targets for chunk in chunks]),
         )
         if wrong >= 0:
-            self._units.refuse(list(numbers)[unit_number], wrong)
-        for unit in numbers:
-            if unit.has_lists:
+            self._decoder.refuse(list(numbers)[wrong_rows], wrong)
+        for rows in numbers:
+            if rows.has_lists:
                 for chunk in chunks:
-                    chunk.kept.add(unit)
+                    chunk.kept.add(rows)
 
     def _pieces(self, strips: Sequence[Strip]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The orders of all windows that strips have a part of, one after another, and the pieces as `place` takes

@@ -1,40 +1,34 @@
-"""Which sample went into which step: written by each rank, and checked along a run's chain of checkpoints.
+"""The audit that each rank writes: which sample went into which step. `training.results.audit` checks it.
 
 A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
-0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows lie in step order, within a step in lane order.
-Of a mixture a fourth column says which dataset a sample is of (from 0), and the epoch is that dataset's own.
+0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows are in step order, within a step in lane order.
+In a mixture, a fourth column is the number of the sample's dataset (from 0), and the epoch is that dataset's own.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.storage.errors import CorruptionError
 from training.batches.feed import Batch
 
 HEADER = b"step,epoch,sample_id\n"
 MIXED_HEADER = b"step,epoch,sample_id,dataset\n"
-_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
-_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
-_ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
-Rows = npt.NDArray[np.void]
 
 
 def sample_hex(sample_id: int) -> str:
-    """A sample id as audits and results show it: 16 hex digits of the unsigned value."""
+    """A sample id as audits and results write it: 16 hex digits of the unsigned value."""
     return f"{sample_id & (1 << 64) - 1:016x}"
 
 
 class AuditLog:
-    """Collects the batches that a rank is fed; safe to add to from another thread.
+    """Collects the batches that a rank is fed; `add` may be called from another thread.
 
-    Batches are read ahead of training, so those of later steps stay until a later `take`. A step that is added again
-    (an iterator begun anew) replaces what was there: it is the same batch. `datasets` says of a mixture which dataset
-    each row of a batch is of: (n_r,) int64.
+    Batches are read ahead of training, so those of later steps stay until a later `take`. A step that is added again,
+    by an iterator that was restarted, replaces the earlier one, which is the same batch. `datasets` (n_r,) int64 is the
+    dataset of each row of a mixture's batch.
     """
 
     def __init__(self, datasets: npt.NDArray[np.int64] | None = None) -> None:
@@ -43,9 +37,9 @@ class AuditLog:
         self._batches: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
     def add(self, batch: Batch) -> None:
-        """Remember a batch; batch n (from 0) is what optimizer step n + 1 is made of."""
+        """Add a batch; batch n (from 0) is that of optimizer step n + 1."""
         with self._lock:
-            # Copies, so that no view keeps the features of a whole read-ahead in memory.
+            # Copies: a view would keep the features of all that was read ahead in memory.
             self._batches[batch.step + 1] = (batch.epochs.copy(), batch.sample_ids.copy())
 
     def take(self, step: int) -> bytes:
@@ -65,22 +59,3 @@ class AuditLog:
             for number, epochs, ids in parts
             for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
         )
-
-
-def parse_audit(data: bytes, *, file: str) -> Rows:
-    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
-    row for anything else."""
-    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
-    if not data.startswith(header) or not data.endswith(b"\n"):
-        what = "an audit without its header or cut in a line"
-        raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
-    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
-    rows = np.zeros(len(lines), dtype=_ROW)
-    for number, line in enumerate(lines):
-        cells = row_form.fullmatch(line)
-        if cells is None:
-            raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
-        value = int(cells[3], 16)
-        signed = value - (1 << 64) if value >> 63 else value
-        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
-    return rows

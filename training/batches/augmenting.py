@@ -1,4 +1,4 @@
-"""--augment on the batches of a rank: images, and under mixup labels, as a model in training is fed with them."""
+"""Applies --augment to the batches of a rank: changes images and, under mixup, labels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from training.plan.mixture import Plan
 
 
 class Augmentation:
-    """What --augment makes of a Batch: a pure function of the batch, `seed` and the operations.
+    """Augments a Batch: a pure function of the batch, `seed` and the operations.
 
-    The one feature that is an image, (n, H, W, C) uint8 with C up to 4, is changed before the model sees it, as uint8
-    of the same shape; all else of a batch stays. Mixup mixes a row with others of its lane's `lane_rows` rows (G / L)
-    and makes class labels (n, classes) float32, those of yes-or-no labels and numbers (n,) float32; a row whose own or
-    whose partner's weight is 0 is not mixed, and else weighs its share of its own weight and the rest of the partner's;
-    its label is shared in the same proportion. `signature` is what a model is fed.
-    Raises ConfigError for what cannot be done with the dataset's signature or the plan's lanes.
+    It changes the one feature that is an image, (n, H, W, C) uint8 with C up to 4; shape and dtype stay. Mixup mixes a
+    row with another of its lane's `lane_rows` rows (G / L). Class labels become (n, classes) float32, yes-or-no labels
+    and numbers (n,) float32. Labels and weights are mixed in the same proportion as images; a row is not mixed if its
+    weight or its partner's is 0. `signature` is what the model is fed.
+    Raises ConfigError for operations that do not fit the dataset's signature or the plan's lanes.
     """
 
     def __init__(self, words: Sequence[str], seed: int, signature: Signature, lane_rows: int) -> None:
@@ -43,7 +42,7 @@ class Augmentation:
         self.signature = signature if self._mixup is None else _mixed(signature)
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch augmented; its own arrays stay as they are."""
+        """The augmented batch; the arrays of `batch` are not changed."""
         draws = Draws.of(self._seed, batch.epochs, batch.sample_ids)
         images = np.ascontiguousarray(batch.x[self._name])
         for slot, operation in enumerate(self._operations):
@@ -55,10 +54,10 @@ class Augmentation:
     def _mix(self, batch: Batch, images: npt.NDArray[np.uint8], draws: Draws, mixup: Mixup) -> Batch:
         if len(images) % self._lane_rows:
             raise DataError(
-                "images cannot be mixed: a rank's rows are not whole lanes",
+                "images cannot be mixed: the rank's rows are not whole lanes",
                 got=f"{len(images)} rows",
                 allowed=f"a multiple of {self._lane_rows}",
-                next_step="Feed the batches of the plan, unchanged.",
+                next_step="Pass the batches of the plan unchanged.",
             )
         partners, shares = mixup.partners(draws, self._lane_rows), mixup.shares(draws)
         weight = batch.weight
@@ -71,30 +70,30 @@ class Augmentation:
 
 
 def augmentation_of(config: TrainConfig, plan: Plan, signature: Signature) -> Augmentation | None:
-    """The augmentation of a run's batches, None without --augment; raises as Augmentation does."""
+    """The augmentation of a run's batches; None without --augment. Raises as Augmentation does."""
     if not config.augment:
         return None
     return Augmentation(config.augment.split(), config.seed, signature, plan.global_batch // plan.lanes)
 
 
 def labels_of(config: TrainConfig, signature: Signature) -> Signature:
-    """A dataset's signature with the labels that the loss of a run of `config` is made for: under mixup soft ones."""
+    """A dataset's signature with the labels that the loss of a run of `config` takes: soft ones under mixup."""
     return soft_signature(signature) if parse(config.augment.split()).mixup is not None else signature
 
 
 def check_mixup(augment: str, lane_rows: int) -> None:
-    """Raise ConfigError where --augment has mixup and a lane gives less than two rows to a global batch."""
+    """Raise ConfigError if --augment has mixup and a lane gives less than two rows to a global batch."""
     if parse(augment.split()).mixup is not None and lane_rows < 2:
         raise ConfigError(
             "--augment mixup has no rows to mix",
             got=f"lanes of {lane_rows} row of each global batch",
-            allowed="2 rows or more of each lane: samples are mixed within a lane, so that ranks do not matter",
+            allowed="2 rows or more of each lane: samples are mixed within a lane, whatever the number of ranks",
             next_step="Use fewer --lanes (half the global batch or less), or leave mixup out.",
         )
 
 
 def soft_signature(signature: Signature) -> Signature:
-    """The signature with class labels as (classes,) float32 a row, as mixup gives them."""
+    """The signature with class labels of (classes,) float32 a row, as mixup makes them."""
     if signature.num_classes is None or signature.label is None:
         return signature
     label = TensorSpec(shape=(signature.num_classes,), dtype="float32")
@@ -102,7 +101,7 @@ def soft_signature(signature: Signature) -> Signature:
 
 
 def soft_labels(labels: npt.NDArray[Any] | None, signature: Signature) -> npt.NDArray[Any] | None:
-    """Labels as they lie in the dataset, (n,), in the form of `signature`'s label: one-hot where that has classes."""
+    """Labels of the dataset, (n,), in the form of `signature`'s label: one-hot if it has classes."""
     if labels is None or signature.label is None or not signature.label.shape:
         return labels
     assert signature.num_classes is not None
@@ -114,7 +113,7 @@ def _image_of(signature: Signature) -> str:
     if len(images) != 1 or signature.features[images[0]].shape[2] > 4:
         found = ", ".join(f"{name} {spec.dtype} {spec.shape}" for name, spec in signature.features.items())
         raise ConfigError(
-            "--augment found no image to change",
+            "--augment found no image in this dataset",
             got=found or "no feature",
             allowed="one feature (height, width, channels) of uint8 with 1 to 4 channels, not normalised by its schema",
             next_step="Leave --augment out, or build the dataset with jobs.etl_images.",
@@ -123,10 +122,10 @@ def _image_of(signature: Signature) -> str:
 
 
 def _mixed(signature: Signature) -> Signature:
-    """The signature under mixup, once it is known to be possible."""
+    """The signature under mixup; ConfigError for a dataset that mixup cannot be applied to."""
     if len(signature.features) > 1 or signature.label is None:
         raise ConfigError(
-            "--augment mixup cannot mix what this dataset has",
+            "--augment mixup does not fit this dataset",
             got=f"features {', '.join(signature.features)}, label {signature.label and signature.label.dtype}",
             allowed="one image and a label, which are mixed alike",
             next_step="Leave mixup out.",

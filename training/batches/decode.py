@@ -1,4 +1,4 @@
-"""Rows read and decoded many at a time, made ready to be put into batches: strips of TFRecord, blocks of the others."""
+"""Reads and decodes many rows at once for batches: strips of TFRecord blocks, whole blocks of other formats."""
 
 from __future__ import annotations
 
@@ -20,50 +20,49 @@ from training.plan.order import Run
 from training.reading.reader import SplitReader
 
 
-def of_record(reader: SplitReader, shard: int, record: int) -> str:
-    """File, record and block (of Parquet: row group and row in it) of a record of a shard."""
+def record_location(reader: SplitReader, shard: int, record: int) -> str:
+    """Names a record of a shard in an error: file, record and block (in Parquet: row group and its row)."""
     url = reader.stored[shard][1]
     block, row = divmod(record, reader.table.block_records)
     within = f"row group {block}, row {row}" if url.endswith(".parquet") else f"block {block}"
     return f"{url}, record {record} ({within})"
 
 
-def placed(error: DataError, place: str) -> DataError:
-    """The same error, its place named; one of damaged bytes names its own."""
+def located(error: DataError, location: str) -> DataError:
+    """The same error with the location of the row; a CorruptionError already has one."""
     if isinstance(error, CorruptionError):
         return error
-    return DataError(f"{error.what}: {place}", got=error.got, allowed=error.allowed, next_step=error.next_step)
+    return DataError(f"{error.what}: {location}", got=error.got, allowed=error.allowed, next_step=error.next_step)
 
 
-def of_batch_row(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, row: int) -> str:
-    """File and record of row `row` of a rank's batches from `step` on, laid end to end."""
+def batch_row_location(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, row: int) -> str:
+    """File and record of row `row` of a rank's batches, counted from the first row of batch `step`."""
     each = plan.global_batch // plan.lanes
     steps, within = divmod(row, len(lanes) * each)
     lane, number = divmod(within, each)
     n = (step + steps) * each + number
     ((epoch, positions),) = plan.lane_positions(lanes[lane], n, n + 1)
     (run,) = plan.runs(epoch, int(positions[0]), int(positions[0]) + 1)
-    return of_record(reader, run.shard, run.first_record)
+    return record_location(reader, run.shard, run.first_record)
 
 
-def of_row_in_order(reader: SplitReader, row: int) -> str:
-    """File and record of row `row` of the split, in the order of the files."""
+def ordered_row_location(reader: SplitReader, row: int) -> str:
+    """File and record of row `row` of the split, in file order."""
     (run,) = reader.table.rows(row, row + 1)
-    return of_record(reader, run.shard, run.first_record)
+    return record_location(reader, run.shard, run.first_record)
 
 
 I64 = npt.NDArray[np.int64]
-# What is decoded and encoded at once: enough that calls cost nothing beside it, little enough for the caches.
+# Decoded and encoded in one call: enough to make the cost of the call negligible, few enough for the caches.
 ROWS_AT_ONCE = 16_384
 BYTES_AT_ONCE = 4 << 20
 
 
-class Unit:
-    """Some rows of a split, each column of the encoder's `made` after the first of its two steps.
+class DecodedRows:
+    """Some rows of a split, with each column of the encoder's `made` after the first of its two steps.
 
-    sources, forms (k,) int64: where the rows of each column lie and how, as training.batches.kernels.scatter takes
-    them; of Lists, (address, count) of each. What they point to lives as long as the unit. `runs` are its records, in
-    order.
+    sources, forms (k,) int64: the address of each column and its form, as training.batches.kernels.scatter takes them;
+    of Lists, an (address, count) for each row. This object keeps the memory alive. `runs` are its records, in order.
     """
 
     __slots__ = ("_kept", "forms", "has_lists", "rows", "runs", "sources")
@@ -75,7 +74,7 @@ class Unit:
         self._kept: list[object] = [kept]
 
     def put(self, number: int, rows: npt.NDArray[Any] | Lists, form: int = VALUES) -> None:
-        """Say where the rows of a column are, and hold them."""
+        """Set the rows of a column, and keep them alive."""
         self._kept.append(rows)
         if isinstance(rows, Lists):
             self.has_lists = True
@@ -87,15 +86,15 @@ class Unit:
         self.sources[number], self.forms[number] = rows.ctypes.data, form
 
 
-class UnitReader:
-    """Reads runs as units; that of a block which is only read whole stays with the block in the reader.
+class RowDecoder:
+    """Reads runs and decodes them. The rows of a block that is only read whole are kept with the block in the reader.
 
-    Not safe for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, reader: SplitReader, encoder: Encoder) -> None:
         self._reader, self._encoder = reader, encoder
-        # Columns of which nothing is made: rows are copied from where they lie, by the numbers of `made`.
+        # Columns that the encoder does not change, by their number in `made`: copied from where they were decoded.
         self._direct = {
             number: column
             for number, (column, made) in enumerate(encoder.made)
@@ -104,12 +103,12 @@ class UnitReader:
         self._forms = {number: self._form(number) for number in self._direct}
         self._decoder = RecordDecoder(reader.schema, encoder.columns, frozenset(self._direct.values()))
 
-    def load(self, runs: Sequence[Run], about: Callable[[int], None]) -> list[tuple[Unit, int]]:
-        """The unit of each run, and which of its rows is the run's first; `about(i)` is called before run i is read.
+    def load(self, runs: Sequence[Run], about: Callable[[int], None]) -> list[tuple[DecodedRows, int]]:
+        """The decoded rows of each run, and the number of the run's first row; calls `about(i)` before it reads run i.
 
-        Raises as SplitReader.read and Encoder.encode do, the latter's errors with file, record and block.
+        Raises what SplitReader.read and Encoder.encode raise; errors of the latter name file, record and block.
         """
-        found: dict[int, tuple[Unit, int]] = {}
+        found: dict[int, tuple[DecodedRows, int]] = {}
         waiting: list[tuple[int, Run, npt.NDArray[np.uint8]]] = []
         rows = size_bytes = 0
         for number, run in enumerate(runs):
@@ -127,66 +126,66 @@ class UnitReader:
             found |= self._decoded(waiting)
         return [found[number] for number in range(len(runs))]
 
-    def refuse(self, unit: Unit, number: int) -> NoReturn:
-        """Raise the DataError for a column of which a number would become another one."""
-        values = np.ctypeslib.as_array((ctypes.c_int64 * unit.rows).from_address(int(unit.sources[number])))
+    def refuse(self, decoded: DecodedRows, number: int) -> NoReturn:
+        """Raise the DataError for a column with an integer that float32 cannot hold."""
+        values = np.ctypeslib.as_array((ctypes.c_int64 * decoded.rows).from_address(int(decoded.sources[number])))
         early = self._encoder.made[number][1].early
-        row, error = refused_row(lambda start, stop: early(pa.array(values[start:stop])), unit.rows)
-        raise self._placed(unit, row, error)
+        row, error = refused_row(lambda start, stop: early(pa.array(values[start:stop])), decoded.rows)
+        raise self._located(decoded, row, error)
 
-    def _decoded(self, parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> dict[int, tuple[Unit, int]]:
-        """Runs of records in one unit."""
+    def _decoded(self, parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> dict[int, tuple[DecodedRows, int]]:
+        """Decode runs of records together."""
         frames = self._decoder.decode_frames([data for _, _, data in parts], [run.count for _, run, _ in parts])
         if frames is None:
-            # One by one by the reader, which says what is wrong with which record, or takes another form than ours.
+            # The reader decodes them one by one: it names a bad record, and reads Examples that others wrote.
             runs = [run for _, run, _ in parts]
-            unit = self._unit(pa.concat_batches([self._reader.read(run) for run in runs]), runs)
+            decoded = self._decode_rows(pa.concat_batches([self._reader.read(run) for run in runs]), runs)
         else:
-            unit = Unit(len(self._encoder.made), [run for _, run, _ in parts], frames)
+            decoded = DecodedRows(len(self._encoder.made), [run for _, run, _ in parts], frames)
             for number, column in self._direct.items():
                 if column in frames.places:
-                    unit.put(number, frames.places[column], ADDRESSES)
+                    decoded.put(number, frames.places[column], ADDRESSES)
                 else:
-                    unit.sources[number], unit.forms[number] = frames.values[column], self._forms[number]
-            self._make(unit, frames.batch, self._direct)
-        return {part[0]: (unit, first) for part, first in zip(parts, _starts(parts), strict=True)}
+                    decoded.sources[number], decoded.forms[number] = frames.values[column], self._forms[number]
+            self._make(decoded, frames.batch, self._direct)
+        return {part[0]: (decoded, first) for part, first in zip(parts, _starts(parts), strict=True)}
 
-    def _block(self, run: Run) -> tuple[Unit, int]:
+    def _block(self, run: Run) -> tuple[DecodedRows, int]:
         block = self._reader.kept_block(run)
         skip = run.first_record % self._reader.table.block_records
-        if not isinstance(block.unit, Unit):
-            block.unit = self._unit(block.rows, [Run(run.shard, run.first_record - skip, len(block.rows))])
-        return block.unit, skip
+        if not isinstance(block.prepared, DecodedRows):
+            block.prepared = self._decode_rows(block.rows, [Run(run.shard, run.first_record - skip, len(block.rows))])
+        return block.prepared, skip
 
-    def _unit(self, batch: pa.RecordBatch, runs: Sequence[Run]) -> Unit:
-        unit = Unit(len(self._encoder.made), runs, batch)
+    def _decode_rows(self, batch: pa.RecordBatch, runs: Sequence[Run]) -> DecodedRows:
+        decoded = DecodedRows(len(self._encoder.made), runs, batch)
         direct = {}
         for number, column in self._direct.items():
             values = batch.column(column)
             if pa.types.is_int64(values.type) or pa.types.is_float32(values.type):
                 direct[number] = column
-                unit.put(number, values.to_numpy(), self._forms[number])
-        self._make(unit, batch, direct)
-        return unit
+                decoded.put(number, values.to_numpy(), self._forms[number])
+        self._make(decoded, batch, direct)
+        return decoded
 
-    def _make(self, unit: Unit, batch: pa.RecordBatch, direct: Container[int]) -> None:
+    def _make(self, decoded: DecodedRows, batch: pa.RecordBatch, direct: Container[int]) -> None:
         early = self._encoder.early
         try:
             made = early(batch, direct)
         except DataError:
-            row, error = refused_row(lambda start, stop: early(batch.slice(start, stop - start), direct), unit.rows)
-            raise self._placed(unit, row, error) from None
+            row, error = refused_row(lambda start, stop: early(batch.slice(start, stop - start), direct), decoded.rows)
+            raise self._located(decoded, row, error) from None
         for number, rows in enumerate(made):
             if rows is not None:
-                unit.put(number, rows)
+                decoded.put(number, rows)
 
-    def _placed(self, unit: Unit, row: int, error: DataError) -> DataError:
-        """The error for a row of a unit, with the record that it is."""
-        for run in unit.runs:
+    def _located(self, decoded: DecodedRows, row: int, error: DataError) -> DataError:
+        """The error for a row, with its file, record and block."""
+        for run in decoded.runs:
             if row < run.count:
-                return placed(error, of_record(self._reader, run.shard, run.first_record + row))
+                return located(error, record_location(self._reader, run.shard, run.first_record + row))
             row -= run.count
-        raise AssertionError(f"row {row} behind the last run")
+        raise AssertionError(f"row {row} after the last run")
 
     def _form(self, number: int) -> int:
         made = self._encoder.made[number][1]

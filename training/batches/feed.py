@@ -19,17 +19,17 @@ from lockstep.features.encode.transforms import refused_row
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError
 from training.batches.assembly import Assembly
-from training.batches.decode import of_batch_row, of_row_in_order, placed
+from training.batches.decode import batch_row_location, located, ordered_row_location
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan
 from training.reading.background import ReadAhead
 from training.reading.reader import SplitReader
 from training.world import World
 
-READ_AHEAD_BYTES = 48 << 20
-DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank says itself what it waits for
-# What is encoded in one call: enough rows that calls cost little, no more bytes than caches hold a few times
-# (docs/decisions/074-batches-by-kernels.md).
+ENCODED_AHEAD_BYTES = 48 << 20
+DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank itself reports what it waits for
+# Encoded in one call: enough rows to make the call cheap, at most a few times what the caches hold
+# (decision 074).
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
@@ -52,11 +52,11 @@ class Batch:
 
 
 class RankFeed:
-    """The batches of one rank, from any step on, without reading what lies before.
+    """The batches of one rank, from any step on; earlier ones are not read.
 
-    `groups` are the lane groups of ghost BatchNorm, which ranks own whole. Raises ConfigError for more ranks than lanes
-    or groups. Memory: what training.batches.assembly says, and three chunks of encoded batches: `read_ahead_bytes` in
-    all at most, 24 MiB where one batch is smaller, but at least three batches.
+    `groups` are the lane groups of ghost BatchNorm; each is owned by one rank. Raises ConfigError for more ranks than
+    lanes or groups. Memory: that of training.batches.assembly, and three chunks of encoded batches: together at most
+    `encoded_ahead_bytes`, and at most 24 MiB unless three batches are larger.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RankFeed:
         start_step: int = 0,
         *,
         groups: int | None = None,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        encoded_ahead_bytes: int = ENCODED_AHEAD_BYTES,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if reader.split != plan.split or tuple(reader.table.shard_records.tolist()) != plan.shard_records:
             raise ConfigError(
-                "a reader and a plan of different splits",
+                "the reader and the plan are of different splits",
                 got=f"split `{reader.split}`",
                 allowed=f"split `{plan.split}`",
                 next_step="Open the reader on the plan's split.",
@@ -81,18 +81,18 @@ class RankFeed:
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
         self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
         self.rows = plan.rows(world.rank, world.num_ranks, groups)
-        chunk_bytes = min(_CHUNK_BYTES, read_ahead_bytes // _CHUNKS_IN_MEMORY)
+        chunk_bytes = min(_CHUNK_BYTES, encoded_ahead_bytes // _CHUNKS_IN_MEMORY)
         chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
         self._chunk_steps = max(1, chunk_rows // self.rows)
         self._assembly = Assembly(plan, reader, encoder, self.lanes, self._chunk_steps)
         self._reader = reader
-        self._told: set[int | None] = set()  # sample ids of bad images that the log has
+        self._reported: set[int | None] = set()  # sample ids of bad images
         self._deadline_s = deadline_s
         self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
 
     @property
     def chunk_steps(self) -> int:
-        """Batches that are encoded in one call, and then there at once."""
+        """Batches that are encoded in one call."""
         return self._chunk_steps
 
     def batch(self, step: int) -> Batch:
@@ -111,7 +111,7 @@ class RankFeed:
                 step += len(chunk)
                 yield chunk
                 with self._lock:
-                    if self._assembly.step == step:  # not where batch() was called meanwhile
+                    if self._assembly.step == step:  # unless batch() was called meanwhile
                         self._assembly.load_ahead(last_step)
 
         with ReadAhead(chunks(), lambda: self._assembly.at, self._deadline_s) as ahead:
@@ -119,23 +119,23 @@ class RankFeed:
                 yield from chunk
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from `start_step` on, without end."""
+        """Batches from `start_step` on, endlessly."""
         return self.batches(self.start_step, sys.maxsize)
 
     def _next(self, step: int, last_step: int) -> list[Batch]:
-        """Batches step.. as far as they are encoded in one call."""
+        """Batch `step` and those that are encoded in the same call."""
         self._assembly.seek(step)
         try:
             steps, encoded, epochs = self._assembly.take(last_step)
         except BadImageError as error:
-            raise error.at(self._place(step, error)) from None
+            raise error.at(self._location(step, error)) from None
         for bad in encoded.bad:
-            if bad.sample_id not in self._told:
-                self._told.add(bad.sample_id)
-                print(f"weight 0: {bad.at(self._place(step, bad)).what} ({bad.detail})", flush=True)
+            if bad.sample_id not in self._reported:
+                self._reported.add(bad.sample_id)
+                print(f"weight 0: {bad.at(self._location(step, bad)).what} ({bad.detail})", flush=True)
 
         def cut(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            # (steps * n_r, ...) -> (steps, n_r, ...), whose parts NumPy gives out one after another at half the price
+            # (steps * n_r, ...) -> (steps, n_r, ...): iterating over it takes half the time of slicing
             return array.reshape(steps, self.rows, *array.shape[1:])
 
         names = tuple(encoded.x)
@@ -153,18 +153,18 @@ class RankFeed:
             for number, x, others in zip(range(step, step + steps), rows, rest, strict=True)
         ]
 
-    def _place(self, step: int, error: BadImageError) -> str:
-        return of_batch_row(self.plan, self._reader, self.lanes, step, error.row)
+    def _location(self, step: int, error: BadImageError) -> str:
+        return batch_row_location(self.plan, self._reader, self.lanes, step, error.row)
 
 
 def eval_batches(
     reader: SplitReader, encoder: Encoder, rank: int, num_ranks: int, batch_size: int
 ) -> Iterator[Encoded]:
-    """A rank's share of the batches of a split, `batch_size` rows in the order of the files each.
+    """A rank's share of the batches of a split, each `batch_size` rows in file order.
 
-    Batches are the same at any number of ranks, and so is what a model computes of them. The split's last one is as
-    short as it comes: nothing is padded, and a rank without a batch yields nothing, so no collective may be called
-    before all ranks are done. All ranks together give each sample once.
+    The batches, and what a model computes from them, are the same at any number of ranks. The split's last batch may be
+    shorter: nothing is padded. A rank may have no batch, so call no collective until all ranks are done. All ranks
+    together yield each sample once.
     """
     start, stop = eval_rows(reader, rank, num_ranks, batch_size)
     pending: list[pa.RecordBatch] = []
@@ -176,12 +176,12 @@ def eval_batches(
         try:
             return encoder.encode(rows)
         except BadImageError as error:
-            raise error.at(of_row_in_order(reader, done - len(rows) + error.row)) from None
+            raise error.at(ordered_row_location(reader, done - len(rows) + error.row)) from None
         except DataError:
             row, wrong = refused_row(lambda start, stop: encoder.encode(rows.slice(start, stop - start)), len(rows))
-            raise placed(wrong, of_row_in_order(reader, done - len(rows) + row)) from None
+            raise located(wrong, ordered_row_location(reader, done - len(rows) + row)) from None
 
-    for found in reader.sequence(reader.table.rows(start, stop)):  # the next blocks are fetched meanwhile
+    for found in reader.sequence(reader.table.rows(start, stop)):  # fetches the next blocks meanwhile
         pending.append(found)
         if sum(map(len, pending)) >= batch_size:
             rows = pa.concat_batches(pending)
@@ -194,7 +194,7 @@ def eval_batches(
 
 
 def eval_rows(reader: SplitReader, rank: int, num_ranks: int, batch_size: int) -> tuple[int, int]:
-    """The rows start..stop-1 of the split, in the order of the files, that `eval_batches` gives a rank."""
+    """The rows start..stop-1 of the split, in file order, that `eval_batches` gives a rank."""
     rows = int(reader.table.shard_records.sum())
     batches = -(-rows // batch_size)
     start, stop = (min(rows, number * batches // num_ranks * batch_size) for number in (rank, rank + 1))
@@ -202,13 +202,13 @@ def eval_rows(reader: SplitReader, rank: int, num_ranks: int, batch_size: int) -
 
 
 def _row_bytes(encoder: Encoder) -> int:
-    """Bytes of one encoded row: its arrays, and at most 28 of label, sample id, epoch and weight."""
+    """Bytes of one encoded row: its arrays, and at most 28 for label, sample id, epoch and weight."""
     specs = encoder.signature.features.values()
     return 28 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)
 
 
 class MixedFeed:
-    """Same use as a RankFeed, which it has one of for each dataset; `read_ahead_bytes` are shared as the batch is.
+    """Used like a RankFeed; has one for each dataset, which share `encoded_ahead_bytes` in the ratio of the mixture.
 
     `epochs` of a batch are those of each row's own dataset.
     """
@@ -222,7 +222,7 @@ class MixedFeed:
         start_step: int = 0,
         *,
         groups: int | None = None,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        encoded_ahead_bytes: int = ENCODED_AHEAD_BYTES,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
@@ -236,18 +236,18 @@ class MixedFeed:
                 world,
                 start_step,
                 groups=groups,
-                read_ahead_bytes=read_ahead_bytes * part.global_batch // plan.global_batch,
+                encoded_ahead_bytes=encoded_ahead_bytes * part.global_batch // plan.global_batch,
                 deadline_s=deadline_s,
             )
             for part, reader in zip(plan.parts, readers, strict=True)
         ]
-        # Of a lane's rows in a batch, which are each dataset's.
+        # Each dataset's rows among a lane's rows in a batch.
         ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()
         self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
     @property
     def chunk_steps(self) -> int:
-        """Batches that are encoded in one call, of the dataset of which they are most."""
+        """The most batches that one dataset encodes in one call."""
         return max(feed.chunk_steps for feed in self._feeds)
 
     def batch(self, step: int) -> Batch:
@@ -255,14 +255,14 @@ class MixedFeed:
         return self._join([feed.batch(step) for feed in self._feeds])
 
     def batches(self, first_step: int, last_step: int) -> Generator[Batch, None, None]:
-        """Batches first_step..last_step-1, each dataset's read ahead by a thread that ends with the iterator."""
+        """Batches first_step..last_step-1; a thread a dataset reads ahead, and ends with the iterator."""
         with ExitStack() as stack:
             streams = [stack.enter_context(closing(feed.batches(first_step, last_step))) for feed in self._feeds]
             for parts in zip(*streams, strict=True):
                 yield self._join(parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from `start_step` on, without end."""
+        """Batches from `start_step` on, endlessly."""
         return self.batches(self.start_step, sys.maxsize)
 
     def _join(self, parts: Sequence[Batch]) -> Batch:
@@ -277,7 +277,7 @@ class MixedFeed:
         )
 
     def _rows(self, arrays: Sequence[Any]) -> npt.NDArray[Any]:
-        """Rows of each dataset, lane after lane, to the rows of the batch, lane after lane."""
+        """Interleave the rows of each dataset, lane after lane, to the rows of the batch."""
         shape = arrays[0].shape[1:]
         rows = np.empty((len(self.lanes), self.rows // len(self.lanes), *shape), arrays[0].dtype)
         for columns, array in zip(self._columns, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Rows of many columns put straight into their places in batches: loops without the GIL over addresses of arrays."""
+"""Copies rows of many columns straight into batches: loops over the addresses of arrays, without the GIL."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lockstep.storage.kernels.memory import (
 
 _kernel = kernels(__name__, memory)
 
-# How the rows of a source lie: one behind the other, as the address of each, or as int64 that become float32.
+# The forms of a source: rows end to end, the address of each row, or int64 that become float32.
 VALUES, ADDRESSES, NARROWED = range(3)
 ADDRESS_BYTES = 8
-EXACT = 1 << 24  # up to there each whole number is a float32
-STREAM_BYTES = 1024  # rows from here on go past the caches: batches of them are larger than these
-PAIR_BYTES = 16  # of a list: where its values begin, and how many they are
+EXACT = 1 << 24  # up to here float32 holds every integer
+STREAM_BYTES = 1024  # rows from this size on bypass the caches, which their batches would overflow
+PAIR_BYTES = 16  # of a list: the address of its values, and their number
 
 
 @_kernel
-def place(
+def assign_rows(
     orders: Any,
     pieces: Any,
     each: Any,
@@ -46,13 +46,13 @@ def place(
     chunk_of: Any,
     row_of: Any,
 ) -> None:
-    """Where the records of some pieces of windows go, and the epoch of each there.
+    """Compute the chunk and row of each record of some pieces of windows, and write its epoch there.
 
     pieces (p, 7) int64: the lane's number among this rank's, epoch, first sample, size, skip and count of
-    training.batches.assembly.Piece, and where its window's order begins in `orders`. A step takes `each` samples of a
-    lane and has `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. chunk_of and
-    row_of (n,) int64 get the place of each record, piece after piece; -1 for samples before `start`. Epochs go to the
-    arrays at epoch_targets (chunks,).
+    training.batches.assembly.Piece, and the start of its window's order in `orders`. A step takes `each` samples of a
+    lane and has `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. The results are
+    chunk_of and row_of (n,) int64, piece after piece, with chunk -1 for samples before `start`; epochs are written to
+    the arrays at the addresses epoch_targets (chunks,).
     """
     at = 0
     for piece in range(len(pieces)):
@@ -88,34 +88,34 @@ def scatter(
     widths: Any,
     forms: Any,
     sources: Any,
-    units: Any,
+    tables: Any,
     firsts: Any,
     counts: Any,
     chunk_of: Any,
     row_of: Any,
     targets: Any,
 ) -> Any:
-    """Copy rows to their places: those of segment s are counts[s] rows of unit units[s] from row firsts[s] on.
+    """Copy rows to their batches: those of segment s are counts[s] rows of table tables[s] from row firsts[s] on.
 
-    widths (k,) int64: the bytes of a row of each column; forms[u, f]: how the rows of unit u lie at sources[u, f].
-    targets[c, f]: where the column's rows of chunk c begin. Returns the number of the first column that has a number
-    which is another one as float32, and the unit; -1 where all is well.
+    widths (k,) int64: bytes of a row of each column f; sources[t, f], forms[t, f]: the column's address and form in
+    table t; targets[c, f]: its address in chunk c. Returns the first column that has an integer which float32 cannot
+    hold, and its table; (-1, 0) if there is none.
     """
     for f in range(len(widths)):
         width, at = widths[f], 0
-        for segment in range(len(units)):
-            unit = units[segment]
+        for segment in range(len(tables)):
+            table = tables[segment]
             end = at + counts[segment]
-            if forms[unit, f] == ADDRESSES:
-                source = sources[unit, f] + ADDRESS_BYTES * firsts[segment]
+            if forms[table, f] == ADDRESSES:
+                source = sources[table, f] + ADDRESS_BYTES * firsts[segment]
                 for row in range(at, end):
                     if chunk_of[row] >= 0:
                         _put(targets[chunk_of[row], f] + width * row_of[row], load_i64(source), width)
                     source += ADDRESS_BYTES
                 at = end
                 continue
-            if forms[unit, f] == NARROWED:
-                source, wrong = sources[unit, f] + 8 * firsts[segment], 0
+            if forms[table, f] == NARROWED:
+                source, wrong = sources[table, f] + 8 * firsts[segment], 0
                 for row in range(at, end):
                     value = load_i64(source)
                     wrong += (value > EXACT) | (value < -EXACT)
@@ -123,10 +123,10 @@ def scatter(
                         store_f32(targets[chunk_of[row], f] + 4 * row_of[row], np.float32(value))
                     source += 8
                 if wrong:
-                    return f, unit
+                    return f, table
                 at = end
                 continue
-            source = sources[unit, f] + width * firsts[segment]
+            source = sources[table, f] + width * firsts[segment]
             if width == 4:
                 for row in range(at, end):
                     if chunk_of[row] >= 0:
@@ -154,8 +154,8 @@ def scatter(
 
 @_kernel
 def join_lists(pairs: Any, width: Any, offsets: Any, target: Any) -> None:
-    """Copy lists end to end to the address `target`: pairs (n, 2) int64 say where each begins and how many values of
-    `width` bytes it has, offsets (n + 1,) int64 where it goes.
+    """Copy lists end to end to the address `target`: pairs (n, 2) int64 are the address of each list and its number of
+    values of `width` bytes, offsets (n + 1,) int64 their positions in the target.
     """
     for row in range(len(pairs)):
         copy(target + width * offsets[row], pairs[row, 0], width * pairs[row, 1])

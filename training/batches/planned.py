@@ -1,4 +1,4 @@
-"""The epoch plan's batches for any program: NumPy arrays, on any number of ranks, from any step on."""
+"""The batches of an epoch plan for any program: NumPy arrays, on any number of ranks, from any step on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.batches.feed import DEADLINE_S, Batch
 from training.batches.training_set import TrainingSet
 from training.config import CACHE_BYTES, READ_AHEAD_BYTES, BadImages, Verify
 from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
-from training.plan.make_plan import make_plan
+from training.plan.make_plan import make_plan, refuse_rotation
 from training.plan.mixture import MixedPlan, Plan
 from training.reading.background import ReadAhead
 from training.reading.open import verify_share
@@ -36,7 +36,7 @@ _LATER_S = 30.0
 class PlannedBatches:
     """One rank's part of every global batch of an epoch plan; `open` makes it.
 
-    Plain settings, so that it crosses processes; files are opened anew for each iteration.
+    It holds only settings, so it can be pickled; each iteration opens the files again.
 
     >>> import lockstep
     >>> planned = lockstep.PlannedBatches.open("data", global_batch=16, epochs=2, rank=1, num_ranks=2)
@@ -49,13 +49,13 @@ class PlannedBatches:
     rank: int
     num_ranks: int
     steps: int | None
-    """Global batches of all epochs; None is without end."""
+    """Global batches of all epochs; None is endless."""
     augment: str
     bad_images: BadImages
     signature: Signature
-    """What a batch holds: names, shapes and dtypes of a row."""
+    """Names, shapes and dtypes of a row."""
     options: ReadOptions
-    """How the files are read; decides nothing of the batches."""
+    """How the files are read; does not change the batches."""
 
     @classmethod
     def open(
@@ -73,7 +73,6 @@ class PlannedBatches:
         mix: Sequence[int] | None = None,
         interleave: int = 1,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         augment: str | Sequence[str] = (),
         bad_images: BadImages = "refuse",
         read_ahead_bytes: int = READ_AHEAD_BYTES,
@@ -81,13 +80,13 @@ class PlannedBatches:
         cache_bytes: int = CACHE_BYTES,
         verify: Verify = "start",
     ) -> PlannedBatches:
-        """Plan the batches of a split of one or more datasets. Options are what the flags of `jobs.train` are that have
-        their names; `augment` is a text or its words. With `verify` "full" every byte of this rank's share of the
-        shards is held against its digest here.
+        """Plan the batches of a split of one or more datasets. Each option means the same as the flag of `jobs.train`
+        with its name; `augment` is a text or a list of its words. With `verify` "full" this call checks every byte of
+        this rank's share of the shards against its digest.
 
         Batches are those of `jobs.train` with the same seed, global batch, lanes, window, mix, interleave and cache
-        groups (its run.json tells them). Raises ConfigError for what does not fit together, NotFoundError for a dataset
-        that is not there, CorruptionError for what a full verification finds.
+        groups, which are in its run.json. Raises ConfigError for options that do not fit together, NotFoundError for a
+        missing dataset, CorruptionError for damage that a full verification finds.
         """
         urls = several(datasets)
         words = canonical(augment.split() if isinstance(augment, str) else augment)
@@ -107,9 +106,8 @@ class PlannedBatches:
                 window_bytes=window_bytes,
                 interleave=interleave,
                 cache_groups=cache_groups,
-                cache_rotation=cache_rotation,
             )
-            plan.rows(rank, num_ranks)  # refused here, not in the first iteration
+            plan.rows(rank, num_ranks)  # raises here, not in the first iteration
             signature = opened.encoder.signature
             if words:
                 signature = Augmentation(words, seed, signature, plan.global_batch // plan.lanes).signature
@@ -121,23 +119,23 @@ class PlannedBatches:
     def batches(self, start_step: int = 0, *, every: int = 1) -> Generator[Batch, None, None]:
         """Batches `start_step`, `start_step + every`, ... up to the last epoch's end.
 
-        They are made ahead of their use by threads that end with the iterator (exhausted or closed). With `every` above
-        1 all is read, but only those batches are decoded, encoded and augmented. Raises CorruptionError for what does
-        not match its checksums, StorageTimeoutError for what does not come.
+        Threads make them ahead of their use, and end with the iterator (exhausted or closed). With `every` above 1 all
+        records are read, but only those of these batches are decoded, encoded and augmented. Raises CorruptionError for
+        bytes that do not match their checksums, StorageTimeoutError for a read that does not end.
         """
         if start_step < 0 or every < 1:
             raise ConfigError(
                 "batches cannot begin there",
                 got=f"start_step={start_step}, every={every}",
                 allowed="a start_step from 0 up, every 1 or more",
-                next_step="Start at the step that the state says.",
+                next_step="Start at the step in the state.",
             )
         first = self.plan.parts[0] if isinstance(self.plan, MixedPlan) else self.plan
         ratios = self.plan.ratios if isinstance(self.plan, MixedPlan) else None
         stop = sys.maxsize if self.steps is None else self.steps
         with ExitStack() as stack:
             opened = _open(self.datasets, first.split, ratios, self.bad_images, self.options, stack)
-            plan = opened.plan(self.plan.identity())  # refused where the dataset is another one by now
+            plan = opened.plan(self.plan.identity())  # raises if the dataset has changed since
             feed = opened.feed(plan, World.local(self.rank, self.num_ranks))
             if every == 1:
                 inner = feed.batches(start_step, stop)
@@ -150,29 +148,30 @@ class PlannedBatches:
             words, lane_rows = self.augment.split(), plan.global_batch // plan.lanes
             augmentation = Augmentation(words, first.seed, opened.encoder.signature, lane_rows)
             what = f"augmented batches of split `{first.split}`"
-            # Longer than the feed's own deadline, whose error says what is waited for.
+            # Longer than the feed's own deadline, whose error names what it waits for.
             with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S + _LATER_S) as ahead:
                 yield from ahead
 
     def identity(self) -> dict[str, Any]:
-        """JSON that is equal exactly where all global batches are."""
+        """JSON that is equal exactly if all global batches are equal."""
         return {**self.plan.identity(), "augment": self.augment, "bad_images": self.bad_images}
 
     def check(self, identity: object) -> None:
-        """Raise DataError naming the first field in which a stored `identity` is that of other batches."""
+        """Raise DataError naming the first field in which a stored `identity` differs from that of these batches."""
         mine, stored = self.identity(), identity if isinstance(identity, dict) else {}
+        refuse_rotation(stored, "the state")
         for name in sorted(mine.keys() | stored.keys()):
             if mine.get(name) != stored.get(name):
                 raise DataError(
                     f"the state belongs to batches with another `{name}`",
                     got=repr(stored.get(name)),
                     allowed=repr(mine.get(name)),
-                    next_step="Open the batches as they were opened when the state was saved; only ranks may differ.",
+                    next_step="Open the batches with the options of the saved state; only ranks may differ.",
                 )
 
 
 def _close(batches: Generator[Batch, None, None]) -> None:
-    # A thread that waits in it for a batch lets go of it when that comes, or its deadline.
+    # A thread that waits in the generator for a batch releases it when the batch comes, or at its deadline.
     if inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING:
         batches.close()
 
@@ -185,7 +184,7 @@ def _open(
     options: ReadOptions | None,
     stack: ExitStack,
 ) -> TrainingSet:
-    """What is read, whose files `stack` closes."""
+    """Open what is read; `stack` closes its files."""
     opened = TrainingSet.at(urls, split, mix, options)
     for reader in opened.readers:
         stack.enter_context(closing(reader))
@@ -207,7 +206,7 @@ def _check_choices(**options: tuple[str, Any]) -> None:
     for name, (value, choices) in options.items():
         if value not in get_args(choices):
             raise ConfigError(
-                f"{name} cannot be so",
+                f"{name} is invalid",
                 got=repr(value),
                 allowed=" or ".join(get_args(choices)),
                 next_step=f"Correct {name}.",
@@ -223,11 +222,11 @@ def numpy_batches(
 ) -> Generator[Batch, None, None]:
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 
-    `options` are those of PlannedBatches.open: global_batch, epochs (default: without end), seed, rank, num_ranks,
-    lanes, window_bytes, mix, interleave, cache_groups, cache_rotation, augment, bad_images, read_ahead_bytes, cache,
+    `options` are those of PlannedBatches.open: global_batch, epochs (default: endless), seed, rank, num_ranks,
+    lanes, window_bytes, mix, interleave, cache_groups, augment, bad_images, read_ahead_bytes, cache,
     cache_bytes, verify. All ranks together get each sample of an epoch once; batch k is the same
     at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
-    n_r rows each. Raises what PlannedBatches.open and its `batches` raise.
+    n_r rows each. Raises what PlannedBatches.open and PlannedBatches.batches raise.
 
     >>> import lockstep
     >>> for batch in lockstep.numpy_batches("data", global_batch=32, epochs=1):

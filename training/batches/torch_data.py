@@ -1,6 +1,6 @@
-"""The epoch plan's batches for PyTorch: an IterableDataset of whole batches, and a loader that can be resumed.
+"""The batches of an epoch plan for PyTorch: an IterableDataset of whole batches, and a loader that can be resumed.
 
-PyTorch is not among Lockstep's requirements: importing this module needs it, nothing else of Lockstep does.
+Only this module needs PyTorch, which is not among Lockstep's requirements.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ NEXT_STEP, IDENTITY = "next_step", "batches"
 
 class PlannedDataset(IterableDataset):
     """One rank's part of each global batch, as dicts: `step` and `epoch` (int), `x` by feature name, `y`, `sample_ids`,
-    `epochs` and `weight`, tensors of n_r rows in the shapes and dtypes of a Batch; what a dataset has not is absent.
+    `epochs` and `weight`, tensors of n_r rows in the shapes and dtypes of a Batch; `y` and `weight` if there are any.
 
     Items are whole batches: use `loader`, or a DataLoader with batch_size=None. Worker i of w makes batches i, i + w,
-    ..., which a DataLoader hands out in turn, so their order and content stay; each worker reads all shards of its
-    rank, so workers help where decoding, encoding or augmentation takes the time, not reading. After an iteration in
-    this process `state_dict` says where to go on: after the last batch that was handed out.
+    ..., and a DataLoader takes them in turn, so order and content do not change. Each worker reads all shards of its
+    rank: workers help if decoding, encoding or augmentation is slow, not if reading is. After an iteration in this
+    process, `state_dict` continues after the last batch that was handed out.
     """
 
     def __init__(self, planned: PlannedBatches) -> None:
         super().__init__()
         self.planned = planned
         self._next_step = 0
-        # Seen by all processes: with workers only the loader knows how far the training is.
+        # Shared by all processes: with workers, only the loader knows how far the training is.
         self._by_workers = multiprocessing.get_context("spawn").Value("b", 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -63,10 +63,10 @@ class PlannedDataset(IterableDataset):
             yield self._tensors(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The next step and what the batches are made from: JSON."""
+        """The next step and the identity of the batches, as JSON."""
         if self._by_workers.value:
             raise ConfigError(
-                "this dataset does not know how far its worker processes' batches were used",
+                "this dataset does not know which batches of its worker processes were used",
                 got="an iteration with num_workers above 0",
                 allowed="the state of the loader that handed the batches out",
                 next_step="Use training.batches.torch_data.loader and its state_dict().",
@@ -78,7 +78,7 @@ class PlannedDataset(IterableDataset):
         return {NEXT_STEP: next_step, IDENTITY: self.planned.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the state's next step, at any number of ranks. Raises DataError for that of other batches."""
+        """Continue with the state's next step, at any number of ranks. Raises DataError if it is of other batches."""
         self.planned.check(state.get(IDENTITY))
         self._next_step = documents.count(state.get(NEXT_STEP), where=f"the state: {NEXT_STEP}", least=0)
 
@@ -108,13 +108,13 @@ class Loader:
                     "the loader hands out batches in another order than the plan's",
                     got=f"batch {batch['step']}",
                     allowed=f"batch {self._next_step}",
-                    next_step="Leave in_order as it is, and iterate once at a time.",
+                    next_step="Leave in_order unset, and run one iteration at a time.",
                 )
             self._next_step += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the batch that was handed out last: JSON."""
+        """The state after the last batch that was handed out, as JSON."""
         return self.dataset.state_at(self._next_step)
 
 
@@ -139,5 +139,5 @@ def loader(
 
 
 def _tensor(array: npt.NDArray[Any]) -> Any:
-    # PyTorch has no read-only tensors, and tells so in a warning.
+    # PyTorch has no read-only tensors, and warns about read-only arrays.
     return torch.from_numpy(array if array.flags.writeable else np.array(array))

@@ -1,4 +1,4 @@
-"""What a run trains on, opened: one split, or one of each dataset of a mixture."""
+"""Opens what a run trains on: one split, or one of each dataset of a mixture."""
 
 from __future__ import annotations
 
@@ -25,27 +25,24 @@ from training.world import World
 
 
 def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
-    """(epoch, sample id) of the samples that `epochs` epochs leave after `steps` steps, by default all of them."""
+    """(epoch, sample id) of the samples of `epochs` epochs that the first `steps` steps (default: all) do not use."""
     left = plan.leftover(epochs, steps)
-    places = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
-    records: dict[tuple[int, int], list[int]] = defaultdict(list)  # by block, read once: there may be nearly G of them
-    for _, run in places:
+    records_left = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
+    # By block, so that each block is read once: there may be nearly G records.
+    records: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for _, run in records_left:
         records[run.shard, run.first_record // plan.block_records].append(run.first_record)
     ids: dict[tuple[int, int], int] = {}
     for (shard, _), wanted in records.items():
         first = min(wanted)
-        rows = reader.read(Run(shard, first, max(wanted) - first + 1))
-        found = _ids(rows.column(_id_column(reader)))
+        found = sample_ids(reader, Run(shard, first, max(wanted) - first + 1))
         ids |= {(shard, record): int(found[record - first]) for record in wanted}
-    return [(epoch, ids[run.shard, run.first_record]) for epoch, run in places]
+    return [(epoch, ids[run.shard, run.first_record]) for epoch, run in records_left]
 
 
-def _id_column(reader: SplitReader) -> str:
-    return reader.schema.id_field.name
-
-
-def _ids(column: object) -> npt.NDArray[np.int64]:
-    return np.asarray(column, dtype=np.int64)
+def sample_ids(reader: SplitReader, run: Run) -> npt.NDArray[np.int64]:
+    """The sample ids of the records of a run, (n,)."""
+    return np.asarray(reader.read(run).column(reader.schema.id_field.name), dtype=np.int64)
 
 
 Feed = RankFeed | MixedFeed
@@ -53,7 +50,7 @@ Feed = RankFeed | MixedFeed
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """Open splits, and the manifest that names them all; one encoder, the first's, which is the others' too."""
+    """Open splits, their common manifest, and the encoder that they share."""
 
     manifest: DatasetManifest
     splits: tuple[OpenSplit, ...]
@@ -62,7 +59,7 @@ class TrainingSet:
     def at(
         cls, datasets: Sequence[str], split: str, mix: Sequence[int] | None, options: ReadOptions | None = None
     ) -> Self:
-        """Open datasets end to end or, with `mix`, side by side; everything that is checked at the start is."""
+        """Open datasets end to end or, with `mix`, as a mixture; makes all checks that are made at the start."""
         if mix is None:
             opened = OpenSplit.at(datasets, split, training=True, options=options)
             return cls(opened.manifest, (opened,))
@@ -71,13 +68,13 @@ class TrainingSet:
         return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
 
     def skipping_bad_images(self) -> Self:
-        """The same set, whose images that cannot be decoded have weight 0; ConfigError where none are decoded."""
+        """The same set, but images that cannot be decoded get weight 0. Raises ConfigError if no images are decoded."""
         skips = self.encoder.skipping_bad_images()
         return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
 
     @property
     def encoder(self) -> Encoder:
-        """What encodes all samples."""
+        """The encoder of all samples."""
         return self.splits[0].encoder
 
     @property
@@ -86,7 +83,7 @@ class TrainingSet:
         return tuple(split.reader for split in self.splits)
 
     def plan(self, identity: Mapping[str, Any], where: str = "a stored plan") -> Plan:
-        """The plan that `identity`, of the file `where`, describes; DataError where it is another set's or damaged."""
+        """The plan that `identity`, read from the file `where`, describes. Raises as plan_from does."""
         return plan_from(identity, self.manifest, where)
 
     def feed(self, plan: Plan, world: World, *, groups: int | None = None) -> Feed:
@@ -96,11 +93,9 @@ class TrainingSet:
         return RankFeed(plan, self.readers[0], self.encoder, world, groups=groups)
 
     def audit_log(self, plan: Plan, rows: int) -> AuditLog:
-        """For the batches of a rank of `rows` rows."""
+        """The audit of the batches of a rank of `rows` rows."""
         return AuditLog(plan.row_datasets(rows) if isinstance(plan, MixedPlan) else None)
 
     def left_over(self, plan: Plan, epochs: int) -> list[tuple[int, int]]:
-        """(epoch, sample id) of the samples that whole epochs leave; of a mixture those of its first dataset, whose
-        passes they are: the others are in the midst of an epoch of their own.
-        """
+        """(epoch, sample id) of the samples that whole epochs do not use; of a mixture, those of its first dataset."""
         return left_over(plan.parts[0] if isinstance(plan, MixedPlan) else plan, self.readers[0], epochs)

@@ -43,7 +43,6 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
         groups=groups,
         window_bytes=config.window_bytes,
         cache_groups=config.cache_groups,
-        cache_rotation=config.cache_rotation,
         interleave=config.interleave,
     )
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)

@@ -1,1 +1,1 @@
-"""Which samples are in which batch."""
+"""Decides which samples are in which batch."""

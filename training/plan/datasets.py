@@ -1,4 +1,4 @@
-"""What a run trains on: splits of one or more datasets laid end to end, as if they were one split of one dataset."""
+"""Joins splits of one or more datasets end to end, as if they were one split of one dataset."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class MixedManifest(DatasetManifest):
-    """The first dataset's manifest, with the digest of the list of all; `mixed` holds each one's own."""
+    """The first dataset's manifest with the digest of the list of all; `mixed` has the manifest of each."""
 
     mixed: tuple[DatasetManifest, ...] = ()
 
 
 def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
-    """The parts of datasets that are trained on side by side, by ratios, and their manifest.
+    """The parts of the datasets of a mixture, which is trained on in given ratios, and their manifest.
 
-    They have one schema and the same fitted files, since one model and one encoder see all; format, compression and the
-    size of blocks may differ. Raises as `open_parts`.
+    All datasets must have one schema and the same fitted files, since one model and one encoder see all; format,
+    compression and the size of blocks may differ. Raises as `open_parts`.
     """
     urls = several(urls)
     opened = [open_parts([url], split) for url in urls]
@@ -53,13 +53,13 @@ def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...
 
 
 def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
-    """The parts that `urls` and `split` (names with `,` between them, such as fold-1,fold-2) say, and one manifest.
+    """The parts named by `urls` and `split` (names separated by `,`, such as fold-1,fold-2), and one manifest of them.
 
-    The manifest is the first dataset's; of several parts its split `split` holds all their shards, and of several
-    datasets its digest is that of the list of theirs. Any datasets will do that have one schema, one format, the same
-    fitted files and blocks of one size, whether or not one was appended to another. Sample ids are not compared: only
-    an append was checked against what it continues, and two appends of one parent may hold the same records. Raises
-    NotFoundError for a missing dataset, ConfigError for parts that do not fit together and for a dataset given twice.
+    The manifest is that of the first dataset. With several parts, its split `split` has the shards of all; with several
+    datasets, its digest is that of the list of their digests. The datasets must have one schema, one format, the same
+    fitted files and blocks of one size; they need not be appended to one another. Sample ids are not compared: only an
+    append was checked against the dataset that it continues, and two appends of one parent may have the same records.
+    Raises NotFoundError for a missing dataset, ConfigError for parts that do not fit together or a dataset given twice.
     """
     urls = several(urls)
     if not urls:
@@ -91,7 +91,7 @@ def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...],
 
 
 def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
-    """A split of a dataset; ConfigError names those that there are."""
+    """A split of a dataset. Raises ConfigError naming the splits it has."""
     if split not in manifest.splits:
         raise ConfigError(
             f"the dataset has no split `{split}`",
@@ -103,7 +103,7 @@ def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
 
 
 def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | None:
-    """The fold that what is fitted has not seen: the one that `split` leaves out in training, else `split` itself."""
+    """The fold whose fitted files leave it out: in training the one that `split` lacks, else `split` itself."""
     names = split.split(",")
     if len(names) == 1 and not training:
         return split
@@ -112,41 +112,42 @@ def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | 
 
 
 def what_differs(found: Sequence[DatasetManifest], urls: Sequence[str], digest: str) -> str:
-    """In what datasets are not those that were at `urls` when `digest` was theirs: their schemas, fitted files and
-    splits. Of those, only the digest is known where they are there no more, or no more what they were.
+    """How datasets differ from those at `urls` that had the digest `digest`: schemas, fitted files and splits.
+
+    If the latter were removed or replaced, only their digest is known.
     """
     try:
         was = [load_dataset(url) for url in urls]
-    except LockstepError as error:  # the caller raises what is wrong; this only adds to it
-        return f"another digest; in what is not known, as {error.what}"
+    except LockstepError as error:  # the caller raises its own error; this only adds to it
+        return f"another digest; the difference is unknown: {error.what}"
     if digest not in (was[0].digest, sha256_hex(canonical_bytes([manifest.digest for manifest in was]))):
-        return f"another digest; in what is not known, as {', '.join(urls)} has been replaced since"
+        return f"another digest; the difference is unknown: {', '.join(urls)} has been replaced since"
     if len(found) not in (1, len(was)):
         return f"{len(found)} datasets (not {len(was)})"
-    told = [
+    differing = [
         f"{url}: {manifest_differences(manifest, wanted)}"
         for url, manifest, wanted in zip(urls, found, was, strict=False)
         if manifest.digest != wanted.digest
     ]
-    return "; ".join(told) or f"datasets in another order, or not all {len(was)}"
+    return "; ".join(differing) or f"datasets in another order, or not all {len(was)}"
 
 
 def manifest_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
-    """In what a dataset is not `wanted`, as far as its digest says: schema, fitted files, splits and their shards."""
-    told = [
+    """How a dataset differs from `wanted` in what its digest covers: schema, fitted files, splits and their shards."""
+    found_differences = [
         Schema.from_json(found.schema).differences(Schema.from_json(wanted.schema)),
         _fitted_differences(found, wanted),
     ]
     for name in [*wanted.splits, *(name for name in found.splits if name not in wanted.splits)]:
         if name not in found.splits or name not in wanted.splits:
-            told.append(f"no split {name}" if name not in found.splits else f"split {name} (not there)")
+            found_differences.append(f"no split {name}" if name not in found.splits else f"split {name} (not there)")
             continue
         mine, other = found.splits[name], wanted.splits[name]
         if sizes := differences(_sizes(mine), _sizes(other)):
-            told.append(f"split {name}: {', '.join(sizes)}")
+            found_differences.append(f"split {name}: {', '.join(sizes)}")
         elif mine != other:
-            told.append(f"split {name}: as many records, of other content")
-    return "; ".join(filter(None, told))[:500]
+            found_differences.append(f"split {name}: as many records, but other content")
+    return "; ".join(filter(None, found_differences))[:500]
 
 
 def _sizes(split: SplitInfo) -> dict[str, int]:
@@ -155,10 +156,10 @@ def _sizes(split: SplitInfo) -> dict[str, int]:
 
 def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: DatasetManifest) -> None:
     if manifest.schema != first.schema:
-        told = Schema.from_json(manifest.schema).differences(Schema.from_json(first.schema))
-        raise _unfit(url, f"another schema: {told}", f"that of {first_url}")
-    if told := _fitted_differences(manifest, first):
-        raise _unfit(url, f"another set of fitted files: {told}", f"that of {first_url}")
+        schemas = Schema.from_json(manifest.schema).differences(Schema.from_json(first.schema))
+        raise _unfit(url, f"another schema: {schemas}", f"that of {first_url}")
+    if fitted := _fitted_differences(manifest, first):
+        raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
 
 
 def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
@@ -166,15 +167,15 @@ def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
         {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
         for manifest in (found, wanted)
     )
-    told = [f"no {path}" for path in other if path not in mine]
-    told += [f"{path} (not there)" for path in mine if path not in other]
+    missing = [f"no {path}" for path in other if path not in mine]
+    added = [f"{path} (not there)" for path in mine if path not in other]
     return "; ".join(
-        [*told, *(f"{path} of other content" for path in mine if mine[path] != other.get(path, mine[path]))]
+        [*missing, *added, *(f"{path} of other content" for path in mine if mine[path] != other.get(path, mine[path]))]
     )
 
 
 def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
-    """The first one's, without what was sampled where others were sampled otherwise: then no share holds for all."""
+    """That of the first manifest; without `sampled` if the datasets were sampled differently, as no share fits all."""
     first = dict(manifests[0].created_by)
     if any(other.created_by["config"].get("sampled") != first["config"].get("sampled") for other in manifests):
         first["config"] = {key: value for key, value in first["config"].items() if key != "sampled"}

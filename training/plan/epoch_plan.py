@@ -1,7 +1,7 @@
-"""The epoch plan: which samples are in which global batch, at any number of ranks (picture: docs/epoch-plan.md).
+"""The epoch plan: which samples are in which global batch, at any number of ranks. Decision 020.
 
 Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
-memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `rows`, which only say who reads what.
+memory O(shards). Only `rank_lanes` and `rows` depend on the number of ranks: they say which rank reads what.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from training.plan.order import BlockTable, CacheGroups, EveryOrder, Interleaved
 from training.plan.permutation import derive_key, shuffled, shuffled_each
 
 PLAN_VERSION = 1
-MOST = 1 << 63  # numbers below it are read again out of run.json and checkpoints
+MOST = 1 << 63  # run.json and checkpoints can store numbers below it
 
 
 def check_plan(plan: EpochPlan) -> None:
-    """Raise ConfigError where the plan's numbers cannot be right, DataError for a split without records."""
+    """Raise ConfigError for invalid numbers in a plan, DataError for a split without records."""
     _check(plan, "version", plan.version == PLAN_VERSION, f"{PLAN_VERSION}, the only plan of this version")
     for name in ("block_records", "global_batch", "lanes", "window_records"):
         _check(plan, name, 1 <= getattr(plan, name) < MOST, "an integer from 1 to 2^63 - 1")
     if plan.total == 0:
         raise DataError(
-            f"split `{plan.split}` holds no records",
+            f"split `{plan.split}` has no records",
             got="0 records",
             allowed="at least one",
             next_step="Train on another split, or build the dataset with other --split shares.",
@@ -46,7 +46,7 @@ def check_plan(plan: EpochPlan) -> None:
         )
     right = plan.interleave is None or 2 <= plan.interleave < MOST
     _check(plan, "interleave", right, "an integer from 2 up, below 2^63, or none")
-    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups, plan.cache_rotation)
+    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups)
 
 
 def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
@@ -55,12 +55,12 @@ def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
 DEFAULT_WINDOW_BYTES = 8 << 20
-LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
+LATER_KEYS = ("cache_groups", "interleave")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """All that decides the order of samples. Raises ConfigError for numbers that cannot be together."""
+    """Everything that decides the order of samples. Raises ConfigError for numbers that do not fit together."""
 
     dataset_digest: str
     """sha256 of the dataset, 64 hex digits."""
@@ -71,25 +71,19 @@ class EpochPlan:
     block_records: int
     """Records in a full block."""
     seed: int
-    """Chooses the order; any integer."""
+    """Selects the order; any integer."""
     global_batch: int
     """G: samples of one optimizer step over all ranks."""
     lanes: int
     """L: streams of samples; a divisor of G."""
     window_records: int
-    """W: a lane shuffles its samples in windows of so many."""
+    """W: the samples of the window in which a lane shuffles."""
     cache_groups: int | None = None
-    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.order); None is no
-    groups.
-    """
-    cache_rotation: int | None = None
-    """K: every K epochs the groups are made anew; None is never."""
+    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.order); None is no groups."""
     interleave: int | None = None
-    """B, from 2 up: a lane reads in so many places of its span at once (training.plan.order); None is one
-    place.
-    """
+    """B, from 2 up: a lane reads B parts of its span in turns (training.plan.order); None reads it in order."""
     version: int = PLAN_VERSION
-    """Of the rules below; another version gives other batches."""
+    """Version of the rules below; another version makes other batches."""
     total: int = field(init=False, compare=False)
     """T: samples in an epoch."""
     _table: BlockTable = field(init=False, repr=False, compare=False)
@@ -103,7 +97,7 @@ class EpochPlan:
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
         orders: EveryOrder = Orders(table, root)
         if self.cache_groups is not None:
-            orders = CacheGroups(table, root, self.group_starts, self.cache_rotation)
+            orders = CacheGroups(table, root, self.group_starts)
         if self.interleave is not None:
             piece = max(1, self.window_records // self.interleave)
             orders = InterleavedLanes(orders, self.lane_span, self.lanes, self.interleave, piece)
@@ -123,13 +117,12 @@ class EpochPlan:
         groups: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         interleave: int | None = None,
     ) -> Self:
         """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
 
-        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1. A record
-        of a gzip shard counts as what it unpacks to.
+        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1. Records of
+        gzip shards count with their unpacked size.
         """
         info = split_of(manifest, split)
         if lanes is None:
@@ -146,19 +139,18 @@ class EpochPlan:
             lanes=lanes,
             window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
             cache_groups=cache_groups,
-            cache_rotation=cache_rotation,
             interleave=interleave,
         )
 
     @property
     def table(self) -> BlockTable:
-        """The blocks of the split in the order of its files."""
+        """The blocks of the split in file order."""
         return self._table
 
     def identity(self) -> dict[str, Any]:
-        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint.
+        """JSON that is equal exactly if all batches are equal; kept in run.json and in every checkpoint.
 
-        What later versions can do stands in it only where it is used, so that runs from before go on.
+        Options of later versions are in it only if they are used, so that older runs can be continued.
         """
         later = {name: getattr(self, name) for name in LATER_KEYS}
         return {
@@ -177,11 +169,11 @@ class EpochPlan:
     # Steps and epochs
 
     def first_step(self, epoch: int) -> int:
-        """The step with which an epoch begins: floor(epoch * T / G)."""
+        """The first step of an epoch: floor(epoch * T / G)."""
         return epoch * self.total // self.global_batch
 
     def steps(self, epochs: int) -> int:
-        """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
+        """Steps of a run of `epochs` epochs. Raises ConfigError if they do not fill one global batch."""
         steps = self.first_step(epochs)
         if steps < 1:
             most = max(epochs * self.total // self.lanes, 1) * self.lanes
@@ -194,18 +186,18 @@ class EpochPlan:
         return steps
 
     def epoch_of_step(self, step: int) -> int:
-        """The epoch (as Keras counts them) in which step `step` lies: the last one with first_step(epoch) <= step."""
+        """The epoch, as Keras counts, of step `step`: the last one with first_step(epoch) <= step."""
         return ((step + 1) * self.global_batch - 1) // self.total
 
     # Lanes
 
     def received(self, lane: int, epochs: int) -> int:
-        """Samples that a lane has been given in the first `epochs` epochs; lanes never differ by more than one."""
+        """Samples that a lane gets in the first `epochs` epochs; lanes never differ by more than one."""
         given = epochs * self.total
         return given * (lane + 1) // self.lanes - given * lane // self.lanes
 
     def lane_span(self, epoch: int, lane: int) -> tuple[int, int]:
-        """Positions start..stop-1 of the epoch's order that are this lane's. The spans of all lanes tile 0..T-1."""
+        """This lane's positions start..stop-1 in the epoch's order. The spans of all lanes tile 0..T-1."""
         before, after = epoch * self.total, (epoch + 1) * self.total
         start = after * lane // self.lanes - before * lane // self.lanes
         return start, start + self.received(lane, epoch + 1) - self.received(lane, epoch)
@@ -218,17 +210,17 @@ class EpochPlan:
         return epoch, n - self.received(lane, epoch)
 
     def group_starts(self, epoch: int) -> list[int]:
-        """Where each cache group's positions begin in an epoch, and T: those of its L / C lanes."""
+        """The first position of each cache group (L / C lanes) in an epoch, and T."""
         assert self.cache_groups is not None
         width = self.lanes // self.cache_groups
         return [self.lane_span(epoch, lane)[0] for lane in range(0, self.lanes, width)] + [self.total]
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
-        """The records at positions start..stop-1 of an epoch, one run a block, or a piece where lanes interleave."""
+        """The records at positions start..stop-1 of an epoch; one run a block, or a piece if lanes interleave."""
         return self._orders.runs(epoch, start, stop)
 
     def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
-        """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""
+        """Order of a window's samples: (n,) int64, n <= W; sample i is record order[i] of the window."""
         start, stop = self.lane_span(epoch, lane)
         count = max(0, min(self.window_records, stop - start - window * self.window_records))
         return shuffled(derive_key(self._root, "window", epoch, lane, window), count)
@@ -238,7 +230,7 @@ class EpochPlan:
         return shuffled_each([derive_key(self._root, "window", *window) for window in windows], count)
 
     def lane_positions(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Samples start..stop-1 of a lane's stream, a part a window: (epoch, positions (n,) int64 in that epoch)."""
+        """Samples start..stop-1 of a lane's stream, window by window: (epoch, positions (n,) int64 in that epoch)."""
         while start < stop:
             epoch, offset = self.lane_at(lane, start)
             window, within = divmod(offset, self.window_records)
@@ -259,11 +251,13 @@ class EpochPlan:
     # Ranks
 
     def rank_lanes(self, rank: int, num_ranks: int, groups: int | None = None) -> range:
-        """The contiguous lanes of one rank; runs may be uneven. With `groups`, ranks own whole lane groups."""
+        """The contiguous lanes of one rank; ranks may have different numbers. With `groups`, ranks own whole lane
+        groups.
+        """
         check_lanes(self.global_batch, self.lanes, groups, num_ranks)
-        units = groups or self.lanes
-        width = self.lanes // units
-        return range(rank * units // num_ranks * width, (rank + 1) * units // num_ranks * width)
+        shared = groups or self.lanes
+        width = self.lanes // shared
+        return range(rank * shared // num_ranks * width, (rank + 1) * shared // num_ranks * width)
 
     def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
         """n_r: samples of each global batch that are this rank's."""

@@ -1,4 +1,4 @@
-"""How many lanes a global batch may have, and the refusal of what cannot be: each names a G or L that would do."""
+"""How many lanes a global batch may have. Errors name a global batch or a number of lanes that fits."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ def default_lanes(
     """The largest divisor of G that is at most 64 and at most `total` samples, and a multiple of `groups` and of
     `cache_groups` if given.
 
-    Raises ConfigError where G is no multiple of these, naming one that is.
+    Raises ConfigError if G is not a multiple of these, naming one that is.
     """
     check_lanes(global_batch, groups or 1, groups)
-    units = math.lcm(groups or 1, cache_groups or 1)
-    if global_batch % units:
-        hint = f"--cache-groups {math.gcd(global_batch, units)} or --global-batch {-(-global_batch // units) * units}"
+    multiple = math.lcm(groups or 1, cache_groups or 1)
+    if global_batch % multiple:
+        fitting = -(-global_batch // multiple) * multiple
+        hint = f"--cache-groups {math.gcd(global_batch, multiple)} or --global-batch {fitting}"
         raise _refuse(f"{cache_groups} cache groups for a global batch of {global_batch}", hint)
-    return units * largest_divisor(global_batch // units, max(1, min(MAX_DEFAULT_LANES, total) // units))
+    return multiple * largest_divisor(global_batch // multiple, max(1, min(MAX_DEFAULT_LANES, total) // multiple))
 
 
 def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ranks: int = 1) -> None:
-    """Raise ConfigError where L does not divide G, is no multiple of `groups`, or is smaller than num_ranks.
+    """Raise ConfigError if L does not divide G, is not a multiple of `groups`, or is smaller than num_ranks.
 
     With `groups` (ghost BatchNorm) ranks own whole lane groups, so num_ranks is at most `groups`.
     """
@@ -44,12 +45,12 @@ def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ra
         hint = f"--lanes {more} with a --global-batch that is a multiple of {more}"
         raise _refuse(f"{lanes} lanes are not {groups} groups of equal size", hint)
     if num_ranks > (groups or lanes):
-        units, enough = f"{groups} lane groups" if groups else f"{lanes} lanes", num_ranks <= global_batch
+        owned, enough = f"{groups} lane groups" if groups else f"{lanes} lanes", num_ranks <= global_batch
         more = global_batch // largest_divisor(global_batch, global_batch // num_ranks) if enough else num_ranks
         hint = f"--num-ranks {groups} or fewer, or --batchnorm sync or local" if groups else f"--lanes {more}"
         if not groups and global_batch % more:
             hint += f" with --global-batch {-(-global_batch // more) * more}"
-        raise _refuse(f"{num_ranks} ranks are more than the {units}", hint)
+        raise _refuse(f"{num_ranks} ranks are more than the {owned}", hint)
 
 
 def _refuse(what: str, hint: str) -> ConfigError:
@@ -68,23 +69,23 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 
 def units_of(config: TrainConfig, lanes: int, groups: int | None) -> int:
-    """How many units a global batch is made of."""
+    """How many units a canonical step computes, each by itself: lane groups, else lanes."""
     return groups or lanes
 
 
 def allowed_ranks(units: int) -> list[int]:
-    """World sizes at which each rank owns one whole subtree: the powers of two that divide `units`."""
+    """Numbers of ranks at which each rank owns one whole subtree: the powers of two that divide `units`."""
     return [1 << power for power in range(units.bit_length()) if units % (1 << power) == 0]
 
 
 def check_canonical(config: TrainConfig, lanes: int, groups: int | None) -> None:
-    """Raise ConfigError where ranks would own parts of subtrees, naming the numbers of ranks that would do."""
+    """Raise ConfigError if ranks would own parts of subtrees, naming the numbers of ranks that fit."""
     units = units_of(config, lanes, groups)
     allowed = allowed_ranks(units)
     if config.canonical and config.num_ranks not in allowed:
         what = f"{units} {'lane groups' if groups else 'lanes'}"
         raise ConfigError(
-            f"{config.num_ranks} ranks cannot add up {what} as one rank does",
+            f"{config.num_ranks} ranks cannot add up {what} in the order of one rank",
             got=f"--canonical with --num-ranks {config.num_ranks}, {what}",
             allowed=f"powers of two that divide {units}: {', '.join(map(str, allowed))}",
             next_step="Use one of these; --batchnorm local and more --lanes allow more ranks.",

@@ -1,4 +1,4 @@
-"""A plan made anew from what was kept of it (its `identity`): the same one, or an error that names what differs."""
+"""Makes a plan: from options, or from the `identity` that a run stores, with an error that names any difference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,35 @@ NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # 
 
 
 def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str = "a stored plan") -> Plan:
-    """The plan that `identity` describes, over what it was made for; `where` says in what file it stands.
+    """The plan that `identity`, read from `where`, describes, over the dataset it was made for.
 
-    Raises DataError naming what differs, or file and field of what no plan has.
+    Raises DataError naming what differs, or file and field of an invalid value, ConfigError as `refuse_rotation`.
     """
+    refuse_rotation(identity, where)
     if isinstance(manifest, MixedManifest):
         return _mixed_plan(identity, manifest.mixed, manifest.digest, where)
     return _epoch_plan(identity, manifest, where)
+
+
+def refuse_rotation(identity: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for the stored plan of a run that an older version began with --cache-rotation.
+
+    Without a rotation its later epochs would have other batches.
+    """
+    stored = [identity, *(part for part in _parts_of(identity) if isinstance(part, Mapping))]
+    rotation = next((found["cache_rotation"] for found in stored if "cache_rotation" in found), None)
+    if rotation is not None:
+        raise ConfigError(
+            f"{where}: --cache-rotation was removed, so this version cannot make the batches of this plan",
+            got=f"cache_rotation = {rotation!r}",
+            allowed="a plan without it: cache groups keep their blocks in all epochs",
+            next_step="Use the version that began the run, or begin another run with --init-from.",
+        )
+
+
+def _parts_of(identity: Mapping[str, Any]) -> Sequence[Any]:
+    parts = identity.get("parts")
+    return parts if isinstance(parts, list) else ()
 
 
 def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:
@@ -47,9 +69,9 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
             **numbers,
             **later,
         )
-    except ConfigError as error:  # right where a user asks for a plan: here nobody can correct a flag
+    except ConfigError as error:  # its next step names a flag, which does not help here
         raise DataError(
-            f"{where} is no plan over this dataset: {error.what}",
+            f"{where} is not a plan over this dataset: {error.what}",
             got=error.got,
             allowed=error.allowed,
             next_step="Give the dataset that the run began with, or restore the file.",
@@ -68,7 +90,7 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
 def _seed(value: Any, where: str) -> int:
     if type(value) is not int:
         raise DataError(
-            f"{where}: seed is not as it must be",
+            f"{where}: seed is invalid",
             got=f"{type(value).__name__} {value!r}"[:200],
             allowed="an integer",
             next_step="It was changed: restore the file.",
@@ -100,7 +122,7 @@ def _mixed_plan(
 
 
 def _differing(identity: Mapping[str, Any], plan: Plan) -> list[str]:
-    """In what a stored identity is not the plan's: a key that we do not know is no detail."""
+    """The differences between a stored identity and the plan's, unknown keys included."""
     return differences(identity, plan.identity())
 
 
@@ -116,8 +138,8 @@ def _other_datasets(what: str) -> DataError:
 def make_plan(
     manifest: DatasetManifest, split: str, mix: Sequence[int] | None, *, interleave: int = 1, **numbers: Any
 ) -> Plan:
-    """The plan over what TrainingSet.at opened with the same `mix`; `numbers` are those of EpochPlan.for_dataset."""
-    numbers["interleave"] = interleave if interleave != 1 else None  # one place is no interleaving, and 0 is refused
+    """The plan over the datasets that TrainingSet.at opened with this `mix`; `numbers` as in EpochPlan.for_dataset."""
+    numbers["interleave"] = interleave if interleave != 1 else None  # 1 means none, and 0 is refused
     if mix is None:
         return EpochPlan.for_dataset(manifest, split, **numbers)
     assert isinstance(manifest, MixedManifest)

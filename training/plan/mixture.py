@@ -1,10 +1,10 @@
-"""A mixture's plan: each global batch takes exactly its share of each of several datasets.
+"""The plan of a mixture: each global batch takes exactly its share of each of several datasets. Decision 020.
 
-Each dataset has an epoch plan of its own, with the same L lanes and a global batch of G * r / (sum of the ratios). A
-lane of the mixture's batch is that lane's part of the first dataset, then of the second, and so on; each dataset goes
-through endless epochs of its own. So a batch's content depends on no more than an epoch plan's does, and all that is
-said of lanes, ranks and steps is true of each dataset by itself. An epoch, as Keras counts, is a pass of the first
-dataset; the others may have made more or less than one then.
+Each dataset has its own epoch plan, with the same L lanes and a global batch of G * r / (sum of the ratios). A lane of
+the mixture's batch has that lane's samples of the first dataset, then of the second, and so on; each dataset runs
+through its own endless epochs. So the content of a batch depends on nothing more than an epoch plan's, and the rules
+for lanes, ranks and steps hold for each dataset separately. An epoch, as Keras counts, is a pass over the first
+dataset; the others may have made more or less than one pass by then.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlan:
-    """Same use as an EpochPlan. Raises ConfigError for ratios that do not fit the global batch and lanes."""
+    """Used like an EpochPlan. Raises ConfigError for ratios that do not fit the global batch and lanes."""
 
     dataset_digest: str
-    """Of the list of the datasets' digests."""
+    """Digest of the list of the datasets' digests."""
     ratios: tuple[int, ...]
     """A weight for each dataset, in lowest terms."""
     parts: tuple[EpochPlan, ...]
@@ -48,10 +48,9 @@ class MixedPlan:
         groups: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         interleave: int | None = None,
     ) -> Self:
-        """The plan for a split of each dataset; `window_bytes` is shared by the datasets as the batch is."""
+        """The plan for a split of each dataset, which share `window_bytes` in the ratio of the mixture."""
         ratios = lowest(ratios)
         share = check_ratios(global_batch, lanes, ratios, groups, cache_groups)
         if lanes is None:
@@ -67,7 +66,6 @@ class MixedPlan:
                 groups=groups,
                 window_bytes=max(1, window_bytes * ratio // sum(ratios)),
                 cache_groups=cache_groups,
-                cache_rotation=cache_rotation,
                 interleave=interleave,
             )
             for manifest, ratio in zip(manifests, ratios, strict=True)
@@ -86,11 +84,11 @@ class MixedPlan:
 
     @property
     def total(self) -> int:
-        """Samples of all datasets that a pass of the first one takes, rounded down; total // G are its steps."""
+        """Samples of all datasets in a pass over the first one, rounded down; total // G are its steps."""
         return self.parts[0].total * self.global_batch // self.parts[0].global_batch
 
     def identity(self) -> dict[str, Any]:
-        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint."""
+        """JSON that is equal exactly if all batches are equal; kept in run.json and in every checkpoint."""
         first = self.parts[0].identity()
         return {
             **{name: first[name] for name in ("version", "split", "seed", "lanes")},
@@ -103,11 +101,11 @@ class MixedPlan:
     # Steps and epochs
 
     def first_step(self, epoch: int) -> int:
-        """The step with which an epoch, a pass of the first dataset, begins."""
+        """The first step of an epoch, which is a pass over the first dataset."""
         return self.parts[0].first_step(epoch)
 
     def steps(self, epochs: int) -> int:
-        """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
+        """Steps of a run of `epochs` epochs. Raises ConfigError if they do not fill one global batch."""
         steps = self.first_step(epochs)
         if steps < 1:
             first, most = self.parts[0], epochs * self.parts[0].total // self.ratios[0] * sum(self.ratios)
@@ -120,11 +118,11 @@ class MixedPlan:
         return steps
 
     def epoch_of_step(self, step: int) -> int:
-        """The epoch in which step `step` lies."""
+        """The epoch of step `step`."""
         return self.parts[0].epoch_of_step(step)
 
     def epochs_begun(self, part: int, steps: int) -> int:
-        """How many epochs of its own a dataset has begun after so many steps."""
+        """How many of its own epochs dataset `part` has begun after `steps` steps."""
         plan = self.parts[part]
         last = steps * (plan.global_batch // plan.lanes) - 1
         return 0 if last < 0 else 1 + max(plan.lane_at(lane, last)[0] for lane in range(plan.lanes))
@@ -141,7 +139,7 @@ class MixedPlan:
         return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)
 
     def row_datasets(self, rows: int) -> npt.NDArray[np.int64]:
-        """Which dataset (from 0) each of a rank's rows of a batch is of: (rows,) int64, lane after lane."""
+        """The dataset (from 0) of each of a rank's rows of a batch: (rows,) int64, lane after lane."""
         lane = np.repeat(np.arange(len(self.parts)), [part.global_batch // self.lanes for part in self.parts])
         return np.tile(lane, rows // len(lane))
 
@@ -158,13 +156,13 @@ def lowest(ratios: Sequence[int]) -> tuple[int, ...]:
 def check_ratios(
     global_batch: int, lanes: int | None, ratios: tuple[int, ...], groups: int | None, cache_groups: int | None
 ) -> int:
-    """Samples of a batch for a ratio of 1. Raises ConfigError, naming a G or L that would do, where a lane's part of a
-    batch cannot be cut by the ratios."""
+    """Samples of a batch for a ratio of 1. Raises ConfigError, naming a G or L that fits, if the ratios cannot divide a
+    lane's part of a batch."""
     total = sum(ratios)
-    units = lanes or math.lcm(groups or 1, cache_groups or 1)
-    if global_batch % (total * units) == 0:
+    multiple = lanes or math.lcm(groups or 1, cache_groups or 1)
+    if global_batch % (total * multiple) == 0:
         return global_batch // total
-    hint = f"--global-batch {-(-global_batch // (total * units)) * total * units}"
+    hint = f"--global-batch {-(-global_batch // (total * multiple)) * total * multiple}"
     base = math.lcm(groups or 1, cache_groups or 1)
     if lanes is not None and global_batch % (total * base) == 0:
         fewer = base * largest_divisor(global_batch // total // base, max(1, lanes // base))
@@ -172,7 +170,7 @@ def check_ratios(
     raise ConfigError(
         "the ratios of the mixture do not fit the global batch",
         got=f"--mix {' '.join(map(str, ratios))}, a global batch of {global_batch}"
-        + (f", {lanes} lanes" if lanes is not None else f", lanes in multiples of {units}" if units > 1 else ""),
-        allowed=f"lanes that divide G / {total}: each lane's part of a batch is cut by the ratios",
+        + (f", {lanes} lanes" if lanes is not None else f", lanes in multiples of {multiple}" if multiple > 1 else ""),
+        allowed=f"lanes that divide G / {total}: the ratios divide each lane's part of a batch",
         next_step=f"Use {hint}.",
     )

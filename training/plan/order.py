@@ -1,7 +1,7 @@
-"""One epoch's order of blocks: from a position 0..T-1 to a record of a shard, by arithmetic.
+"""The order of blocks in an epoch: maps a position 0..T-1 to a record of a shard, by arithmetic. Decision 020.
 
-All blocks hold `block_records` records except the last of each shard. So the place of a position would be a division,
-were it not for the short blocks before it: at most one a shard, which is why memory is O(shards), never O(blocks).
+All blocks have `block_records` records except the last of each shard. A position is mapped by a division, corrected for
+the short blocks before it; these are at most one a shard, so memory is O(shards), not O(blocks).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class BlockTable:
         self.block_records = block_records
         self.shard_records = np.asarray(shard_records, dtype=np.int64)
         blocks = -(-self.shard_records // block_records)
-        # (shards + 1,) int64: first_block[s] is the number of shard s's first block, the last entry the count of all.
+        # (shards + 1,) int64: first_block[s] is the number of shard s's first block; the last entry is the number of
+        # blocks.
         self.first_block = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         self.num_blocks = int(self.first_block[-1])
         short_shards = np.flatnonzero(self.shard_records % block_records)
@@ -55,13 +56,13 @@ class BlockTable:
         return np.minimum(self.block_records, self.shard_records[shards] - first)
 
     def runs(self, blocks: I64, cut: I64, counts: I64) -> list[Run]:
-        """`counts` records of each block after its first `cut`: three (n,) int64, one run a block."""
+        """`counts` records of each block after its first `cut`: three (n,) int64; one run a block."""
         shards, first_records = self.locate(blocks)
         columns = (shards.tolist(), (first_records + cut).tolist(), counts.tolist())
         return [Run(shard, first, count) for shard, first, count in zip(*columns, strict=True)]
 
     def rows(self, start: int, stop: int) -> list[Run]:
-        """The records start..stop-1 of the split, in the order of the files, one run a block."""
+        """The records start..stop-1 of the split, in file order, one run a block."""
         if start >= stop:
             return []
         return self.runs(*Line(self.block_records, self.short_blocks, self.short_by).cut(start, stop))
@@ -74,29 +75,29 @@ class BlockTable:
 
 
 class Line:
-    """Pieces laid end to end: each of `full` records but those at the places `short`, which lack `lacks` records."""
+    """Pieces end to end, of `full` records each; those at the places `short` have `lacks` records less."""
 
     def __init__(self, full: int, short: I64, lacks: I64) -> None:
         self._full = full
         order = np.argsort(short)
         self.short: I64 = short[order]
         self.lacks: I64 = lacks[order]
-        # (short + 1,) int64: how many records are missing before the i-th short piece.
+        # (short + 1,) int64: the records missing before the i-th short piece.
         self._missing = np.concatenate([[0], np.cumsum(self.lacks)]).astype(np.int64)
         self._short_stops: I64 = (self.short + 1) * full - self._missing[1:]
 
     def place_of(self, position: int) -> int:
-        """Which piece (0 = the first) holds this position."""
+        """The piece (0 = the first) that holds this position."""
         before = int(np.searchsorted(self._short_stops, position, side="right"))
         return (position + int(self._missing[before])) // self._full
 
     def starts(self, places: I64) -> I64:
-        """First position of the pieces at these places, one past the last included: (n,) int64 -> (n,) int64."""
+        """First position of the pieces at these places, and of one past the last: (n,) int64 -> (n,) int64."""
         before = np.searchsorted(self.short, places, side="left")
         return places * self._full - self._missing[before]
 
     def cut(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """The pieces of positions start..stop-1 (start < stop): places, records cut off before, records: (n,) int64."""
+        """The pieces of positions start..stop-1 (start < stop): places, records skipped, records: three (n,) int64."""
         places = np.arange(self.place_of(start), self.place_of(stop - 1) + 2, dtype=np.int64)
         starts = self.starts(places)
         cut = np.maximum(start - starts[:-1], 0)
@@ -104,7 +105,7 @@ class Line:
 
 
 class EpochOrder:
-    """The blocks of a split laid end to end in the order of a permutation."""
+    """The blocks of a split, end to end, in the order of a permutation."""
 
     def __init__(self, table: BlockTable, permutation: BlockPermutation) -> None:
         self.table, self._permutation = table, permutation
@@ -123,9 +124,9 @@ class EpochOrder:
 
 
 class GroupOrder:
-    """The records at positions start..stop-1 (start < stop) of an order, their blocks in another order by `key`.
+    """The records at positions start..stop-1 (start < stop) of an order, with their blocks reordered by `key`.
 
-    A block that the ends cut is in this group with the records on this side alone.
+    If an end cuts a block, this group has only the block's records on its side.
     """
 
     def __init__(self, base: EpochOrder, start: int, stop: int, key: bytes) -> None:
@@ -135,7 +136,8 @@ class GroupOrder:
         first_start, last_stop = (int(n) for n in line.starts(np.asarray([self._first, last + 1], dtype=np.int64)))
         self._head = start - first_start
         self._permutation = BlockPermutation(key, last + 1 - self._first)
-        # Pieces by their number in the group. The ends lack what is cut off, and what their blocks lack by themselves.
+        # Pieces by their number in the group. The end pieces lack what is cut off, and what their blocks lack
+        # themselves.
         inside = slice(*np.searchsorted(line.short, [self._first, last + 1]).tolist())
         short, numbers = np.unique(
             np.concatenate([line.short[inside] - self._first, [0, last - self._first]]), return_inverse=True
@@ -155,26 +157,26 @@ class GroupOrder:
 
 
 class EveryOrder(Protocol):
-    """Every epoch's order. Safe to ask from several threads."""
+    """The order of every epoch. Thread-safe."""
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
         """The records at positions start..stop-1 of an epoch."""
 
 
 class Orders:
-    """Every epoch's order; the one last made and its neighbours are kept. Safe to ask from several threads."""
+    """The order of every epoch. Thread-safe; keeps the order made last and its neighbours."""
 
-    def __init__(self, table: BlockTable, root: bytes, purpose: str = "blocks") -> None:
-        self._table, self._root, self._purpose = table, root, purpose
+    def __init__(self, table: BlockTable, root: bytes) -> None:
+        self._table, self._root = table, root
         self._kept: dict[int, EpochOrder] = {}
 
     def order(self, epoch: int) -> EpochOrder:
         """One epoch's order."""
         order = self._kept.get(epoch)
         if order is None:
-            key = derive_key(self._root, self._purpose, epoch)
+            key = derive_key(self._root, "blocks", epoch)
             order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
-            # Lanes are at most one sample apart, so two neighbours are in use at a time; others only cost memory.
+            # Lanes are at most one sample apart, so at most two neighbouring epochs are in use.
             for old in list(self._kept):
                 if abs(old - epoch) > 1:
                     self._kept.pop(old, None)
@@ -186,36 +188,32 @@ class Orders:
         return self.order(epoch).runs(start, stop)
 
 
-_MOST_LANES = 4096  # that are looked at for an advice
+_MOST_LANES = 4096  # tried to find a number to suggest
 
 
-def check_cache_groups(global_batch: int, lanes: int, groups: int | None, rotation: int | None) -> None:
-    """Raise ConfigError where C does not divide L, or K is without C or not from 1 up."""
-    if groups is None and rotation is not None:
-        raise _refuse("a rotation without groups", f"--cache-groups with --cache-rotation {rotation}")
+def check_cache_groups(global_batch: int, lanes: int, groups: int | None) -> None:
+    """Raise ConfigError if C does not divide L."""
     if groups is not None and (groups < 1 or lanes % groups):
-        units = max(1, groups)
-        first = -(-lanes // units) * units
-        near = range(first, min(global_batch, _MOST_LANES) + 1, units)
+        least = max(1, groups)
+        first = -(-lanes // least) * least
+        near = range(first, min(global_batch, _MOST_LANES) + 1, least)
         more = next((f"{number}" for number in near if global_batch % number == 0), None)
         more = more or f"{first} with a --global-batch that is a multiple of {first}"
-        hint = f"--cache-groups {largest_divisor(lanes, units)} or --lanes {more}"
-        raise _refuse(f"{groups} cache groups of {lanes} lanes", hint)
-    if rotation is not None and not 1 <= rotation < 1 << 63:
-        raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, below 2^63, or none")
+        raise ConfigError(
+            "cache groups and lanes do not fit together",
+            got=f"{groups} cache groups of {lanes} lanes",
+            allowed="cache groups that divide the lanes",
+            next_step=f"Use --cache-groups {largest_divisor(lanes, least)} or --lanes {more}.",
+        )
 
 
 class CacheGroups:
-    """Every epoch's order, group after group. `starts(epoch)` are the groups' first positions and T.
+    """The order of every epoch, group after group. `starts(epoch)`: the groups' first positions and T. Thread-safe."""
 
-    Safe to ask from several threads.
-    """
-
-    def __init__(
-        self, table: BlockTable, root: bytes, starts: Callable[[int], list[int]], rotation: int | None
-    ) -> None:
-        self._base = Orders(table, root, "cache groups")
-        self._root, self._starts, self._rotation = root, starts, rotation
+    def __init__(self, table: BlockTable, root: bytes, starts: Callable[[int], list[int]]) -> None:
+        # One order deals the blocks to the groups in all epochs, so that a group keeps its blocks.
+        self._base = EpochOrder(table, BlockPermutation(derive_key(root, "cache groups", 0), table.num_blocks))
+        self._root, self._starts = root, starts
         self._kept: dict[tuple[int, int], GroupOrder] = {}
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
@@ -231,53 +229,43 @@ class CacheGroups:
     def _order(self, epoch: int, group: int, start: int, stop: int) -> GroupOrder:
         order = self._kept.get((epoch, group))
         if order is None:
-            base = self._base.order(epoch // self._rotation if self._rotation else 0)
-            order = GroupOrder(base, start, stop, derive_key(self._root, "group's blocks", epoch, group))
+            order = GroupOrder(self._base, start, stop, derive_key(self._root, "group's blocks", epoch, group))
             for old in list(self._kept):
-                if abs(old[0] - epoch) > 1:  # lanes are at most one sample apart: never two epochs
+                if abs(old[0] - epoch) > 1:  # lanes are at most one sample apart, never two epochs
                     self._kept.pop(old, None)
             self._kept[epoch, group] = order
         return order
 
 
-def _refuse(got: str, hint: str) -> ConfigError:
-    return ConfigError(
-        "cache groups and lanes do not fit together",
-        got=got,
-        allowed="cache groups that divide the lanes, made anew every 1 or more epochs",
-        next_step=f"Use {hint}.",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Interleaving:
-    """Of a span of `size` positions in `parts` parts, `piece` records at a time."""
+    """The order in which a lane reads a span of `size` positions: from `parts` parts in turn, `piece` records each."""
 
     size: int
     parts: int
     piece: int
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Positions (first, last + 1) within the span, one after another those of offsets start..stop-1."""
+        """Ranges (first, last + 1) of positions within the span that offsets start..stop-1 read, in order."""
         turn = self.parts * self.piece
         turns, rest = divmod(self.size, turn)
         while start < stop:
             number, within = divmod(start, turn)
             if number < turns:
                 part, skip = divmod(within, self.piece)
-                place, length = number * self.piece + skip, self.piece - skip
+                offset, length = number * self.piece + skip, self.piece - skip
             else:
                 part = ((within + 1) * self.parts - 1) // rest  # the last one with rest * part // parts <= within
                 begins, ends = (rest * edge // self.parts for edge in (part, part + 1))
-                place, length = turns * self.piece + within - begins, ends - within
-            first = part * turns * self.piece + rest * part // self.parts + place
+                offset, length = turns * self.piece + within - begins, ends - within
+            first = part * turns * self.piece + rest * part // self.parts + offset
             length = min(length, stop - start)
             yield first, first + length
             start += length
 
 
 class InterleavedLanes:
-    """Every epoch's order: in each lane's span that of `orders`, interleaved. `span(epoch, lane)` are its ends."""
+    """The order of every epoch: that of `orders`, interleaved within each lane's `span(epoch, lane)`."""
 
     def __init__(
         self, orders: EveryOrder, span: Callable[[int, int], tuple[int, int]], lanes: int, parts: int, piece: int
@@ -296,7 +284,7 @@ class InterleavedLanes:
         return found
 
     def _span_of(self, epoch: int, position: int) -> tuple[int, int]:
-        """The ends of the lane that holds a position: spans are even but for one sample."""
+        """The span that holds a position; spans differ by at most one sample."""
         total = self._span(epoch, self._lanes - 1)[1]
         lane = min(self._lanes - 1, position * self._lanes // total)
         while self._span(epoch, lane)[0] > position:

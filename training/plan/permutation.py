@@ -1,14 +1,14 @@
-"""Keyed permutations: the random part of the epoch plan, as pure functions of a key.
+"""Keyed permutations: the random part of the epoch plan, as pure functions of a key. Decision 020.
 
 `BlockPermutation` permutes 0..n-1 in O(1) memory, in both directions: an alternating Feistel network over the smallest
 power of two >= n (M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM
 J. Comput. 17(2), 1988), made to fit n by cycle walking (J. Black, P. Rogaway, "Ciphers with arbitrary finite domains",
-CT-RSA 2002): a value that falls outside is encrypted again, which takes less than two turns on average. The round
-function is splitmix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
-It is for shuffling, not for secrecy.
+CT-RSA 2002): a value outside 0..n-1 is encrypted again, less than twice on average. The round function is splitmix64
+(G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). This is for shuffling, not
+for secrecy.
 
 A Feistel network over a few bits is not fair (5 items: chi-square 568 with 119 degrees of freedom at 20,000 keys), so
-up to `TABLE_SIZE` items are sorted by one keyed hash each instead; so are the records of a window.
+up to `TABLE_SIZE` items, and the records of a window, are instead sorted by a keyed hash of each.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lockstep.features.sample_id import splitmix64_array as mix
 
 U64 = npt.NDArray[np.uint64]
 
-# Four rounds are enough in theory for a random round function; the others are cheap insurance for halves of 5 bits.
+# In theory four rounds suffice for a random round function; the others are cheap insurance for halves of 5 bits.
 ROUNDS = 10
 TABLE_SIZE = 1024
 
 
 def derive_key(root: bytes, purpose: str, *numbers: int) -> bytes:
-    """32 bytes that depend on every part; `purpose` and the numbers keep uses of one root apart."""
+    """A key of 32 bytes; `purpose` and the numbers make different keys from one root."""
     text = ":".join([purpose, *(str(number) for number in numbers)])
     return hashlib.sha256(root + b"\0" + text.encode()).digest()
 
@@ -77,7 +77,7 @@ class BlockPermutation:
     def _encrypt(self, values: U64, rounds: range) -> U64:
         low, high = values & self._low_mask, values >> self._low_bits
         for number in rounds:
-            # Each step is its own inverse, so the inverse permutation is the same steps in reverse order.
+            # Each step is its own inverse, so the inverse permutation takes the same steps in reverse order.
             if number % 2 == 0:
                 high = high ^ (mix(low ^ self._round_keys[number]) & self._high_mask)
             else:
@@ -86,14 +86,14 @@ class BlockPermutation:
 
 
 def shuffled(key: bytes, count: int) -> npt.NDArray[np.int64]:
-    """A keyed order of 0..count-1: (count,) int64. Ties of the 64-bit hashes keep their order, so none is lost."""
+    """A keyed order of 0..count-1: (count,) int64. Equal hashes keep their order."""
     hashes = mix(mix(_starts([key])) ^ mix(np.arange(count, dtype=np.uint64)))
     return np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
 
 
 def shuffled_each(keys: Sequence[bytes], count: int) -> npt.NDArray[np.int64]:
-    """The order of `shuffled` for each of n keys: (n, count) int64, by a kernel."""
-    from training.plan.permutation_kernel import orders  # Numba, without which plans are made
+    """The order of `shuffled` for each of n keys: (n, count) int64, computed by a kernel."""
+    from training.plan.permutation_kernel import orders  # here, so that making a plan does not load Numba
 
     found = np.empty((len(keys), count), dtype=np.int64)
     orders(_starts(keys), found)

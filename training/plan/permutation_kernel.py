@@ -1,4 +1,4 @@
-"""The orders of windows by a kernel: as training.plan.permutation works them out, without the price of NumPy's sort."""
+"""Computes the orders of windows as training.plan.permutation does, without the cost of NumPy's sort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _30, _27, _31, _64 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64)
 
 @njit
 def _mix(value: Any) -> Any:
-    """splitmix64, as lockstep.features.sample_id has it."""
+    """splitmix64, as in lockstep.features.sample_id."""
     value += _GOLDEN
     value = (value ^ (value >> _30)) * _FIRST
     value = (value ^ (value >> _27)) * _SECOND
@@ -26,22 +26,22 @@ def _mix(value: Any) -> Any:
 
 @_kernel
 def sort(hashes: Any, order: Any) -> None:
-    """The stable order of hashes (n,) uint64, into `order` (n,) int64: by their first bits into as many places as there
-    are hashes or a few more, where one or two meet, and then by insertion.
+    """Write the stable order of hashes (n,) uint64 to `order` (n,) int64: a bucket sort by their first bits, with about
+    one hash a bucket, then an insertion sort.
     """
     count, bits = len(hashes), 1
     while (1 << bits) < count:
         bits += 1
     shift = _64 - np.uint64(bits)
-    places = np.zeros((1 << bits) + 1, dtype=np.int64)
+    ends = np.zeros((1 << bits) + 1, dtype=np.int64)
     for number in range(count):
-        places[np.int64(hashes[number] >> shift) + 1] += 1
+        ends[np.int64(hashes[number] >> shift) + 1] += 1
     for before in range(1 << bits):
-        places[before + 1] += places[before]
+        ends[before + 1] += ends[before]
     for number in range(count):
-        place = np.int64(hashes[number] >> shift)
-        order[places[place]] = number
-        places[place] += 1
+        bucket = np.int64(hashes[number] >> shift)
+        order[ends[bucket]] = number
+        ends[bucket] += 1
     for number in range(1, count):
         here, at = order[number], number
         value = hashes[here]
@@ -53,7 +53,7 @@ def sort(hashes: Any, order: Any) -> None:
 
 @_kernel
 def orders(starts: Any, found: Any) -> None:
-    """The order of each key, of which `starts` (n,) uint64 has the first 8 bytes: found (n, count) int64."""
+    """Write the order of each key to found (n, count) int64; `starts` (n,) uint64 are the keys' first 8 bytes."""
     count = found.shape[1]
     numbers, hashes = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.uint64)
     for number in range(count):

@@ -1,1 +1,1 @@
-"""What bounds a run."""
+"""Measures what bounds a run."""

@@ -1,6 +1,6 @@
-"""How fast the ranks' all_reduce is, by size, backend and algorithm, and whether it is right, in nccl-tests' terms.
+"""Measures the ranks' all_reduce by size, backend and algorithm, and checks its results, in the terms of nccl-tests.
 
-Ranks are started by the ordinary launchers; what they measure is told row by row, so a caller sees it grow.
+The ordinary launchers start the ranks, which report row by row, so that a caller sees the progress.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 ENTRY = "training.profiling.bench_comm:main"
 DTYPE = np.dtype(np.float32)
 MAX_BYTES = 1 << 31
-MAX_CALLS = 2000  # of one round: tiny buffers
+MAX_CALLS = 2000  # of one round, for tiny buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig:
-    """What is measured."""
+    """What to measure."""
 
     num_ranks: int
     """Processes."""
@@ -46,15 +46,15 @@ class BenchConfig:
     backends: tuple[str, ...] = ("auto",)
     """As CommOptions.backend."""
     algorithms: tuple[str, ...] = ()
-    """As CommOptions.algorithm; empty: `auto` and all that the backend found has."""
+    """As CommOptions.algorithm; empty: `auto` and all algorithms of the backend in use."""
     trust_network: str | None = None
     """As CommOptions.trust_network."""
     tls: Literal["on", "off"] = "off"
-    """Whether ranks on different hosts encrypt; within a host nothing is measured by it."""
+    """Whether ranks on different hosts encrypt; has no effect within a host."""
     rounds: int = 5
-    """In turns over backends and algorithms, so that a disturbance meets all."""
+    """Each round measures all backends and algorithms, so that a disturbance affects all."""
     round_s: float = 0.05
-    """About so long a round repeats a call."""
+    """A round repeats a call for about this long."""
 
     def __post_init__(self) -> None:
         for name in ("sizes", "backends", "algorithms"):
@@ -83,38 +83,38 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One size by one backend and algorithm."""
+    """The result for one size, backend and algorithm."""
 
     nbytes: int
     backend: str
-    """That was used."""
+    """The backend in use."""
     algorithm: str
-    """That was used at this size."""
+    """The algorithm in use at this size."""
     asked: str
     """`auto` or the algorithm's name."""
     median_s: float
-    """Of the rounds, each the slowest rank's."""
+    """Over the rounds; each counts its slowest rank."""
     fastest_s: float
     slowest_s: float
     wrong: int
-    """Elements, over all ranks and rounds, that were not the sum."""
+    """Wrong elements, over all ranks and rounds."""
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Buffer by time."""
+        """Bytes of the buffer a second."""
         return self.nbytes / self.median_s
 
     def bus_bytes_per_s(self, num_ranks: int) -> float:
-        """What crosses each rank's link by time: 2(N-1)/N of the buffer, whatever the algorithm (as nccl-tests)."""
+        """Bytes a second on each rank's link: 2(N-1)/N of the buffer, for any algorithm (as in nccl-tests)."""
         return self.algorithm_bytes_per_s * 2 * (num_ranks - 1) / num_ranks
 
 
 def bench(
     config: BenchConfig, launch: Launch, on_row: Callable[[Row, int], None] = lambda row, total: None
 ) -> list[Row]:
-    """Start the ranks and measure; `on_row(row, rows in all)` is called as each row comes.
+    """Start the ranks and measure; calls `on_row(row, number of all rows)` for each row.
 
-    Raises ConfigError for a backend or algorithm that the ranks' hosts cannot have, CommunicationError for a lost rank.
+    Raises ConfigError for a backend or algorithm that the hosts do not support, CommunicationError for a lost rank.
     """
     rows: list[Row] = []
 
@@ -139,7 +139,7 @@ def check(rows: Sequence[Row]) -> None:
             "all_reduce returned wrong sums",
             got=f"{wrong} elements, see the column `wrong`",
             allowed="none",
-            next_step="Look at the hosts' memory and network cards; report it with the table.",
+            next_step="Check the hosts' memory and network cards, and report it with the table.",
         )
 
 
@@ -155,20 +155,20 @@ def main(context: RankContext) -> dict[str, Any]:
         buffers = [case.comm.allocate(nbytes // DTYPE.itemsize, DTYPE) for case in cases]
         calls = [_calls(case.comm, buf, config.round_s) for case, buf in zip(cases, buffers, strict=True)]
         for _ in range(config.rounds):
-            for place, (case, buf) in enumerate(zip(cases, buffers, strict=True)):
-                times[place].append(timed(case.comm, buf, calls[place]))
-                wrong[place] += _wrong(case.comm, buf)
+            for index, (case, buf) in enumerate(zip(cases, buffers, strict=True)):
+                times[index].append(timed(case.comm, buf, calls[index]))
+                wrong[index] += _wrong(case.comm, buf)
         if leader:
-            for place, case in enumerate(cases):
+            for index, case in enumerate(cases):
                 row = Row(
                     nbytes=nbytes,
                     backend=case.backend,
                     algorithm=case.choose(nbytes),
                     asked=case.asked,
-                    median_s=statistics.median(times[place]),
-                    fastest_s=min(times[place]),
-                    slowest_s=max(times[place]),
-                    wrong=wrong[place],
+                    median_s=statistics.median(times[index]),
+                    fastest_s=min(times[index]),
+                    slowest_s=max(times[index]),
+                    wrong=wrong[index],
                 )
                 context.control.request("row", 60.0, row=asdict(row), total=len(cases) * len(config.sizes))
     for case in cases:
@@ -200,19 +200,19 @@ def _cases(context: RankContext, config: BenchConfig) -> list[_Case]:
 def _case(context: RankContext, config: BenchConfig, backend: str, algorithm: str) -> _Case:
     joined = context.join(config.options(backend, algorithm))
     plan = joined.plan
-    if plan is None:  # a backend with its own way
+    if plan is None:  # a backend that has no plan
         return _Case(joined.communicator, backend, algorithm, lambda nbytes: backend)
     return _Case(joined.communicator, plan.backend, algorithm, plan.choose)
 
 
 def _calls(comm: Communicator, buf: np.ndarray, round_s: float) -> int:
-    """Calls that fill a round, the same on every rank."""
+    """Calls in a round, the same on every rank."""
     comm.all_reduce(buf)
     return max(1, min(MAX_CALLS, int(round_s / timed(comm, buf, 2))))
 
 
 def timed(comm: Communicator, buf: np.ndarray, calls: int) -> float:
-    """Seconds a call on zeros, of the slowest rank. A collective."""
+    """Seconds a call of the slowest rank, on zeros. A collective."""
     buf[:] = 0
     comm.barrier()
     began = time.perf_counter()
@@ -224,7 +224,7 @@ def timed(comm: Communicator, buf: np.ndarray, calls: int) -> float:
 
 
 def _wrong(comm: Communicator, buf: np.ndarray) -> int:
-    """Elements that are not the sum, over all ranks; the numbers are integers that float32 holds exactly."""
+    """Wrong elements over all ranks; the inputs are integers that float32 holds exactly."""
     ramp = np.arange(buf.size, dtype=np.int64) % 997
     buf[:] = ramp + comm.rank
     comm.all_reduce(buf)
@@ -241,12 +241,12 @@ def size(text: str) -> int:
     """Bytes of `4096`, `4K`, `1M` or `1G` (powers of two)."""
     match = re.fullmatch(r"([0-9]{1,10})([KMG]?)", text)
     if not match:
-        raise ArgumentTypeError(f"{text!r} is no size such as 4096, 4K, 1M or 1G")
+        raise ArgumentTypeError(f"{text!r} is not a size such as 4096, 4K, 1M or 1G")
     return int(match[1]) * UNITS[match[2]]
 
 
 def table(rows: Sequence[Row], num_ranks: int) -> str:
-    """Columns as nccl-tests has them; bandwidths in GB/s (10^9 bytes)."""
+    """The columns of nccl-tests; bandwidths in GB/s (10^9 bytes)."""
     head = f"{'bytes':>12} {'backend':<13}{'algorithm':<24}{'time us':>12}{'from':>12}{'to':>12}"
     head += f"{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>7}"
     lines = [f"all_reduce (sum, float32) between {num_ranks} ranks; median of the rounds; {machine()}", head]

@@ -1,4 +1,4 @@
-"""What bounds a run: the same compiled step on synthetic, cached and cold data, on the ranks that will train."""
+"""Finds what bounds a run: measures one compiled step on synthetic, cached and cold data, on the ranks that train."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
 ENTRY = "training.profiling.profile:main"
 ROUNDS = 5
 NO_RUN = "/dev/null/no-run"
-"""The run of a configuration that is only measured: nothing can be written there."""
-WIDE_COLUMNS = 32  # floats of one feature from which one-hot columns are worth a word
+"""The run of a configuration that is only measured; nothing can be written there."""
+WIDE_COLUMNS = 32  # from this many floats in one feature, advise against one-hot columns
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured and what follows."""
+    """The measurements, the verdict and the advice."""
 
     setting: Setting
     measured: Measured
     verdict: Verdict
     advice: tuple[str, ...]
-    """What to change, the first first."""
+    """What to change, most important first."""
     steps: int
-    """Measured in each round and of each kind, after `settling` ones that are not."""
+    """Steps measured in each round for each kind of data, after `settling` steps that are not."""
     settling: int
     chunk_steps: int
-    """So many batches are encoded in one call: the input of fewer steps than two of these is not seen as it is."""
+    """Batches encoded in one call; with less than twice as many steps the input looks too cheap."""
     rounds: int
-    """Without the first, which is dropped."""
+    """Rounds, without the first, which is dropped."""
     state_bytes: int
-    """Of weights and optimizer."""
+    """Bytes of weights and optimizer state."""
     copy_s: float
-    """A step waits about so long for its part of a checkpoint to be copied (docs/checkpoints.md)."""
+    """About how long a checkpoint stops a step, while the rank's part is copied."""
     repeats: bool
-    """Whether the split is smaller than what was read: cold data were then read before, if not by this host."""
+    """Whether the split is smaller than what was read, so that cold data had been read before."""
 
     def to_json(self) -> dict[str, Any]:
         """All of it as one JSON object."""
@@ -82,12 +82,12 @@ def profile(
     rounds: int = ROUNDS,
     on_round: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Start the ranks of `config` and measure; `on_round(rounds done, all)` is called as they come. `config.run` and
-    what only matters to a run are not looked at. `steps` of each kind and round; None: by how many batches are encoded
-    at once, 16 to 512.
+    """Start the ranks of `config` and measure; calls `on_round(rounds done, all rounds)`. Ignores `config.run` and
+    other fields that do not change a step. `steps` is for each kind and round; None chooses 16 to 512 by the number of
+    batches that are encoded in one call.
 
-    Raises ConfigError where the call cannot be right, DataError for a dataset whose bytes are wrong, NonFiniteError for
-    a model that diverges, CommunicationError for a lost rank.
+    Raises ConfigError for invalid arguments, DataError for a damaged dataset, NonFiniteError for a model that diverges,
+    CommunicationError for a lost rank.
     """
     for name, value, least in (("steps", steps, 2), ("rounds", rounds, 1)):
         right, allowed = value is None or value >= least, f"an integer from {least} up"
@@ -124,10 +124,10 @@ def main(context: RankContext) -> dict[str, Any]:
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
-        context.communicator()  # TensorFlow's server must be there before its first tensor
-    from training.profiling.profile_rank import ProfileRank  # TensorFlow is imported now that its settings are made
+        context.communicator()  # TensorFlow's server must start before the first tensor
+    from training.profiling.profile_rank import ProfileRank  # here, since it imports TensorFlow, which is set up now
 
-    with ended_in_order(), ProfileRank(context, config) as rank:  # else SIGTERM would leave its folder behind
+    with ended_in_order(), ProfileRank(context, config) as rank:  # removes its folder on SIGTERM too
         return rank.run()
 
 
@@ -171,14 +171,14 @@ def _is_wide(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 _WHAT = {
-    SYNTHETIC: "one batch again and again",
+    SYNTHETIC: "one batch, repeated",
     CACHED: "blocks from memory or cache",
     COLD: "blocks not read before",
 }
 
 
 def table(profile: Profile) -> str:
-    """Steps by kind of data, the input alone, shares, the verdict and what to change."""
+    """Steps by kind of data, the input without steps, shares, the verdict and what to change."""
     measured, setting, verdict = profile.measured, profile.setting, profile.verdict
     ranks = f"{setting.num_ranks} rank{'s' if setting.num_ranks > 1 else ''}"
     head = f"{profile.steps} steps of {setting.global_batch} samples on {ranks}, each kind in"
@@ -191,11 +191,11 @@ def table(profile: Profile) -> str:
         rate = f"{setting.global_batch / spread.median:>11.0f}"
         lines.append(f"{kind:<11}{_WHAT[kind]:<29}{_milliseconds(spread):<31}{rate}{measured.waiting[kind]:>17.1%}")
     alone = f"{_milliseconds(measured.cached_alone)} ms cached, {_milliseconds(measured.cold_alone)} ms cold"
-    lines.append(f"input alone, a batch of the slowest rank: {alone}; {measured.input_cpu_s * 1e3:.1f} ms of CPU")
-    copy = f"a checkpoint ({profile.state_bytes / 1e6:.1f} MB of state) holds a step up for about"
+    lines.append(f"input only, a batch of the slowest rank: {alone}; {measured.input_cpu_s * 1e3:.1f} ms of CPU")
+    copy = f"a checkpoint ({profile.state_bytes / 1e6:.1f} MB of state) stops a step for about"
     lines.append(f"{copy} {profile.copy_s * 1e3:.1f} ms{_too_slow(profile.copy_s)}")
     if profile.repeats:
-        lines.append("note: the split is smaller than what was read, so the storage may have had cold data in memory")
+        lines.append("note: the split is smaller than what was read, so the storage may have cached the cold data")
     if profile.steps < 2 * profile.chunk_steps:
         chunk = f"{profile.chunk_steps} batches are encoded at a time"
         lines.append(f"note: {chunk}; with fewer than {2 * profile.chunk_steps} --steps the input may look too cheap")

@@ -1,4 +1,4 @@
-"""A rank's part of jobs.profile_run: one compiled step, fed in turn with three kinds of data, and the input alone."""
+"""A rank's part of jobs.profile_run: measures one compiled step on three kinds of data in turn, and the input only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import split_url
 from training.batches.augmenting import augmentation_of, labels_of
-from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, to_device
+from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, pipeline_options
 from training.batches.training_set import Feed, TrainingSet
 from training.config import TrainConfig, lane_groups
 from training.control.client import ControlClient
@@ -29,14 +29,12 @@ from training.exchange.agreement import NonFinitePolicy
 from training.exchange.exchange import Exchange
 from training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
 from training.rank.callbacks import RunCallbacks
-from training.rank.memory import arena_bytes
 from training.rank.metrics import StepClock
-from training.rank.prepare import distributed, prepare, split
+from training.rank.prepare import RankModel, agreement_on
 from training.reading.reader import ReadOptions
 from training.run.checkpoint import HostBuffer
 from training.run.metrics import PARTS
 from training.steps import model_state
-from training.steps.distribute import exchange_of
 from training.world import World
 
 
@@ -49,21 +47,21 @@ class ProfileLoop:
         self._control, self._exchange, self._kind = control, exchange, kind
         self._first, self._settling, self._steps = first, settling, steps
         self._rows: list[dict[str, Any]] = []
-        self.clock = StepClock(self, rank, lambda: exchange.waited_s)
+        self.clock = StepClock(self, rank, exchange)
         self._done = 0
         self._began = self._ended = (0.0, 0.0)
 
     @property
     def all_steps(self) -> int:
-        """Of the `fit` call."""
+        """Steps of the `fit` call."""
         return self._settling + self._steps
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """What the clock tells."""
+        """Called by the clock with its rows."""
         self._rows += fields["rows"]
 
     def callbacks(self, model: Any, micro_batches: int) -> RunCallbacks:
-        """For the `fit` call; the model's own callbacks are not asked."""
+        """Callbacks for the `fit` call; the model's own are not called."""
         callbacks = RunCallbacks([], model, self, epochs=1, steps=self.all_steps, micro_batches=micro_batches)
         callbacks.begin()
         return callbacks
@@ -78,26 +76,19 @@ class ProfileLoop:
             **sums,
         }
 
-    # What RunCallbacks tells
+    # Called by RunCallbacks
 
     def epoch_begins(self, epoch: int) -> bool:
-        """Nothing is kept of the metrics."""
+        """Every epoch starts with fresh metrics."""
         return True
 
     def step_begins(self) -> None:
-        """The step's time runs."""
+        """Start timing the step."""
         self.clock.begins()
 
     def step_ends(self, epoch: int) -> None:
-        """Count it; the measuring begins and ends here."""
-        agreement = self._exchange.agreement
-        if agreement is None or agreement.step != self._exchange.step:
-            raise LockstepError(
-                "a step was not exchanged between the ranks",
-                got="a train_step that does not call optimizer.apply_gradients once",
-                allowed="one call a step",
-                next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
-            )
+        """Count the step; the measurement begins and ends here."""
+        agreement = agreement_on(self._exchange, self._exchange.step)
         self._done += 1
         self.clock.ends(self._first + self._done)
         self._control.beat(agreement.step, f"measure steps: {self._kind}")
@@ -110,11 +101,11 @@ class ProfileLoop:
             self.clock.flush()
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """As they are: nobody reads them."""
+        """The logs unchanged; they are unused."""
         return logs
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Nothing is written."""
+        """Do nothing."""
 
 
 def _now() -> tuple[float, float]:
@@ -122,10 +113,10 @@ def _now() -> tuple[float, float]:
 
 
 class ProfileData(AbstractContextManager["ProfileData"]):
-    """One rank's. `near` is the feed to read the same batches from again and again: out of the page cache where the
-    dataset lies on this host's disk and no --cache is named, else out of a cache of blocks in a folder that goes again.
+    """The data of one rank. `near` is a feed whose batches are read repeatedly: from the page cache if the dataset is
+    on this host's disk and no --cache is set, else from a block cache in a temporary folder.
 
-    Raises ConfigError for a --cache that cannot be written, DataError where the payload's plan is another dataset's.
+    Raises ConfigError for a --cache that cannot be written, DataError if the payload's plan is of another dataset.
     """
 
     def __init__(self, config: TrainConfig, world: World, identity: dict[str, Any]) -> None:
@@ -135,7 +126,7 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         self._far: TrainingSet | None = None
         self._far_folder: str | None = None
         self.local = all(split_url(url)[0] == "file" for url in config.datasets)
-        """Whether all shards lie on this host's disk."""
+        """Whether all shards are on this host's disk."""
         try:
             if config.cache is not None or not self.local:
                 self._folder = self._stack.enter_context(_folder_on(config.cache))
@@ -153,9 +144,8 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         self._stack.close()
 
     def far(self) -> Feed:
-        """A feed whose blocks are in no cache of this host, so far as that can be had: the shards' pages are given back
-        where they are local, and a cache is an empty one, which is filled as in a run's first epoch. What an earlier
-        call gave is used no more.
+        """A feed whose blocks are in no cache of this host, as far as possible: pages of local shards are dropped, and
+        a block cache is empty and fills as in a run's first epoch. Ends the feed of an earlier call.
         """
         if self._far is None or self._config.cache is not None:
             self._let_go()
@@ -190,37 +180,35 @@ class ProfileData(AbstractContextManager["ProfileData"]):
 
 
 def drop_pages(path: str) -> None:
-    """Have the kernel forget what it keeps of a file; what was not written to the disk yet is written first."""
+    """Drop the pages of a file from the kernel's cache, after writing dirty ones to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fdatasync(descriptor)  # only pages that are on the disk can be dropped
+        os.fdatasync(descriptor)  # only clean pages can be dropped
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
 def _folder_on(cache: str | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder of this rank on the disk of --cache (in the nearest folder above it that is there), else where temporary
-    files lie.
-    """
-    place = None if cache is None else next(str(p) for p in (Path(cache), *Path(cache).parents) if p.is_dir())
+    """A temporary folder on the disk of --cache (in its nearest existing parent), else in the default place."""
+    parent = None if cache is None else next(str(p) for p in (Path(cache), *Path(cache).parents) if p.is_dir())
     try:
-        return tempfile.TemporaryDirectory(prefix="lockstep-profile-", dir=place)
+        return tempfile.TemporaryDirectory(prefix="lockstep-profile-", dir=parent)
     except OSError as error:
         raise ConfigError(
-            f"{place or 'the folder of temporary files'} cannot hold a cache",
+            f"{parent or 'the folder of temporary files'} cannot hold a cache",
             got=error.strerror or str(error),
             allowed="a folder on a local disk that this user may write",
             next_step="Give --cache another folder, or set TMPDIR.",
         ) from error
 
 
-# A batch that no reading ahead reaches: what is measured lies amid the reading, not at its end.
+# A batch that read-ahead never reaches: the measurement is in the middle of the reading, not at its end.
 _NO_END = 1 << 40
-_CHUNKS = 2  # so many at least are measured at a time: the batches of one are there at once
+_CHUNKS = 2  # measured at least, since the batches of one chunk are ready at once
 _LEAST_STEPS, _MOST_STEPS = 16, 512
 _COPIES = 3
-# Until the batches that lie ready when the first step begins are used, and the feed has gone over to one after another.
+# Until the batches that are ready before the first step are used, and the feed makes one after another.
 _SETTLING_STEPS = PREFETCH_BATCHES + 2
 
 
@@ -232,25 +220,21 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         with ExitStack() as stack:
             context.control.beat(0, OPENING)
             self._data = stack.enter_context(ProfileData(config, context.world, context.payload["plan"]))
-            plan, rows, groups = self._data.plan, self._data.near.rows, lane_groups(config)
-            self._augmentation = augmentation_of(config, plan, self._data.signature)
-            context.control.beat(0, "build the model")
-            prepared = prepare(config, plan, labels_of(config, self._data.signature), rows, groups)
-            self._model = prepared.model
-            context.control.beat(0, "join the ranks")
-            self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
-            self._comm.deadline_s = config.stall_limit_s
+            plan, signature = self._data.plan, self._data.signature
+            self._augmentation = augmentation_of(config, plan, signature)
             non_finite = NonFinitePolicy(config.non_finite == "skip")
-            self._step = distributed(config, plan, prepared, self._comm, rows, groups, non_finite)
-            self._exchange = exchange_of(self._model.optimizer)
+            labels, rows = labels_of(config, signature), self._data.near.rows
+            self._rank_model = RankModel(context, config, plan, labels, rows, non_finite)
+            self._model, self._comm = self._rank_model.model, self._rank_model.communicator
+            self._exchange = self._rank_model.exchange
             stack.callback(self._exchange.close)
             self._stack = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the exchange's thread may wait for ranks that will never come
-            self._comm.abort(str(error))
+        if error is not None:
+            self._rank_model.abort(error)
         self._stack.close()
 
     def run(self) -> dict[str, Any]:
@@ -258,18 +242,16 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         repeats, cores, ranks_of_host, state_bytes, copy_s}.
         """
         control, payload, plan = self._context.control, self._context.payload, self._data.plan
-        group = self._comm.group(range(self._comm.num_ranks))
-        group.deadline_s = self._config.stall_limit_s
-        self._step.install(self._model, group)
+        self._rank_model.install_step()
         if self._comm.num_ranks > 1:
             model_state.derive_seeds(self._model, self._config.seed, 0, self._comm.rank)
         chunk = self._largest(self._data.near.chunk_steps)
         self._steps = int(payload["steps"] or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS))
-        self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # of steps that are fed; the kept batch is there
+        self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # for fed steps; the kept batch is ready
         rounds = int(payload["rounds"]) + 1
-        # Cold batches lie far apart in the epoch, so that no block is in two of their places.
+        # Cold measurements are far apart in the epoch, so that no two read the same block.
         kind_steps, epoch_steps = self._settling + self._steps, plan.total // plan.global_batch
-        self._stride = self._cold_place = max(kind_steps, epoch_steps // (2 * rounds + 1))
+        self._stride = self._cold_step = max(kind_steps, epoch_steps // (2 * rounds + 1))
         kept = self._kept_batch()
         found = []
         for number in range(rounds):
@@ -278,7 +260,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
                 control.notify("round", done=number + 1, total=rounds)
         state_bytes, copy_s = self._copy_of_state()
         return {
-            "rounds": found[1:],  # in the first one graphs are traced and kernels loaded
+            "rounds": found[1:],  # the first one traces graphs and loads kernels
             "steps": self._steps,
             "settling": self._settling,
             "chunk_steps": chunk,
@@ -292,26 +274,24 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
 
     def _round(self, kept: tf.data.Dataset) -> dict[str, dict[str, float]]:
         found, near = {SYNTHETIC: self._fit(kept, self._loop(SYNTHETIC, 0, _SETTLING_STEPS))}, self._data.near
-        # What the last round's cold data have driven out comes back before it is counted.
-        self._alone("what is cached", near, 0)
+        # First reload what the last round's cold data have evicted.
+        self._alone("refill the cache", near, 0)
         found[CACHED_ALONE] = self._alone(CACHED_ALONE, near, 0)
         found[CACHED] = self._fed(CACHED, near, 0)
-        found[COLD_ALONE] = self._alone(COLD_ALONE, self._data.far(), self._next_cold_place())
-        found[COLD] = self._fed(COLD, self._data.far(), self._next_cold_place())
+        found[COLD_ALONE] = self._alone(COLD_ALONE, self._data.far(), self._next_cold_step())
+        found[COLD] = self._fed(COLD, self._data.far(), self._next_cold_step())
         return found
 
     def _kept_batch(self) -> tf.data.Dataset:
-        """One batch, the first, without end."""
+        """The first batch, repeated endlessly."""
         with FeedPipeline(self._data.near, 0, 1, None, self._augmentation) as pipeline:
             batch = next(iter(pipeline.dataset))
-        options = tf.data.Options()
-        options.autotune.enabled = False  # as in FeedPipeline
-        return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
+        return tf.data.Dataset.from_tensors(batch).repeat().with_options(pipeline_options())
 
-    def _next_cold_place(self) -> int:
-        place = self._cold_place
-        self._cold_place += self._stride
-        return place
+    def _next_cold_step(self) -> int:
+        step = self._cold_step
+        self._cold_step += self._stride
+        return step
 
     def _fed(self, kind: str, feed: Feed, first: int) -> dict[str, float]:
         loop = self._loop(kind, first, self._settling)
@@ -323,24 +303,9 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
     def _fit(
         self, dataset: tf.data.Dataset, loop: ProfileLoop, pipeline: FeedPipeline | None = None
     ) -> dict[str, float]:
-        micro = self._config.micro_batches
-        dataset = split(dataset, micro).apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        callbacks = loop.callbacks(self._model, self._config.micro_batches)
         self._comm.barrier()
-        try:
-            self._model.fit(
-                to_device(dataset),
-                epochs=1,
-                steps_per_epoch=loop.all_steps * micro,
-                callbacks=loop.callbacks(self._model, micro),
-                verbose=0,
-                shuffle=False,
-            )
-        except Exception as error:
-            # TensorFlow repeats the text of an exception in Python code, not the exception.
-            cause = self._exchange.fault() or self._step.error or (pipeline and pipeline.failure) or error
-            if cause is error:
-                raise
-            raise cause from None
+        self._rank_model.fit(dataset, loop.all_steps, callbacks, pipeline=pipeline)
         return loop.result()
 
     def _loop(self, kind: str, first: int, settling: int) -> ProfileLoop:
@@ -348,7 +313,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         return ProfileLoop(self._context.control, rank, self._exchange, kind, first, settling, self._steps)
 
     def _alone(self, kind: str, feed: Feed, first: int) -> dict[str, float]:
-        """As many batches as steps are measured, handed to TensorFlow one after another."""
+        """Time as many batches as steps are measured, without the steps."""
         self._context.control.beat(self._exchange.step, f"measure the input: {kind}")
         self._comm.barrier()
         began = (0.0, 0.0)
@@ -362,17 +327,17 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         return {"steps": float(self._steps), "seconds": seconds, "cpu_s": cpu_s}
 
     def _copy_of_state(self) -> tuple[int, float]:
-        """Bytes of what a checkpoint holds, and seconds for which a step waits until this rank's part is copied."""
+        """Bytes of a checkpoint, and seconds for which a step waits while this rank's part is copied."""
         buffer, times, size = HostBuffer(), [], 0
         for _ in range(_COPIES + 1):
             began = time.perf_counter()
             size = buffer.fill(model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER)).size
             times.append(time.perf_counter() - began)
-        # The first one touches new memory, which a run does beside its steps.
+        # The first one touches new memory, which a run does in the background.
         return int(size), statistics.median(times[1:]) / self._comm.num_ranks
 
     def _largest(self, number: int) -> int:
-        """Of all ranks; a collective."""
+        """The largest of all ranks' numbers. A collective."""
         largest = np.array([number], np.int64)
         self._comm.all_reduce(largest, "max")
         return int(largest[0])

@@ -1,4 +1,4 @@
-"""What the ranks measured in all rounds, put together: seconds of a step and of a batch, with their spread."""
+"""Combines what the ranks measured, judges what bounds the run, and gives advice. Decision 086."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of one value or more; quartiles as `statistics.quantiles` has them with the ends included."""
+        """The spread of one or more values; quartiles as of `statistics.quantiles` with method `inclusive`."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -31,7 +31,7 @@ class Spread:
 
     @property
     def width(self) -> float:
-        """The quartiles' distance as a share of the median; 0 where that is 0."""
+        """The distance of the quartiles as a share of the median; 0 if the median is 0."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
@@ -40,35 +40,33 @@ class Measured:
     """Seconds; a step is as slow as its slowest rank, and differences are taken within each round."""
 
     synthetic: Spread
-    """A step on one batch that is fed again and again."""
+    """A step on one batch that is repeated."""
     cached: Spread
     """A step on batches whose blocks come from memory or the node's cache."""
     cold: Spread
-    """A step on batches whose blocks were not read before."""
+    """A step on batches whose blocks had not been read before."""
     handing_over: Spread
-    """`cached` less `synthetic`: decoding, encoding, augmenting and handing over, as far as steps wait for it."""
+    """`cached` less `synthetic`: decoding, encoding, augmenting and handing over, if steps wait for it."""
     fetching: Spread
-    """`cold` less `cached`: reading, as far as steps wait for it."""
+    """`cold` less `cached`: reading, if steps wait for it."""
     by_data: Spread
     """`cold` less `synthetic`: both."""
     exchange_s: float
-    """That a step on one batch stands still for the sums, on the rank that stands still least: the others wait for it
-    too, which is not the exchange's fault."""
+    """How long a step on one batch waits for the sums, on the rank that waits least: the others also wait for that
+    rank, which is not the cost of the exchange."""
     cached_alone: Spread
     """A batch of the slowest rank without a step, from memory or cache."""
     cold_alone: Spread
     """The same from storage."""
     input_cpu_s: float
-    """CPU time of a batch of `cached_alone`, all threads."""
+    """CPU time of a batch of `cached_alone`, of all threads."""
     waiting: dict[str, float]
-    """By kind: the share of a step that the rank that waits most stood still for its batch
-    (training.rank.metrics).
-    """
+    """By kind: the share of a step for which the rank that waits most waited for its batch (training.rank.metrics)."""
 
 
 def put_together(ranks: Sequence[Mapping[str, Any]]) -> Measured:
-    """Of what each rank returned (training.profiling.profile_rank): {rounds: [{kind: {seconds, steps, ...}}]}, as many
-    rounds on each.
+    """Combine the results of training.profiling.profile_rank from all ranks: {rounds: [{kind: {seconds, steps, ...}}]},
+    with the same number of rounds on each rank.
     """
     rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))  # of each round, all ranks
 
@@ -105,32 +103,32 @@ WORDS: dict[Part, str] = {
     "exchange": "waiting for the ranks' sums",
     "computing": "computing",
 }
-# MLPerf Storage asks that steps wait for less than a tenth of their time, be it for reading or for what follows it.
+# MLPerf Storage requires that steps wait for input for less than a tenth of their time.
 STORAGE_SHARE = 0.10
 INPUT_SHARE = 0.10
-# Below it an exchange that cost nothing would make the run at most a quarter faster, and it never costs nothing.
+# Below this share, even an exchange without cost would make the run at most a quarter faster.
 EXCHANGE_SHARE = 0.20
-# From here on all else together, were it free, would make the run at most a third faster.
+# Above this share, making all other parts free would make the run at most a third faster.
 COMPUTING_SHARE = 0.75
-# Rounds whose quartiles are further apart do not tell a share that is smaller than this distance.
+# If the quartiles of the rounds are further apart, a smaller share cannot be measured.
 UNSTEADY = 0.25
-# Beside steps data shares cores and caches with them, and batches are copied once more than without them. What steps
-# lose beyond so many times what the data takes alone is not its doing, but another program's.
+# During steps the input shares cores and caches with them, and batches are copied once more. If steps lose more than
+# this many times the input's own time, another program is the cause.
 TIMES_ALONE = 3.0
-LEAST_REST = 0.01  # of a step that is left when its bound is gone: a hundred times as fast is as good as any number
+LEAST_REST = 0.01  # the least rest of a step without its bound: reports at most a hundred times as fast
 _LIMITS: dict[Part, float] = {"storage": STORAGE_SHARE, "input": INPUT_SHARE, "exchange": EXCHANGE_SHARE}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a run on data that were not read before."""
+    """What bounds a run on data that had not been read before."""
 
     bound_by: Bound
     shares: dict[Part, float]
-    """Of a step on cold data; they add up to 1."""
+    """Shares of a step on cold data; they add up to 1."""
     gain_at_most: float
-    """How many times as fast the run were without what bounds it; where that is computing, with twice the ranks; 1
-    where nothing is clear.
+    """How many times as fast the run would be without its bound; if the bound is computing, with twice the ranks; 1 if
+    nothing is clear.
     """
     steady: bool
     """Whether the rounds agree well enough."""
@@ -139,13 +137,13 @@ class Verdict:
 def judge(measured: Measured) -> Verdict:
     """The rules.
 
-    1. Storage costs what cold steps take longer than cached ones, the input what cached ones take longer than
-       synthetic ones: only where three rounds of four say so (the lower quartile of the differences is above 0), not
-       more than TIMES_ALONE what they take without steps, and both together not more than cold steps take longer
-       than synthetic ones.
-    2. The exchange costs what a synthetic step stands still for it; computing is the rest.
-    3. The largest share that reaches its threshold is the bound; else computing, if it reaches its own; else nothing.
-    4. Where rounds are unsteady, a share that is not above their spread is no bound.
+    1. The cost of storage is the time of cold steps less that of cached ones, the cost of the input that of cached
+       steps less that of synthetic ones. Each counts only if three of four rounds show it (the lower quartile of the
+       differences is above 0), is at most TIMES_ALONE times its time without steps, and both together are at most the
+       time of cold steps less that of synthetic ones.
+    2. The cost of the exchange is the time a synthetic step waits for it; computing is the rest.
+    3. The bound is the largest share that reaches its threshold; else computing, if it reaches its own; else nothing.
+    4. If the rounds are unsteady, a share below their spread is not the bound.
     """
     shares = _shares(measured)
     width = measured.cold.width
@@ -173,7 +171,7 @@ def _shares(measured: Measured) -> dict[Part, float]:
     storage = _cost(measured.fetching, min(rest, TIMES_ALONE * measured.cold_alone.median))
     given = _cost(measured.handing_over, min(rest - storage, TIMES_ALONE * measured.cached_alone.median))
     costs = [storage, given, max(0.0, measured.exchange_s)]
-    # Medians of differences need not fit the median of the whole: they never make up more than all of it.
+    # Medians of differences need not add up to the median of the whole: scale them so that they do not exceed it.
     scale = 1 / max(whole, sum(costs)) if whole > 0 else 0.0
     storage, given, exchange = (cost * scale for cost in costs)
     return {
@@ -184,25 +182,25 @@ def _shares(measured: Measured) -> dict[Part, float]:
     }
 
 
-# Input that takes more of a rank's cores than this while steps compute makes both slower.
+# Input that takes more of a rank's cores than this while steps compute slows down both.
 BUSY_CORES = 0.5
-# Input alone that needs less of a step than this is fast enough: then the way to a batch is uneven, or cores are few.
+# Input that needs less of a step than this is fast enough by itself: then batches come unevenly, or cores are few.
 FAST_ENOUGH = 0.8
-SLOW_COPY_S = 0.15  # of a checkpoint: what a step should wait for it at most, whatever its size
+SLOW_COPY_S = 0.15  # the longest that a step should wait for the copy of a checkpoint of any size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What the run is, as far as advice depends on it."""
+    """The properties of a run that advice depends on."""
 
     num_ranks: int
     global_batch: int
     cores: int
-    """Of a rank: its share of its host's, at least 1."""
+    """A rank's share of its host's cores, at least 1."""
     local: bool
-    """Whether the dataset lies on the ranks' own disk."""
+    """Whether the dataset is on the ranks' own disks."""
     cache: bool
-    """Whether --cache is given."""
+    """Whether --cache is set."""
     read_ahead_bytes: int
     micro_batches: int
     precision: str
@@ -226,19 +224,19 @@ def _storage(measured: Measured, setting: Setting) -> Iterator[str]:
     fast = measured.cold_alone.median < FAST_ENOUGH * measured.cached.median
     if fast and not setting.local:
         yield (
-            f"--read-ahead-bytes {4 * setting.read_ahead_bytes}: read alone, cold batches come faster than steps take "
-            "them, so what comes unevenly can be fetched earlier."
+            f"--read-ahead-bytes {4 * setting.read_ahead_bytes}: without steps, cold batches are read faster than "
+            "steps use them, so reading further ahead evens out slow reads."
         )
     if not setting.cache:
         yield (
-            "--cache DIR on a fast disk of each host: from the second epoch on blocks come from there"
+            "--cache DIR on a fast disk of each host: from the second epoch on, blocks are read from there"
             + (" (with --cache-groups NODES each host keeps its own part)." if not setting.local else ".")
         )
     if not fast:
         yield (
-            "The storage gives fewer bytes than the steps need, and no reading ahead makes more of them: store fewer "
-            "bytes a sample (--compression gzip, --bake, smaller images when the dataset is made), or bring the data "
-            "to a faster disk."
+            "The storage delivers fewer bytes than the steps need, and reading ahead does not help: store fewer bytes "
+            "a sample (--compression gzip, --bake, smaller images when the dataset is made), or move the data to a "
+            "faster disk."
         )
     if not setting.local:
         yield "Run ranks on hosts that hold the blocks, on more hosts, or look at the DataNodes (jobs.doctor)."
@@ -251,50 +249,50 @@ def _input(measured: Measured, setting: Setting) -> Iterator[str]:
         yield (
             f"More cores a rank (fewer ranks a host): a batch takes {measured.input_cpu_s * 1e3:.1f} ms of CPU, "
             f"{cores:.2f} cores while steps compute, of the {setting.cores} that a rank has; its threads for decoding "
-            "and for arithmetic follow the cores by themselves."
+            "and arithmetic adapt to the cores."
         )
     if setting.decodes:
-        yield "Store images decoded and in the model's size (jobs.etl_images --store pixels), or smaller."
+        yield "Store images decoded and in the size that the model takes (jobs.etl_images --store pixels), or smaller."
     if setting.augment:
         yield f"Fewer or cheaper operations than --augment {setting.augment}."
     if setting.wide:
         yield (
-            f"Fewer one-hot columns ({', '.join(setting.wide[:3])}): ids with an Embedding layer are a few bytes a "
-            "sample; --bake does the rest of the encoding once, when the dataset is made."
+            f"Fewer one-hot columns ({', '.join(setting.wide[:3])}): ids with an Embedding layer take a few bytes a "
+            "sample; --bake does the other encodings once, when the dataset is made."
         )
     elif not setting.decodes:
         yield "--bake when the dataset is made: encodings are then applied once, not in each epoch."
-    yield "More ranks on other hosts: each decodes its own part alone."
+    yield "More ranks on other hosts: each decodes only its own part."
 
 
 def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
     if setting.batchnorm == "sync":
         yield "--batchnorm ghost: sync sends a message for each normalising layer."
     if setting.canonical:
-        yield "Without --canonical, where the same bits at any number of ranks are not needed: it sends more."
+        yield "No --canonical, unless you need the same bits at any number of ranks: it sends more."
     yield (
-        f"A larger --global-batch than {setting.global_batch} (docs/learning-rate.md): the sums are as large for any "
-        "batch; with --micro-batches it needs no more memory."
+        f"A larger --global-batch than {setting.global_batch} (docs/learning-rate.md): the size of the sums does not "
+        "depend on the batch; with --micro-batches it needs no more memory."
     )
     yield (
-        f"python -m jobs.bench_comm --num-ranks {setting.num_ranks}: whether the network gives what it should; "
-        "fewer hosts with more ranks each send less."
+        f"python -m jobs.bench_comm --num-ranks {setting.num_ranks}: checks the speed of the network; fewer hosts with "
+        "more ranks each send less."
     )
 
 
 def _computing(measured: Measured, setting: Setting) -> Iterator[str]:
-    yield "More ranks on other cores or hosts (--num-ranks): input and storage keep up."
+    yield "More ranks on other cores or hosts (--num-ranks): input and storage are fast enough."
     if setting.micro_batches > 1:
         yield f"Fewer --micro-batches than {setting.micro_batches}, as memory allows: larger parts compute faster."
     if setting.canonical:
-        yield "Without --canonical, which computes unit by unit, where the same bits at any world size are not needed."
+        yield "No --canonical, unless you need the same bits at any number of ranks: it computes unit by unit."
     if setting.precision == "float64":
         yield "--precision float32: half the bytes of float64."
     elif setting.precision == "float32":
-        yield "--precision mixed_bfloat16 or mixed_float16 on hardware that is fast in them (on most CPUs it is not)."
-    yield "A smaller model, or faster layers: nothing around it is in the way."
+        yield "--precision mixed_bfloat16 or mixed_float16 on hardware that is fast in them (most CPUs are not)."
+    yield "A smaller model, or faster layers: nothing else slows the run down."
 
 
 def _nothing_clear(measured: Measured, setting: Setting) -> Iterator[str]:
-    yield "Measure with more --steps or --rounds, and with nothing else on the hosts."
-    yield "If it stays so, the parts are balanced: only a change that helps all of them makes the run much faster."
+    yield "Measure with more --steps or --rounds, and with no other programs on the hosts."
+    yield "If the result stays, the parts are balanced: only a change to all of them makes the run much faster."

@@ -44,12 +44,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_with_stopped_parent(parent: int, limit_s: float) -> None:
-    """End this process at once when `parent` has been stopped for `limit_s` seconds; never returns."""
-    stopped_s = 0.0  # by our own looks: a rank that was stopped too begins to count when it wakes
+    """End this process once `parent` has been stopped for `limit_s` seconds; never returns."""
+    stopped_s = 0.0  # counted by this process: a rank that was stopped too starts to count when it resumes
     while stopped_s < limit_s:
         time.sleep(min(LOOK_EVERY_S, limit_s))
         stopped_s = stopped_s + min(LOOK_EVERY_S, limit_s) if is_stopped(parent) else 0.0
-    if select.select([], [sys.stderr], [], 0.0)[1]:  # a pipe that nobody empties may be full
+    if select.select([], [sys.stderr], [], 0.0)[1]:  # a pipe that no process reads may be full
         print(f"[rank: its parent process {parent} has been stopped for {limit_s:.0f} s]", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -61,10 +61,10 @@ PRELOAD_NICE = 10
 
 
 def main() -> int:
-    """Run the ordered entry; returns the exit code."""
-    faulthandler.enable()  # a crash in native code then leaves a trace in the rank's log
+    """Run the entry named in the order; returns the exit code."""
+    faulthandler.enable()  # a crash in native code leaves a trace in the rank's log
     _die_with_parent()
-    # A terminal's Ctrl-C reaches the whole process group; the driver alone decides what it means for ranks.
+    # Ctrl-C reaches the whole process group of a terminal; only the driver decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = _order()
     if order is None:
@@ -81,13 +81,13 @@ def main() -> int:
         devices.expose(order["devices"], os.environ, order["host"])
         result = _call(task, RankContext(world, control, task.payload, key, host, order["stall_s"], tls))
         control.give_result(result)
-    except (Exception, SystemExit) as error:  # every failure is told to the driver and becomes the exit code
+    except (Exception, SystemExit) as error:  # every failure is reported to the driver and sets the exit code
         if not getattr(error, "quiet", False):
             traceback.print_exc()
         try:
             control.send(Tag.ERROR, {"error": error_to_json(_left(error) if isinstance(error, SystemExit) else error)})
         except LockstepError as lost:
-            print(f"the driver was not told: {lost}", file=sys.stderr)
+            print(f"the error was not reported to the driver: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED
     return 0
 
@@ -147,11 +147,11 @@ def _call(task: RankTask, context: RankContext) -> dict[str, Any]:
 
 
 def _left(end: SystemExit) -> TrainingFailedError:
-    """A model's or callback's `sys.exit`: the other ranks still wait for this one, so it is no quiet end."""
+    """The error for a `sys.exit` in a model or callback: the other ranks wait, so this one may not end silently."""
     return TrainingFailedError(
-        "the code that a rank runs called sys.exit",
+        "code that a rank runs called sys.exit",
         got=f"SystemExit({end.code!r})",
-        allowed="a return, or an exception that says what is wrong",
+        allowed="a return, or an exception",
         next_step="Raise an error instead; to end a training early set model.stop_training in a callback.",
     )
 
@@ -170,9 +170,9 @@ def _watch_stdin() -> None:
 if __name__ == "__main__":
     try:
         code = main()
-    except BaseException:  # no driver to tell it to: the log has it (Python's own way out waits for our threads)
+    except BaseException:  # the driver is not connected: the log has it (Python's own exit waits for our threads)
         traceback.print_exc()
         code = EXIT_CRASHED
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not sys.exit: a library's thread or exit hook must not keep a finished rank alive
+    os._exit(code)  # not sys.exit: a library's thread or exit hook could keep a finished rank alive

@@ -1,4 +1,4 @@
-"""Callbacks' attributes as JSON and tensors, and back: what EarlyStopping or ReduceLROnPlateau have seen so far."""
+"""Saves and loads the state of callbacks, such as EarlyStopping and ReduceLROnPlateau, as JSON and tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.storage.errors import ConfigError, DataError
 from training.run.checkpoint import Tensors
 
 KIND = "callbacks"
-MAX_STATE_BYTES = 256 << 10  # it travels to the driver in one frame
-SKIPPED = {"model", "_model", "params"}  # set by Keras at every start
+MAX_STATE_BYTES = 256 << 10  # it is sent to the driver in one frame
+SKIPPED = {"model", "_model", "params"}  # Keras sets them at every start
 log = logging.getLogger(__name__)
 
 
@@ -24,11 +24,11 @@ class _Unsaved(Exception):
 
 
 def save(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], Tensors]:
-    """One JSON object a callback, {class, state}, and the arrays that they refer to by name.
+    """One JSON object a callback, {class, state}, and the arrays that these refer to by name.
 
-    Attributes that are neither JSON, numbers of NumPy nor arrays (functions, files, the model) are left out and named
-    in the log: a callback sets these itself when it is made or in on_train_begin. Raises ConfigError for more than
-    256 KiB of JSON.
+    Attributes that are neither JSON, NumPy numbers nor arrays (functions, files, the model) are left out and logged: a
+    callback sets these itself when it is constructed or in on_train_begin. Raises ConfigError for more than 256 KiB of
+    JSON.
     """
     documents: list[dict[str, Any]] = []
     tensors: Tensors = {}
@@ -50,7 +50,7 @@ def save(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], Tensors]:
 
 
 def load(callbacks: Sequence[Any], documents: Sequence[dict[str, Any]], tensors: Tensors, where: str) -> None:
-    """Set the attributes that `save` gave. Raises DataError where the callbacks are not the ones that were saved."""
+    """Set the attributes that `save` returned. Raises DataError if the callbacks are not those that were saved."""
     saved, given = [doc.get("class") for doc in documents], [type(callback).__name__ for callback in callbacks]
     if saved != given:
         raise DataError(
@@ -72,12 +72,12 @@ def _check_size(callback: str, state: dict[str, Any]) -> None:
             f"the callback {callback} has too much state for a checkpoint's manifest",
             got=f"{sum(sizes.values())} bytes of JSON, most of it in `{largest}`",
             allowed=f"{MAX_STATE_BYTES} bytes a callback, besides NumPy arrays of any size",
-            next_step=f"Keep `{largest}` as a NumPy array, or write it to a file of the callback's own.",
+            next_step=f"Keep `{largest}` as a NumPy array, or have the callback write it to a file.",
         )
 
 
 def _pack(value: Any, name: str, tensors: Tensors) -> Any:
-    """JSON for a value; what JSON lacks is an object with one key beginning with a $."""
+    """JSON for a value; a type that JSON lacks becomes an object with one key that begins with $."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

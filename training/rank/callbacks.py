@@ -1,7 +1,7 @@
-"""The user's callbacks over a run that Keras sees as one `fit` call an epoch.
+"""Runs the user's callbacks over a run that is one `fit` call of Keras an epoch.
 
-Steps an epoch differ by one and a run may begin in the middle of one, which a single `fit` cannot do. This list is
-handed to every call, so that callbacks see one training: on_train_begin and on_train_end once, their state kept.
+Epochs differ by one step, and a run may resume in the middle of one; a single `fit` call cannot do that. Every call
+gets the same list, so that callbacks see one training: on_train_begin and on_train_end once, and their state is kept.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from training.steps.model_state import as_floats
 
 
 class Loop(Protocol):
-    """What the run does at the boundaries that Keras tells the list of."""
+    """What the run does at the boundaries of steps and epochs."""
 
     def epoch_begins(self, epoch: int) -> bool:
-        """Called after Keras has reset the metrics; False where the epoch began before this process did."""
+        """Called after Keras has reset the metrics; returns False if the epoch began before this process."""
 
     def step_begins(self) -> None:
         """Called before each step."""
@@ -26,18 +26,18 @@ class Loop(Protocol):
         """Called after each optimizer step, once the callbacks have seen it."""
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """This rank's logs of the epoch as those of all ranks."""
+        """The logs of the epoch over all ranks, from those of this rank."""
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Called once the callbacks have seen the end of the epoch."""
 
 
 class RunCallbacks(keras.callbacks.CallbackList):
-    """Keras' CallbackList whose training begins and ends when `begin` and `end` say so.
+    """Keras' CallbackList for a training that begins with `begin` and ends with `end`.
 
-    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch loss and
-    metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step. A batch is an optimizer
-    step, of `micro_batches` calls.
+    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch, loss and metrics
+    of this rank so far. Callbacks without batch hooks cost no time in a step. A batch is an optimizer step, of
+    `micro_batches` calls.
     """
 
     def __init__(
@@ -50,31 +50,31 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._on_end_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_end", "on_batch_end")]
 
     def begin(self) -> None:
-        """The training begins."""
+        """Begin the training."""
         super().on_train_begin()
 
     def end(self, logs: dict[str, Any]) -> None:
-        """The training is over; `logs` are the last epoch's."""
+        """End the training; `logs` are the last epoch's."""
         super().on_train_end(logs)
 
     def starts_at(self, batch: int) -> None:
-        """The next epoch goes on with its batch number `batch`."""
+        """Resume the next epoch with its batch number `batch`."""
         self._first_batch = batch
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """A `fit` call of an epoch begins: nothing."""
+        """Do nothing when the `fit` call of an epoch begins."""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """A `fit` call of an epoch is over: nothing."""
+        """Do nothing when the `fit` call of an epoch ends."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on, unless the epoch goes on after a restart."""
+        """Call the callbacks, unless the epoch is resumed after a restart."""
         self._epoch = epoch
         if self._loop.epoch_begins(epoch):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on to callbacks that have a hook for it, then the step begins; not for its later micro-batches."""
+        """Call callbacks that have this hook, then begin the step; only for its first micro-batch."""
         batch, micro = divmod(batch, self._micro_batches)
         if micro:
             return
@@ -83,7 +83,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._loop.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on to callbacks that have a hook for it, then the step's own work; after its last micro-batch."""
+        """Call callbacks that have this hook, then end the step; only after its last micro-batch."""
         batch, micro = divmod(batch, self._micro_batches)
         if micro + 1 < self._micro_batches:
             return
@@ -94,14 +94,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._loop.step_ends(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on with the metrics over all ranks."""
+        """Call the callbacks with the metrics over all ranks."""
         values = self._loop.epoch_logs(dict(logs or {}))
-        for callback in self.callbacks:  # one dict for all: ReduceLROnPlateau adds the learning rate to it
+        for callback in self.callbacks:  # one dict for all callbacks: ReduceLROnPlateau adds the learning rate to it
             callback.on_epoch_end(epoch, values)
         self._loop.epoch_ends(epoch, values)
 
 
 def _has(callback: Any, *hooks: str) -> bool:
-    """Whether a callback has one of these hooks: its class's own, or set on itself as LambdaCallback does it."""
+    """Whether a callback has one of these hooks: in its class, or set on the instance as by LambdaCallback."""
     plain = keras.callbacks.Callback
     return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(plain, hook) for hook in hooks)

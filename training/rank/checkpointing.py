@@ -1,4 +1,4 @@
-"""Checkpoints in the course of a run: begun where they are due on all ranks, written beside the steps, waited for."""
+"""Schedules the checkpoints of a run: all ranks begin one at the same step, and train on while it is written."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from training.rank.metrics import Saved, StepClock, StepReports
 if TYPE_CHECKING:
     from training.rank.saver import Progress, Saver
 
-FIRST_S = 30.0  # of `auto`: what a checkpoint costs is not known before there is one
+FIRST_S = 30.0  # of `auto`: the cost of a checkpoint is unknown before the first one
 LEAST_COST_S = 0.001
 
 
 def best_interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
-    """The time between checkpoints that loses least: sqrt(2 * cost * mean time between failures).
+    """The time between checkpoints that loses the least: sqrt(2 * cost * mean time between failures).
 
-    J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974. What J. T. Daly, A
-    higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006, adds to it counts
-    where the cost is no small part of the mean time; here it is less than a hundredth of the interval.
+    J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974. The correction of J.
+    T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006, matters
+    only if the cost is a large part of the mean time; here it is less than a hundredth of the interval.
     """
     return math.sqrt(2.0 * cost_s * mean_time_between_failures_s)
 
 
 class Schedule:
-    """One rank's view of the schedule. Of clocks only rank 0's counts: it wishes, and all ranks agree.
+    """One rank's view of the schedule. Only the clock of rank 0 counts: it proposes, and all ranks agree.
 
-    A checkpoint's cost is what the training loses by it: the time it stands still, and what the steps beside the
-    writing take longer than the median of those before. `auto` goes by the median cost of the last checkpoints.
+    A checkpoint costs the time for which the training stops, and the time by which the steps during the writing exceed
+    the median step before. `auto` uses the median cost of the last checkpoints.
     """
 
     def __init__(
@@ -50,37 +50,37 @@ class Schedule:
         self._beside: list[float] = []
         self._step_began = self._begun = now()
         self.blocked_s = 0.0
-        """How long the training stood still for the checkpoint that was begun last."""
+        """How long the training stopped for the last checkpoint that was begun."""
         self.interval_s = FIRST_S if every == CheckpointEvery() else every.seconds
-        """Between two checkpoints; None where steps count."""
+        """Between two checkpoints; None if the schedule counts steps."""
 
     def due_at(self, step: int) -> bool:
-        """Whether the number of steps alone makes one due, on every rank alike."""
+        """Whether the schedule counts steps and a checkpoint follows this one; the same on every rank."""
         return self._every.steps is not None and step % self._every.steps == 0
 
     @property
     def wishes(self) -> bool:
-        """Whether the clock says that one is due."""
+        """Whether the interval has passed."""
         return self.interval_s is not None and self._now() - self._begun >= self.interval_s
 
     def step_ends(self, *, in_flight: bool) -> None:
-        """A step is over, beside which a checkpoint was written or not."""
+        """A step has ended; `in_flight`: a checkpoint was being written during it."""
         took, self._step_began = self._now() - self._step_began, self._now()
         (self._beside if in_flight else self._free).append(took)
 
     def begun(self, blocked_s: float) -> None:
-        """A checkpoint has been copied, for which the training stood still so long."""
+        """A checkpoint has been copied, for which the training stopped for `blocked_s`."""
         self._begun = self._step_began = self._now()
         self.blocked_s = blocked_s
         self._beside.clear()
 
     def skipped(self) -> None:
-        """One that was due is left out: the next is due an interval from now."""
+        """A checkpoint was skipped: the next one follows an interval from now."""
         self._begun = self._now()
 
     def committed(self) -> float:
-        """The one that was begun is committed; what it has cost in seconds. Sets the interval of `auto`."""
-        usual = statistics.median(self._free) if self._free else math.inf  # without another step nothing was slower
+        """The checkpoint is committed; returns its cost in seconds. Sets the interval of `auto`."""
+        usual = statistics.median(self._free) if self._free else math.inf  # no step to compare with
         cost_s = self.blocked_s + max(0.0, sum(took - usual for took in self._beside))
         self._costs.append(cost_s)
         if self._every == CheckpointEvery():
@@ -94,10 +94,11 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """One rank's; every rank makes the same calls after the same steps, and begins and skips the same checkpoints.
+    """The checkpoints of one rank. Every rank makes the same calls after the same steps, and begins and skips the same
+    checkpoints.
 
-    One that falls due while another is in flight on any rank is skipped. A rank whose own is in flight says so in the
-    control word of the next step, so that all know it when they decide. `reports` is rank 0's, None on the others.
+    A checkpoint is skipped while another one is in flight on any rank. A rank whose checkpoint is in flight sets a bit
+    in the next step's control word, so that all ranks know it when they decide. `reports` is None except on rank 0.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Checkpoints:
         self._was_in_flight = False
 
     def step_ends(self) -> None:
-        """Take what was committed, and say for the next step what this rank knows. Raises what ended a writing."""
+        """Take a committed checkpoint, and set the next step's control word. Raises the error of a failed write."""
         self._schedule.step_ends(in_flight=self._was_in_flight)
         self._settle(self._saver.look())
         self._was_in_flight = self._saver.in_flight
@@ -130,7 +131,7 @@ class Checkpoints:
             self._exchange.want("checkpoint")
 
     def begin_if_due(self, agreement: Agreement, progress: Progress, *, in_epoch: bool = False) -> None:
-        """Begin the checkpoint of this step, if it is due and none is in flight; once a step, after `step_ends`."""
+        """Begin the checkpoint of this step, if one is scheduled and none is in flight. Call it after `step_ends`."""
         due = self._schedule.due_at(agreement.step)
         if not (due or agreement.checkpoint):
             return
@@ -138,16 +139,20 @@ class Checkpoints:
             self._begin(progress, in_epoch=in_epoch)
             return
         self._skipped += 1
-        log.warning("step %d: no checkpoint, since that of step %s is in flight", agreement.step, self._saver.last_step)
+        log.warning(
+            "step %d: no checkpoint, since that of step %s is being written",
+            agreement.step,
+            self._saver.last_step,
+        )
         if self._schedule.interval_s is None and not due:
-            self._exchange.want("checkpoint")  # somebody's wish, and not the clock's: it holds
+            self._exchange.want("checkpoint")  # the request did not come from the clock: keep it
         else:
             self._exchange.withdraw("checkpoint")
         self._schedule.skipped()
 
     def epoch_ends(self, agreement: Agreement, progress: Progress) -> None:
-        """As `begin_if_due`. A run that keeps the best checkpoint has one of each epoch's end, which is where they are
-        judged: one that is in flight is waited for.
+        """As `begin_if_due`. A run that keeps the best checkpoint has one at the end of each epoch, where its metric is
+        known: it waits for one in flight.
         """
         if not self._keeps_best:
             self.begin_if_due(agreement, progress)
@@ -156,9 +161,9 @@ class Checkpoints:
         self._begin(progress, in_epoch=False)
 
     def finish(self, progress: Progress) -> None:
-        """At the end of the run: wait for what is in flight, and write the last step's if it is not.
+        """At the end of the run: wait for a checkpoint in flight, and write that of the last step if it was not.
 
-        Raises StorageTimeoutError naming rank, step and what is waited for.
+        Raises StorageTimeoutError naming rank, step and stage.
         """
         self._wait(progress.step)
         if self._saver.last_step != progress.step:
@@ -166,14 +171,14 @@ class Checkpoints:
             self._wait(progress.step)
 
     def abandon(self, error: BaseException) -> None:
-        """The run ends by `error`. Where all ranks meet the same (a loss that is not finite), what is in flight ends
-        well and is waited for. Where one rank alone does (a bad image), the others end by its loss and report nothing,
-        and the driver must hear of the cause before it hears of them.
+        """The run ends by `error`. If all ranks raise it (a loss that is not finite), wait for the checkpoint in
+        flight. If only one rank does (a bad image), do not wait: the driver must get its error before the other ranks
+        report that this rank is lost.
         """
         if isinstance(error, NonFiniteError):
             try:
                 self._saver.wait(LAST_WAIT_S)
-            except Exception as late:  # the run ends by `error` all the same
+            except Exception as late:  # the run still ends by `error`
                 log.warning("the checkpoint in flight was lost: %s", late)
 
     def _wait(self, step: int) -> None:
@@ -183,7 +188,7 @@ class Checkpoints:
 
     def _begin(self, progress: Progress, *, in_epoch: bool) -> None:
         if self._reports is not None:
-            self._reports.flush()  # steps before a checkpoint are not made again: their rows must not be lost
+            self._reports.flush()  # steps before a checkpoint are not repeated: their rows must not be lost
         began = time.perf_counter()
         with self._clock.checkpoint():
             self._settle(self._saver.look())
@@ -202,7 +207,7 @@ class Checkpoints:
             blocked_s = self._schedule.blocked_s
             self._reports.checkpoint(saved, blocked_s, cost_s, self._skipped, self._schedule.interval_s)
             log.info(
-                "checkpoint of step %d: %d bytes, %.3f s blocked, %.1f s written beside the steps, cost %.3f s%s",
+                "checkpoint of step %d: %d bytes, %.3f s blocked, %.1f s written during the steps, cost %.3f s%s",
                 saved.step,
                 saved.bytes,
                 blocked_s,

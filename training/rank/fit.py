@@ -1,23 +1,22 @@
-"""The run inside one rank: build, restore, `model.fit` epoch by epoch, checkpoints, export."""
+"""Runs the training in one rank: build, restore, `model.fit` epoch by epoch, checkpoints, export."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.errors import LockstepError
 from training.batches.audit_log import sample_hex
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.feed import Batch
-from training.batches.tf_dataset import FeedPipeline, to_device
+from training.batches.tf_dataset import FeedPipeline
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
 from training.config import TrainConfig, lane_groups
@@ -29,14 +28,13 @@ from training.models.on_disk import export, load_initial
 from training.plan.mixture import Plan
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
-from training.rank.memory import arena_bytes, reckoned_bytes, resident_bytes
 from training.rank.metrics import StepClock, StepReports, reading_row
-from training.rank.prepare import distributed, prepare, split
+from training.rank.prepare import RankModel, agreement_on
 from training.rank.saver import Progress, Saver
 from training.reading.open import verify_share
 from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
-from training.steps.distribute import exchange_of, finalize
+from training.steps.distribute import finalize
 from training.steps.distribute_checks import compare_start
 from training.steps.model_state import as_floats, derive_seeds, model_identity
 from training.steps.own_fit import of_all_ranks, only_on_leader
@@ -50,7 +48,7 @@ def compare_ranks(
     signature: Signature,
     step: int,
 ) -> None:
-    """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
+    """Raise ConfigError on every rank unless all have the same versions, dataset, plan, model and step."""
     compare_runs(
         communicator,
         {
@@ -67,13 +65,13 @@ def compare_ranks(
 def export_model(
     context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
 ) -> None:
-    """Upload the final model and have the driver publish it; rank 0 alone."""
+    """Upload the final model and have the driver publish it; only on rank 0."""
     files: list[dict[str, Any]] = export(model, staged_model(staging), config.datasets[0], data.manifest, signature)
     context.control.request("model", config.stall_limit_s, files=files)
 
 
 def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
-    """The samples, in hex, that the epochs up to `step` have left over; none where the last one was cut short."""
+    """The ids, in hex, of the samples that the epochs up to `step` leave; none if the last one was cut short."""
     epochs = plan.epoch_of_step(step - 1) + 1
     if step != plan.first_step(epochs):
         return []
@@ -81,11 +79,11 @@ def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
 
 
 class LabelCounts:
-    """Rows of each class since the last `taken`; of labels without a number of classes those of 0 and of 1."""
+    """Counts the rows of each class since the last `taken`; without a number of classes, those of 0 and of 1."""
 
     def __init__(self, signature: Signature) -> None:
         self._classes = signature.num_classes
-        # Without classes the third is of other numbers. Float, since mixup makes shares of classes.
+        # Without classes the third counts other numbers. Float, since mixup makes shares of classes.
         self._counts = np.zeros(self._classes or 3)
 
     def add(self, labels: NDArray[Any] | None) -> None:
@@ -100,7 +98,7 @@ class LabelCounts:
             self._counts += np.bincount(labels.astype(np.int64), minlength=self._classes)
 
     def taken(self, communicator: Communicator) -> list[int] | None:
-        """Rows of each class on all ranks, which begin again at 0; None of labels that are no classes. A collective."""
+        """Rows of each class on all ranks, and reset; None if labels are not classes. A collective."""
         counts, self._counts = self._counts, np.zeros_like(self._counts)
         communicator.all_reduce(counts)
         if self._classes is None:
@@ -120,29 +118,19 @@ class Fit(AbstractContextManager["Fit"]):
         if config.bad_images == "skip":
             self._split = self._split.skipping_bad_images()
         if config.verify == "full":
-            verify_share(self._split.readers, world.rank, world.num_ranks, lambda phase: context.control.beat(0, phase))
+            verify_share(self._split.readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
         self._plan = self._split.plan(context.payload["plan"])
         self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
         self._signature = labels_of(config, self._split.encoder.signature)
-        groups = lane_groups(config)
-        self._feed = self._split.feed(self._plan, world, groups=groups)
+        self._feed = self._split.feed(self._plan, world, groups=lane_groups(config))
         self._steps = self._plan.steps(config.epochs)
-        context.control.beat(0, "build the model")
-        before_bytes = resident_bytes()
-        prepared = prepare(config, self._plan, self._signature, self._feed.rows, groups)
-        self._model = prepared.model
-        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # whose models are in memory of their own
-            needed = reckoned_bytes(before_bytes, self._model, world.num_ranks, spare=config.spare)
-            context.control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
-        context.control.beat(0, "join the ranks")
-        self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
-        self._comm.deadline_s = config.stall_limit_s
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
-        self._step = distributed(config, self._plan, prepared, self._comm, self._feed.rows, groups, non_finite)
-        self._exchange = exchange_of(self._model.optimizer)
+        self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
+        self._model, self._comm = self._rank_model.model, self._rank_model.communicator
+        self._exchange = self._rank_model.exchange
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
-        callbacks = [only_on_leader(callback, world.rank) for callback in prepared.callbacks]
+        callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
         self._callbacks = RunCallbacks(
             callbacks,
             self._model,
@@ -153,9 +141,9 @@ class Fit(AbstractContextManager["Fit"]):
         )
         self._audit = self._split.audit_log(self._plan, self._feed.rows) if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None
-        if self._reports is not None and prepared.learning_rate is not None:
-            self._reports.learning_rate(prepared.learning_rate.to_json())
-        self._clock = StepClock(context.control, world.rank, lambda: self._exchange.waited_s)
+        if self._reports is not None and self._rank_model.learning_rate is not None:
+            self._reports.learning_rate(self._rank_model.learning_rate.to_json())
+        self._clock = StepClock(context.control, world.rank, self._exchange)
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
@@ -169,17 +157,15 @@ class Fit(AbstractContextManager["Fit"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the exchange's thread may wait for ranks that will never come
-            self._comm.abort(str(error))
+        if error is not None:
+            self._rank_model.abort(error)
             self._checkpoints.abandon(error)
         self._exchange.close()
 
     def run(self) -> dict[str, Any]:
-        """Train what is left of the run; returns the rank's result."""
+        """Train the rest of the run; returns the rank's result."""
         control, plan, model = self._context.control, self._plan, self._model
-        group = self._comm.group(range(self._comm.num_ranks))
-        group.deadline_s = self._config.stall_limit_s
-        self._step.install(model, group)
+        self._rank_model.install_step()
         control.beat(0, "restore")
         restored = self._saver.find()
         self._callbacks.begin()
@@ -191,7 +177,7 @@ class Fit(AbstractContextManager["Fit"]):
         else:
             self._progress = self._saver.restore(restored)
             self._exchange.resume(self._progress.step)
-        del restored  # it holds the whole checkpoint
+        del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
         compare_start(self._comm, self._feed.rows / plan.global_batch, model.optimizer, model.weights)
@@ -225,53 +211,27 @@ class Fit(AbstractContextManager["Fit"]):
         step, last = self._progress.step, self._plan.first_step(epoch + 1)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
-            # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
-            dataset = split(pipeline.dataset, self._config.micro_batches)
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-            dataset = to_device(dataset)
-            try:
-                self._model.fit(
-                    dataset,
-                    initial_epoch=epoch,
-                    epochs=epoch + 1,
-                    steps_per_epoch=(last - step) * self._config.micro_batches,
-                    callbacks=self._callbacks,
-                    verbose=0,
-                    shuffle=False,
-                )
-            except Exception as error:
-                # TensorFlow repeats the text of an exception in Python code, not the exception.
-                cause = self._exchange.fault() or self._step.error or pipeline.failure or error
-                if cause is error:
-                    raise
-                raise cause from None
+            self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
         self._context.control.notify(
             "metrics", rows=[reading_row(self._split.readers, self._context.world.rank, self._progress.step)]
         )
 
-    # What RunCallbacks tells
+    # Called by RunCallbacks
 
     def epoch_begins(self, epoch: int) -> bool:
-        """Where the epoch goes on, its metrics do too."""
+        """False if the epoch is resumed: then its metrics are restored too."""
         if self._progress.step == self._plan.first_step(epoch):
             return True
         self._saver.restore_metrics()
         return False
 
     def step_begins(self) -> None:
-        """The step's time runs."""
+        """Start timing the step."""
         self._clock.begins()
 
     def step_ends(self, epoch: int) -> None:
         """Reports, agreements and checkpoints of a step."""
-        agreement = self._exchange.agreement
-        if agreement is None or agreement.step != self._progress.step + 1:
-            raise LockstepError(
-                f"step {self._progress.step + 1} was not exchanged between the ranks",
-                got="a train_step that does not call optimizer.apply_gradients once",
-                allowed="one call a step",
-                next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
-            )
+        agreement = agreement_on(self._exchange, self._progress.step + 1)
         self._progress.step = agreement.step
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
@@ -280,13 +240,13 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed.forget(agreement.step)
         self._weights.after(agreement.step)
         if self._model.stop_training:
-            # One rank's callback: all must stop after the same step, so they are asked first.
+            # A callback of one rank: all ranks must stop after the same step, so they agree first.
             self._model.stop_training, self._stop_wanted = False, True
             self._exchange.want("stop")
         if agreement.stop:
             self._model.stop_training = self._progress.stopped = True
         self._checkpoints.step_ends()
-        # At the end of an epoch callbacks come first: a run that goes on from there must not miss them.
+        # At the end of an epoch callbacks come first: a run that resumes there must not miss them.
         if agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
             self._checkpoints.begin_if_due(agreement, self._progress, in_epoch=True)
 
@@ -295,7 +255,7 @@ class Fit(AbstractContextManager["Fit"]):
         return of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Agree on stopping, report, and write the checkpoint that is due."""
+        """Agree on stopping, report, and write a checkpoint if one is scheduled."""
         self._progress.metrics = as_floats(logs)
         stop = np.array([self._model.stop_training or self._stop_wanted], np.uint8)
         self._comm.all_reduce(stop, "max")
@@ -310,7 +270,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._context.control.notify("metrics", rows=[row])
 
     def _batch_is_ready(self, batch: Batch) -> None:
-        """Called by TensorFlow's thread that reads ahead."""
+        """Called by the TensorFlow thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
         self._labels.add(batch.y)

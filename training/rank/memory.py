@@ -1,4 +1,4 @@
-"""What memory a rank takes, by the size of its model; docs/control.md has what was measured."""
+"""Estimates the memory of a rank from the size of its model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import math
 from collections.abc import Iterable
 
 import keras
-import psutil
 import tensorflow as tf
 
 STEP_BYTES = 100 << 20  # the traced step, buffers of batches: 70 to 110 MiB from 20 thousand to 56 million parameters
-SAVED = 1.25  # of weights and optimizer's state: Keras makes a .keras file in a buffer that grows
+SAVED = 1.25  # of weights and optimizer state: Keras writes a .keras file to a buffer that grows
 ARENA_BYTES = 64 << 20  # of a small model: gaps between buffers, what measures the links
 SPARE_BYTES = 700 << 20  # a process that has imported TensorFlow
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def variable_bytes(variables: Iterable[keras.Variable]) -> int:
@@ -26,10 +20,10 @@ def variable_bytes(variables: Iterable[keras.Variable]) -> int:
 
 
 def arena_bytes(model: keras.Model) -> int:
-    """Address space for the buffers in which this rank adds gradients and statistics with the ranks of its host.
+    """Address space for the buffers in which the ranks of a host add gradients and statistics.
 
-    A step fills one set of buffers, and a second one while TensorFlow still holds the last step's sums; a table whose
-    rows are added as a whole needs one more. What does not fit is an array of the rank's own, which is copied.
+    A step fills one set of buffers, and a second one while TensorFlow still holds the sums of the last step; a table
+    whose rows are added as a whole needs another one. Buffers that do not fit are private arrays, which are copied.
     """
     return ARENA_BYTES + 4 * variable_bytes(model.weights)
 
@@ -37,9 +31,9 @@ def arena_bytes(model: keras.Model) -> int:
 def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int, *, spare: bool = False) -> int:
     """The most resident memory of a rank that had `before_bytes` before the compiled `model` was built.
 
-    Weights and the optimizer's state, gradients, the buffers that ranks share to add them (its own and its part of the
-    others'), its share of a checkpoint's copy, and at the end of the run Keras' copy of the file that it saves, on rank
-    0. What layers keep for the backward pass is not counted: it depends on the batch.
+    It counts weights and optimizer state, gradients, the shared buffers that add them (the rank's own and its part of
+    the others'), its share of a checkpoint's copy, and on rank 0 the copy of the file that Keras saves at the end. It
+    does not count what layers keep for the backward pass, which depends on the batch.
     """
     gradients = variable_bytes(model.trainable_variables)
     state = variable_bytes([*model.weights, *model.optimizer.variables])

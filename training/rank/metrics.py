@@ -1,67 +1,75 @@
-"""Losses and metrics on their way to the driver, several steps a message."""
+"""Reports losses, metrics and times to the driver, several steps a message."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
+
 from training.control.client import ControlClient
 from training.reading.reader import SplitReader
 from training.run.metrics import PARTS, READING
 
-ROW_EVERY_S = 1.0  # a row at most so often: it must not cost steps
+ROW_EVERY_S = 1.0  # at most one row in this time, so that rows do not slow down steps
 
 
-class Told(Protocol):
-    """Who takes the rows: a ControlClient does."""
+class RowSink(Protocol):
+    """Takes the rows, as a ControlClient does."""
 
     def notify(self, kind: str, **fields: Any) -> None:
         """`kind` is metrics, `fields` {rows: [row]}."""
 
 
+class Waiting(Protocol):
+    """An exchange of gradients."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the last step waited for the all-reduce."""
+
+
 class StepClock:
     """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, other_s} of one rank, seconds.
 
-    `step` is the last one of the row, `steps` how many it sums up. `data_s` is how long a step had begun before its
-    batch was there, `exchange_s` how long the step stood still for the all-reduce (what ran beside the backward pass
-    costs nothing and is not in it), `compute_s` the rest of the steps, `other_s` what lay between them: callbacks,
-    ends of epochs. `waited()` returns the exchange's wait of the last step in seconds.
+    `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
+    step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
+    the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs.
     """
 
     def __init__(
         self,
-        control: Told,
+        control: RowSink,
         rank: int,
-        waited: Callable[[], float],
+        exchange: Waiting,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._control, self._rank, self._waited, self._now = control, rank, waited, now
+        self._control, self._rank, self._exchange, self._now = control, rank, exchange, now
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
         self._steps = self._last_step = 0
         self._start_row()
 
     def batch_is_ready(self, number: int) -> None:
-        """Batch `number` (from 0) was handed to TensorFlow; called by the thread that reads ahead."""
+        """Batch `number` (from 0) was given to TensorFlow; called by the thread that reads ahead."""
         self._ready[number] = self._now()
 
     def begins(self) -> None:
-        """A step begins: it now waits for its batch, if that is not there yet."""
+        """A step begins, and waits for its batch if it is not ready yet."""
         self._begun = self._now()
 
     def ends(self, step: int) -> None:
         """Step `step` (from 1), which took batch `step - 1`, is done."""
         now, begun = self._now(), self._begun
-        if begun is None:  # a loop that does not say when its steps begin
+        if begun is None:  # the loop did not call `begins`
             return
         self._begun = None
         ready = self._ready.pop(step - 1, begun)
         data = min(max(0.0, ready - begun), now - begun)
-        exchange = min(self._waited(), now - begun - data)
+        exchange = min(self._exchange.waited_s, now - begun - data)
         self._sums["data_s"] += data
         self._sums["exchange_s"] += exchange
         self._sums["compute_s"] += now - begun - data - exchange
@@ -71,7 +79,7 @@ class StepClock:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """The time inside is a checkpoint's."""
+        """Count the time inside as a checkpoint's."""
         began = self._now()
         try:
             yield
@@ -79,7 +87,7 @@ class StepClock:
             self._sums["checkpoint_s"] += self._now() - began
 
     def flush(self) -> None:
-        """Send what there is."""
+        """Send the rows collected so far."""
         if self._steps:
             elapsed = self._now() - self._row_began
             self._sums["other_s"] = max(0.0, elapsed - sum(self._sums.values()))
@@ -96,23 +104,23 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is committed."""
+    """A committed checkpoint."""
 
     step: int
     bytes: int
     """Of this rank's file."""
     written_s: float
-    """How long hash, upload and commit took beside it."""
+    """How long hash, upload and commit took, while the training continued."""
 
 
-ROWS, SECONDS = 20, 1.0  # a message at most so often: it must not cost steps
+ROWS, SECONDS = 20, 1.0  # a message after so many rows or seconds, so that messages do not slow down steps
 
 
 class StepReports:
     """Rows {kind: step, step, epoch, loss, seconds} and {kind: epoch, step, epoch, metrics, class_counts, seconds} of
     rank 0.
 
-    A step that was skipped says `skipped`, its epoch how many were since this process began.
+    A skipped step has `skipped`; its epoch has the number of skipped steps since this process began.
     """
 
     def __init__(self, control: ControlClient) -> None:
@@ -122,11 +130,11 @@ class StepReports:
         self._began = self._sent = time.monotonic()
 
     def learning_rate(self, done: dict[str, Any]) -> None:
-        """What was done to the model's learning rate, at the start of the process: a row {kind: learning_rate}."""
+        """How the model's learning rate was changed, at the start of the process: a row {kind: learning_rate}."""
         self._add({"kind": "learning_rate", "step": 0, **done})
 
     def step(self, step: int, epoch: int, loss: float, *, skipped: bool = False) -> None:
-        """The loss over the global batch of optimizer step `step` (from 1); `skipped`: no weight has changed."""
+        """The loss over the global batch of optimizer step `step` (from 1); `skipped`: no weight was changed."""
         self._skipped += skipped
         self._add(
             {"kind": "step", "step": step, "epoch": epoch, "loss": loss, **({"skipped": True} if skipped else {})}
@@ -143,10 +151,10 @@ class StepReports:
         self.flush()
 
     def checkpoint(self, saved: Saved, blocked_s: float, cost_s: float, skipped: int, interval_s: float | None) -> None:
-        """A checkpoint that is committed, and how many were skipped since the one before.
+        """A committed checkpoint, and how many were skipped since the one before.
 
-        The training stood still for `blocked_s` and lost `cost_s` in all; the next is due in `interval_s` seconds, None
-        where steps count. `bytes` are those of rank 0's file.
+        The training stopped for `blocked_s` and lost `cost_s` in all; the next checkpoint follows in `interval_s`
+        seconds (None: the schedule counts steps). `bytes` is the size of rank 0's file.
         """
         self._add(
             {
@@ -162,7 +170,7 @@ class StepReports:
         )
 
     def flush(self) -> None:
-        """Send what is there."""
+        """Send the rows collected so far."""
         if self._rows:
             self._control.notify("metrics", rows=self._rows)
         self._rows, self._sent = [], time.monotonic()
@@ -172,8 +180,8 @@ class StepReports:
 
 
 def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[str, Any]:
-    """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since it began, and
-    with a cache {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}: reads of blocks;
+    """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since its start, with
+    a cache also {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}, which count blocks;
     `resident_bytes` is the process's memory now.
     """
     fetched = [reader.fetched for reader in readers]
@@ -190,6 +198,5 @@ def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[st
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)

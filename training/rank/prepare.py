@@ -1,4 +1,4 @@
-"""A run's model, ready to train: built, its learning rate scaled, its optimizer told of micro-batches."""
+"""A run's model on one rank: built, joined to the other ranks, and trained by Keras' `fit`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import keras
 import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, LockstepError
+from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
-from training.config import TrainConfig, check_metric
-from training.exchange.agreement import NonFinitePolicy
+from training.config import TrainConfig, check_metric, lane_groups
+from training.control.context import RankContext
+from training.exchange.agreement import Agreement, NonFinitePolicy
+from training.exchange.exchange import Exchange
 from training.models import ModelOptions, build
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
+from training.rank.callbacks import RunCallbacks
+from training.rank.memory import arena_bytes, reckoned_bytes
+from training.rank.metrics import resident_bytes
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
-from training.steps.distribute import distribute, steps_of
+from training.steps.distribute import distribute, exchange_of, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
@@ -32,13 +38,13 @@ class Prepared:
     model: keras.Model
     callbacks: list[Any]
     group_rows: int | None
-    """Rows of a lane group where batch statistics are over these."""
+    """Rows of a lane group if batch statistics are over lane groups."""
     learning_rate: Scaled | None
-    """What was done to the learning rate, None where nothing was."""
+    """How the learning rate was changed; None if it was not."""
 
 
 def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
-    """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for what cannot run on ranks."""
+    """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for a model that cannot run on ranks."""
     steps, micro = plan.steps(config.epochs), config.micro_batches
     group_rows = plan.global_batch // groups if groups else None
     options = ModelOptions(
@@ -51,12 +57,12 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
     model, callbacks = build(config.model, signature, options)
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"the model {config.model} takes several steps at once",
+            f"the model {config.model} runs several steps in one call",
             got=f"steps_per_execution={model.steps_per_execution}",
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
         )
-    model.jit_compile = False  # the exchange calls Python; and XLA makes these models slower on a CPU
+    model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
             f"micro-batches of {rows // micro} rows do not hold whole lane groups",
@@ -68,9 +74,9 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         _accumulate(model, micro)
     elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
         raise ConfigError(
-            f"the model {config.model} accumulates gradients by itself",
+            f"the model {config.model} accumulates gradients itself",
             got="gradient_accumulation_steps of its optimizer",
-            allowed="a step of the optimizer for each global batch: ranks agree, and checkpoints lie, between these",
+            allowed="one step of the optimizer for each global batch: ranks agree and save checkpoints between these",
             next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
         )
     learning_rate = None
@@ -84,13 +90,13 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             calls_per_step=micro,
         )
     build_all(model, signature, rows // micro)
-    if type(model).train_step is keras.Model.train_step:  # another one may return other metrics: an epoch's end tells
+    if type(model).train_step is keras.Model.train_step:  # others may return other metrics
         check_metric(config.keep_best, model.get_metrics_result())
     return Prepared(model, callbacks, group_rows, learning_rate)
 
 
 def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:
-    """Each batch as so many smaller ones of equal size, in order; static shapes stay."""
+    """Split each batch into `micro_batches` equal parts, in order; shapes stay static."""
     if micro_batches == 1:
         return dataset
 
@@ -109,7 +115,7 @@ def _accumulate(model: keras.Model, micro_batches: int) -> None:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot take --micro-batches",
             got=f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, built={optimizer.built}",
-            allowed="one optimizer without gradient accumulation of its own, which is not built yet",
+            allowed="one optimizer that is not built yet and does not accumulate gradients itself",
             next_step="Leave gradient_accumulation_steps out of the model's function, or use --micro-batches 1.",
         )
     optimizer.gradient_accumulation_steps = micro_batches
@@ -124,7 +130,7 @@ def distributed(
     groups: int | None,
     non_finite: NonFinitePolicy,
 ) -> RankStep | CanonicalStep:
-    """The step of a rank of `rows` rows, to be installed; the model's optimizer is distributed over the ranks."""
+    """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
     statistics = tuple(statistics_of(model))
     step: RankStep | CanonicalStep
@@ -159,3 +165,94 @@ def distributed(
         non_finite=non_finite,
     )
     return step
+
+
+def agreement_on(exchange: Exchange, step: int) -> Agreement:
+    """What the ranks agreed on in optimizer step `step`, which has just ended.
+
+    Raises LockstepError where the model's train_step has exchanged no gradients, or more than once.
+    """
+    agreement = exchange.agreement
+    if agreement is None or agreement.step != step:
+        raise LockstepError(
+            f"step {step} was not exchanged between the ranks",
+            got="a train_step that does not call optimizer.apply_gradients once",
+            allowed="one call a step",
+            next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
+        )
+    return agreement
+
+
+class RankModel:
+    """The compiled model of one rank, joined to the other ranks, whose gradients its optimizer sums.
+
+    Every rank makes the same calls in the same order. `rows` are the rank's samples of each global batch.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: TrainConfig,
+        plan: Plan,
+        signature: Signature,
+        rows: int,
+        non_finite: NonFinitePolicy,
+    ) -> None:
+        control, world, groups = context.control, context.world, lane_groups(config)
+        self._config = config
+        control.beat(0, "build the model")
+        before_bytes = resident_bytes()
+        prepared = prepare(config, plan, signature, rows, groups)
+        self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
+        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks, spare=config.spare)
+            control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
+        control.beat(0, "join the ranks")
+        self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
+        self.communicator.deadline_s = config.stall_limit_s
+        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite)
+        self.exchange = exchange_of(self.model.optimizer)
+
+    def install_step(self) -> None:
+        """Give the model the train step that computes this rank's part of a global batch."""
+        group = self.communicator.group(range(self.communicator.num_ranks))
+        group.deadline_s = self._config.stall_limit_s
+        self._step.install(self.model, group)
+
+    def fit(
+        self,
+        dataset: tf.data.Dataset,
+        steps: int,
+        callbacks: RunCallbacks,
+        *,
+        epoch: int = 0,
+        pipeline: FeedPipeline | None = None,
+    ) -> None:
+        """Train `steps` optimizer steps as one epoch of Keras. Raises the first cause of a failure.
+
+        `dataset` are the rank's batches: those of `pipeline`, if it is given.
+        """
+        micro_batches = self._config.micro_batches
+        # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        try:
+            self.model.fit(
+                to_device(split(dataset, micro_batches).apply(endless)),
+                initial_epoch=epoch,
+                epochs=epoch + 1,
+                steps_per_epoch=steps * micro_batches,
+                callbacks=callbacks,
+                verbose=0,
+                shuffle=False,
+            )
+        except Exception as error:
+            # TensorFlow repeats only the text of an exception that Python code raised.
+            failed_input = None if pipeline is None else pipeline.failure
+            cause = self.exchange.fault() or self._step.error or failed_input or error
+            if cause is error:
+                raise
+            raise cause from None
+
+    def abort(self, error: BaseException) -> None:
+        """End the exchange, whose thread may wait for ranks that will never come."""
+        self.communicator.abort(str(error))

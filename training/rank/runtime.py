@@ -1,4 +1,4 @@
-"""Settings of TensorFlow and Keras in a rank's process, made before they are imported."""
+"""Sets up TensorFlow and Keras in a rank's process, before they are imported."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from training.world import World
 if TYPE_CHECKING:
     from training.control.context import RankContext
 
-# Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
-# reaches Python as an exception.
+# Set before the first import of TensorFlow, which reads them once. Level 3 logs only fatal errors; other errors reach
+# Python as exceptions.
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "GRPC_VERBOSITY": "ERROR"}
 _CHATTER = ("I0000 ", "W0000 ", "WARNING: All log messages before absl::InitializeLog()")
-# The exchange's await blocks one of these while it waits; the other goes on with the graph and with the input.
+# One thread may block while it waits for the exchange; the other continues with the graph and the input.
 INTER_OP_THREADS = 2
 
 
 def configure(world: World, *, precision: str, seed: int, canonical: bool = False) -> None:
-    """Import TensorFlow and Keras for a rank: threads by the cores of its share of the host, floatx, seed, determinism.
+    """Import TensorFlow and Keras for a rank, and set its threads (its share of the host's cores), floatx, seed and
+    determinism. Call it once in a process, before any other use of Keras.
 
-    `canonical` ranks have one thread for arithmetic, whatever the host: kernels that share out a sum to their threads
-    add it up in another order with more of them. To be called once in a process, before anything else of Keras.
+    `canonical` ranks use one thread for arithmetic on any host: kernels that divide a sum among threads add it up in
+    another order with another number of threads.
     """
     keep_temporary_files_apart()
     _import()
@@ -42,23 +43,23 @@ def configure(world: World, *, precision: str, seed: int, canonical: bool = Fals
     import tensorflow as tf
 
     _take_gpus(len(listed(os.environ) or ()))
-    # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
+    # One thread a rank on two cores: more threads than cores only take turns, and ranks wait for the slowest.
     threads = 1 if canonical else threads_of(world, len(os.sched_getaffinity(0)))
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
     set_decode_threads(threads_of(world, len(os.sched_getaffinity(0))))
     set_precision(precision)
-    # Keras' seed must fit 32 bits; the plan uses the whole one.
+    # Keras' seed must fit 32 bits; the plan uses the whole seed.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
 
 
 def keep_temporary_files_apart() -> None:
-    """Into a folder that the supervisor removes: AutoGraph leaves its files to an exit hook, which no rank's end calls,
-    and a killed rank removes nothing."""
+    """Put temporary files into a folder that the supervisor removes: AutoGraph removes its files in an exit hook, which
+    a rank never runs, and a killed rank removes nothing."""
     if (mark := os.environ.get(MARK)) is None:  # no rank's process
         return
-    cache_folder()  # of compiled kernels, which may lie in the temporary folder that all processes share
+    cache_folder()  # of compiled kernels; it may be in the temporary folder that all processes share
     tempfile.tempdir = scratch_folder(mark)
     os.makedirs(tempfile.tempdir, mode=0o700, exist_ok=True)
 
@@ -79,11 +80,11 @@ def _import() -> None:
 
 @contextmanager
 def _no_search_for_garbage() -> Iterator[None]:
-    """What is imported stays: Python's search for garbage, a fifth of TensorFlow's import, finds none of it.
+    """Disable garbage collection during imports: it takes a fifth of TensorFlow's import and finds nothing.
 
-    Afterwards it is left out for good: each full search would go through a million objects.
+    Afterwards the imported objects are frozen: each full collection would visit a million of them.
     """
-    if "tensorflow" in sys.modules:  # ranks as threads: what else is there by now may become garbage
+    if "tensorflow" in sys.modules:  # ranks as threads: objects that exist by now may become garbage
         yield
         return
     searched = gc.isenabled()
@@ -97,7 +98,7 @@ def _no_search_for_garbage() -> Iterator[None]:
 
 
 def _take_gpus(given: int) -> None:
-    """Let the GPUs' memory grow by need: by default TensorFlow takes all of it, and ranks may share a GPU."""
+    """Let GPU memory grow on demand: by default TensorFlow takes all of it, and ranks may share a GPU."""
     import tensorflow as tf
 
     found = tf.config.list_physical_devices("GPU")
@@ -109,11 +110,11 @@ def _take_gpus(given: int) -> None:
             f"{os.environ['CUDA_VISIBLE_DEVICES']}): install requirements-gpu.txt, which has CUDA's libraries"
         )
     elif given > 1:
-        print(f"this rank was given {given} GPUs and computes on the first alone: give it one, and start more ranks")
+        print(f"this rank was given {given} GPUs and computes only on the first: give it one, and start more ranks")
 
 
 def set_precision(precision: str) -> None:
-    """Keras' floatx; for mixed_float16 and mixed_bfloat16 the dtype policy, with floatx float32."""
+    """Set Keras' floatx; for mixed_float16 and mixed_bfloat16 the dtype policy, with floatx float32."""
     import keras
 
     mixed = precision.startswith("mixed_")
@@ -123,9 +124,9 @@ def set_precision(precision: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what TensorFlow's libraries print while they load: facts about the machine, no level hides them.
+    """Drop what TensorFlow's libraries print while they load: facts about the machine that no log level hides.
 
-    Whatever else is printed to standard error in that time follows afterwards.
+    Other output to standard error in that time is printed afterwards.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -148,18 +149,18 @@ def threads_of(world: World, cores: int) -> int:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Train from the chain's tip to the end of the configured epochs; the payload is {config, plan, model_function}.
+    """Train from the last checkpoint to the configured epochs' end; the payload is {config, plan, model_function}.
 
-    Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, rank 0 alone)}.
-    Raises ConfigError and DataError for what a restart would meet again, CommunicationError for a lost rank.
+    Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, only rank 0)}.
+    Raises ConfigError and DataError for errors that a restart would repeat, CommunicationError for a lost rank.
     """
     config = TrainConfig.from_json(context.payload["config"])
     if text := context.payload.get("model_function"):
         receive(config.model, text)
     configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
-        context.communicator()  # TensorFlow's server must be there before its first tensor
-    from training.rank.fit import Fit  # TensorFlow is imported now that its settings are made
+        context.communicator()  # TensorFlow's server must start before the first tensor
+    from training.rank.fit import Fit  # here, since it imports TensorFlow, which is set up now
 
     with Fit(context, config) as fit:
         return fit.run()

@@ -1,4 +1,7 @@
-"""Checkpoints of a rank: what is in them, how they are handed to the driver, and the way back."""
+"""Saves and restores the checkpoints of a rank: copies its part, writes it in the background, reports it to the driver.
+
+Decision 077.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,101 +46,76 @@ from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class InFlight(Generic[T]):
-    """Work in a thread of its own, which ends with the process. All calls come from one thread."""
+    """One piece of work at a time in a thread. All calls come from one thread."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._what, self._stage = "", ""
-        self._result: T | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._future: Future[T] | None = None
+        self._what, self._stage, self._since = "", "", 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether work is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether work is in progress."""
+        return self._future is not None and not self._future.done()
 
-    def begin(self, what: str, work: Callable[[Tell], T]) -> None:
-        """Start `work`, which tells by its argument how far it is; `what` names it in errors. Not while it is busy."""
-        if self._thread is not None:
+    def begin(self, what: str, work: Callable[[Report], T]) -> None:
+        """Start `work`, which calls its argument with the name of each stage; `what` names the work in errors.
+
+        Call `look` or `wait` after the end of earlier work, before the next `begin`.
+        """
+        if self._future is not None:
             raise LockstepError(
                 f"{what} cannot begin",
-                got="earlier work whose end was not looked at",
+                got="earlier work whose result was not taken",
                 allowed="look() or wait() before the next begin()",
-                next_step="Resume the run; what is incomplete is not used.",
+                next_step="Resume the run; incomplete checkpoints are ignored.",
             )
-
-        def run() -> None:
-            try:
-                self._result = work(self._tell)
-            except BaseException as error:  # raised where the training sees it, by look() or wait()
-                self._error = error
-
         self._what = what
-        self._tell("beginning")
-        self._thread = threading.Thread(target=run, name=what, daemon=True)
-        self._thread.start()
+        self._report("beginning")
+        self._future = self._pool.submit(work, self._report)
 
     def look(self) -> T | None:
-        """The result of work that has ended since it was begun, once; None before and after. Raises its error."""
-        if self._thread is None or self._thread.is_alive():
+        """The result of work that has ended, once; None before and after. Raises the error of the work."""
+        if self._future is None or self.busy:
             return None
-        self._thread = None
-        result, error, self._result, self._error = self._result, self._error, None, None
-        if error is not None:
-            raise error
-        return result
+        future, self._future = self._future, None
+        return future.result()
 
     def wait(self, deadline_s: float) -> T | None:
-        """Wait for what is under way, then as `look`. Raises StorageTimeoutError naming the work and how far it is."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                raise StorageTimeoutError(
-                    f"{self._what} did not end",
-                    got=f"{self._stage}, for {time.monotonic() - self._since:.0f} s",
-                    allowed=f"its end within {deadline_s:.0f} s",
-                    next_step="Look at the storage that it writes to, and at the driver's log.",
-                )
+        """Wait for work in progress, then `look`. Raises StorageTimeoutError naming the work and its stage."""
+        if self._future is not None and not wait([self._future], deadline_s).done:
+            raise StorageTimeoutError(
+                f"{self._what} did not end",
+                got=f"{self._stage}, for {time.monotonic() - self._since:.0f} s",
+                allowed=f"its end within {deadline_s:.0f} s",
+                next_step="Look at the storage that it writes to, and at the driver's log.",
+            )
         return self.look()
 
-    def _tell(self, stage: str) -> None:
+    def _report(self, stage: str) -> None:
         self._stage, self._since = stage, time.monotonic()
 
 
-# A tenth of a core that others want all the time, all of it in the moments when they do not: a step has such moments
-# (between its batches, while it waits for another rank). 19 would be a seventieth: a checkpoint's half second of
-# processor time must not take half a minute on a host that is always busy, since what it holds is lost until it ends.
+# A tenth of a core while other threads want it, a whole core while they do not: a step has such moments, between its
+# batches and while it waits for another rank. 19 would be a seventieth: a checkpoint's half second of CPU time must not
+# take half a minute on a busy host, since the checkpoint is lost if the rank fails meanwhile.
 NICE = 10
 _LOWEST = 19
 
 
 def at_low_priority(work: Callable[[], T]) -> T:
-    """What `work()` returns, or raises what it raises; the caller waits, at its own priority.
+    """Run `work` in a thread of low priority, and return its result or raise its error.
 
-    For work that seldom holds the interpreter's lock: who holds it and is not scheduled holds up the others. It must
-    start no thread that lives on: threads inherit the priority, and none may raise it again. Only Linux has priorities
-    of single threads; elsewhere the work is done at the priority of the process.
+    Use it for work that seldom holds the interpreter's lock: a thread that holds it and is not scheduled delays all
+    others. `work` must not start threads that outlive it: they inherit the priority, and cannot raise it again. Only
+    Linux has priorities of single threads; elsewhere the priority does not change.
     """
-    result: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            _step_back()
-            result.append(work())
-        except BaseException as error:  # raised below, where the caller waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"{threading.current_thread().name}, low priority", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    with ThreadPoolExecutor(1, initializer=_step_back) as pool:
+        return pool.submit(work).result()
 
 
 def _step_back() -> None:
@@ -148,19 +127,19 @@ def _step_back() -> None:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is."""
+    """The progress of a run."""
 
     step: int
     """Optimizer steps done."""
     stopped: bool
     """Whether a callback has ended the training."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Of the last whole epoch, over all ranks."""
+    """Metrics of the last whole epoch, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     url: str
     manifest: dict[str, Any]
@@ -171,7 +150,8 @@ class Found:
 class Saver:
     """Writes and restores checkpoints of one rank; every rank calls `save` at the same steps.
 
-    What all ranks hold alike (weights, optimizer) is divided over them; the rest of a file is this rank's own.
+    Weights and optimizer state, which all ranks have alike, are divided over them; the rest of a file is this rank's
+    own state.
     """
 
     def __init__(
@@ -193,10 +173,10 @@ class Saver:
         self._touching: threading.Thread | None = None
         self.staging = ""
         self.last_step: int | None = None
-        """Of the last checkpoint that was begun or restored."""
+        """Step of the last checkpoint that was begun or restored."""
 
     def find(self) -> Found | None:
-        """Ask the driver where to go on, and read it; None at the start of a run. A collective."""
+        """Ask the driver for the checkpoint to resume from, and read it; None for a new run. A collective."""
         reply = self._context.control.request("restore", self._config.start_limit_s)
         self.staging = str(reply["staging"])
         url = reply["checkpoint"]
@@ -206,7 +186,7 @@ class Saver:
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
-        """Put the checkpoint into model, optimizer, seed generators and callbacks, which have begun their training.
+        """Load the checkpoint into model, optimizer, seed generators and callbacks. Call it after on_train_begin.
 
         Raises ConfigError for another model, DataError for tensors that do not fit.
         """
@@ -229,19 +209,19 @@ class Saver:
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
 
     def restore_metrics(self) -> None:
-        """Put the metrics of the epoch that goes on into the model, which Keras has just reset."""
+        """Load the metrics of the epoch that is resumed into the model; Keras has just reset them."""
         self._metrics()
 
     def make_ready(self) -> None:
-        """Have memory for the copies touched, beside the training, before the first of them is due."""
+        """Touch the memory for the copies in the background, before the first checkpoint."""
         size = file_bytes(self._tensors([model_state.SEEDS, model_state.METRICS]))
         self._touching = threading.Thread(target=self._buffer.reserve, args=(size,), daemon=True)
         self._touching.start()
 
     def save(self, progress: Progress, *, in_epoch: bool = False) -> None:
-        """Copy this rank's part, and have it written and committed while the training goes on.
+        """Copy this rank's part; a thread writes and commits it while the training continues.
 
-        Not while one is in flight. Where the writing fails, `look` and `wait` raise its error.
+        Do not call this while a checkpoint is in flight. `look` and `wait` raise the error of a failed write.
         """
         control, step = self._context.control, progress.step
         control.beat(step, "checkpoint")
@@ -267,19 +247,19 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint is still being written or not committed."""
+        """Whether a checkpoint is being written, or not committed yet."""
         return self._flight.busy
 
     def look(self) -> Saved | None:
-        """What was committed since the last look; raises the error of a writing that failed."""
+        """The checkpoint that was committed since the last look; raises the error of a failed write."""
         return self._flight.look()
 
     def wait(self, deadline_s: float) -> Saved | None:
-        """Wait for what is in flight, then as `look`. Raises StorageTimeoutError naming rank, step and what it does."""
+        """Wait for a checkpoint in flight, then `look`. Raises StorageTimeoutError naming rank, step and stage."""
         return self._flight.wait(deadline_s)
 
     def _tensors(self, own: list[str]) -> Tensors:
-        """This rank's share of what all hold alike, and its own state of these kinds, as they lie in memory."""
+        """This rank's share of the common state, and its own state of these kinds: views, not copies."""
         mine = {piece.name for piece in self._share}
         views = model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER, only=mine)
         tensors = {}
@@ -289,25 +269,25 @@ class Saver:
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
         return tensors | model_state.views_of(self._model, *own)
 
-    def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], tell: Tell) -> Saved:
+    def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], report: Report) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
         url, fs = join(directory, file_name(rank)), filesystem(directory)
-        tell("hashing it")
+        report("hashing it")
         digest = at_low_priority(partial(sha256_of, file))
-        report = {"name": file_name(rank), "bytes": file.size, "sha256": digest}
-        tell(f"writing {url}")
+        written = {"name": file_name(rank), "bytes": file.size, "sha256": digest}
+        report(f"writing {url}")
         fs.mkdirs(directory)
         if split_url(url)[0] == "file":
-            at_low_priority(lambda: upload(fs, url, file))
-        else:  # its calls are made by threads that read batches later on, and would inherit the priority
+            at_low_priority(partial(upload, fs, url, file))
+        else:  # the client's threads read batches later, and would inherit the priority
             upload(fs, url, file)
         audit = self._write_audit(step)
-        tell("waiting for the driver to commit what all ranks report")
+        report("waiting for the driver to commit what all ranks report")
         self._context.control.request(
             "checkpoint",
             self._config.stall_limit_s,
             step=step,
-            files=[report],
+            files=[written],
             tensors=checkpoint_parts.report(self._share, self._specs),
             audit=audit,
             state=document,

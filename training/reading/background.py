@@ -1,6 +1,6 @@
-"""Threads that read in native code are ended before the interpreter is.
+"""Ends threads that read in native code before the interpreter exits.
 
-One that comes back from native code while the interpreter is torn down ends the process by an abort, daemon or not.
+A thread that returns from native code while the interpreter shuts down aborts the process, daemon or not.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from lockstep.storage.errors import StorageTimeoutError
 
-JOIN_S = 5.0  # at the exit, for the threads of all owners together: a longer read has a deadline of its own
+JOIN_S = 5.0  # at the exit, for the threads of all owners together; a longer read has its own deadline
 
 
 class OwnsThreads(Protocol):
-    """What has threads to end."""
+    """An object that owns threads."""
 
     def stop(self) -> None:
-        """Tell them to end; returns at once."""
+        """Ask its threads to end; returns at once."""
 
     def close(self, limit_s: float) -> None:
-        """`stop`, and wait for them for up to so many seconds."""
+        """`stop`, and wait up to `limit_s` seconds for its threads."""
 
 
 def end_at_exit(owner: OwnsThreads) -> None:
-    """Close `owner` at the process's exit, if it is still there then."""
+    """Close `owner` at the exit of the process, if it still exists then."""
     _owners.add(owner)
 
 
-def end_beside(end: Callable[[], None]) -> None:
-    """Run `end` in a thread of its own, for a finalizer whose `end` takes a lock: the collector may have come to it in
-    a thread that holds this lock, and would stand still.
+def end_in_thread(end: Callable[[], None]) -> None:
+    """Run `end` in another thread, for a finalizer whose `end` takes a lock: the garbage collector may run it in a
+    thread that holds this lock, which would deadlock.
     """
-    thread = threading.Thread(target=end, name="end-beside", daemon=True)
+    thread = threading.Thread(target=end, name="end-in-thread", daemon=True)
     _endings.append(thread)
     thread.start()
 
 
 _owners: weakref.WeakSet[OwnsThreads] = weakref.WeakSet()
-_endings: deque[threading.Thread] = deque(maxlen=64)  # the last ones, which alone may still be at it
+_endings: deque[threading.Thread] = deque(maxlen=64)  # the last ones: only these may still run
 
 
 def _close_all() -> None:
     end = time.monotonic() + JOIN_S
-    for owner in list(_owners):  # all are told before one is waited for
+    for owner in list(_owners):  # ask all before waiting for any
         owner.stop()
     for owner in list(_owners):
         owner.close(max(0.0, end - time.monotonic()))
@@ -67,10 +67,10 @@ _JOIN_S = 10.0
 
 
 class ReadAhead(Generic[T]):
-    """Iterates over `items` in a thread of its own, one finished item ahead of the consumer.
+    """Iterates over `items` in a thread, one finished item ahead of the consumer.
 
-    `waiting_for()` says in words what the thread is at, for the message of the StorageTimeoutError that `__next__`
-    raises after `deadline_s` without an item. An exception of `items` is raised, as it is, by `__next__`.
+    After `deadline_s` without an item `__next__` raises a StorageTimeoutError; `waiting_for()` names for its message
+    what the thread is doing. `__next__` raises an exception of `items` unchanged.
     """
 
     def __init__(self, items: Iterator[T], waiting_for: Callable[[], str], deadline_s: float) -> None:
@@ -104,10 +104,10 @@ class ReadAhead(Generic[T]):
         raise StopIteration if answer is None else answer
 
     def close(self) -> None:
-        """End the thread; a read that is under way ends by its own deadline, the thread never outlives the process."""
+        """End the thread. A read in progress ends by its own deadline; the thread never outlives the process."""
         self._done = True
         self._stop.set()
-        if self._thread is not threading.current_thread():  # the collector may close a forgotten iterator there
+        if self._thread is not threading.current_thread():  # the garbage collector may call this there
             self._thread.join(_JOIN_S)
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class ReadAhead(Generic[T]):
                 if not self._put((item,)):
                     return
             self._put(None)
-        # Everything, KeyboardInterrupt of an importing thread too: it is raised again in the consumer, nowhere lost.
+        # Everything, also the KeyboardInterrupt of an importing thread: the consumer raises it again.
         except BaseException as error:
             self._put(error)
 

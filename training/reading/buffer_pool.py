@@ -1,4 +1,4 @@
-"""Memory of large arrays used again: the system gives it page by page and cleared, which costs as much as a copy."""
+"""Reuses the memory of large arrays: the system hands out cleared pages, which costs as much as a copy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_SMALL_BYTES = 64 << 10  # the allocator keeps smaller pieces itself
-_GRAIN_BYTES = 64 << 10  # sizes are rounded up to it, so that memory fits the next array too
+_SMALL_BYTES = 64 << 10  # the allocator itself keeps smaller pieces
+_GRAIN_BYTES = 64 << 10  # sizes are rounded up to it, so that the memory fits the next array too
 _MOST_FREE_BYTES = 48 << 20
 
 
 class Slabs:
-    """Gives out arrays; the memory of one comes back when it and all its views are gone, whoever has held them."""
+    """Hands out arrays; takes the memory of an array back when the array and all its views are gone."""
 
     def __init__(self, most_free_bytes: int = _MOST_FREE_BYTES) -> None:
         self._most_free_bytes, self._free_bytes = most_free_bytes, 0
         self._free: dict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array of any content, as np.empty gives it."""
+        """An uninitialised array, as np.empty returns it."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if size < _SMALL_BYTES:
@@ -31,11 +31,11 @@ class Slabs:
         room = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
         free = self._free[room]
         try:
-            memory = free.pop()  # one step, so that a thread that gives back does not come between
+            memory = free.pop()  # atomic: another thread may give memory back meanwhile
             self._free_bytes -= room
         except IndexError:
             memory = np.empty(room, dtype=np.uint8)
-        # NumPy makes a view's base the array that has its memory from no other: this one lives as long as any view.
+        # The base of a NumPy view is the array that owns the memory: this one lives as long as any view.
         owner = np.frombuffer(memory.data, dtype=np.uint8)
         weakref.finalize(owner, self._give_back, memory).atexit = False
         return owner[:size].view(kind).reshape(shape)

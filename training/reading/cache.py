@@ -1,4 +1,7 @@
-"""Blocks of shards kept on a node's own disk: each is held against its digests before any byte of it is used."""
+"""Keeps blocks of shards on a node's own disk, and checks each against its digests before use.
+
+Decision 072.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from pathlib import Path
 
 from lockstep.storage.errors import ConfigError
 
-_POLL_S = 0.01  # flock itself waits without end, or not at all
+_POLL_S = 0.01  # flock itself waits for ever, or not at all
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file unless another holder is in the way; whether it is locked. Closing the descriptor unlocks."""
+    """Lock an open file, unless another holder has it; whether it is locked. Closing the descriptor unlocks it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -31,7 +34,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, limit_s: float, *, shared: bool = False) -> bool:
-    """`try_lock` again and again, for up to `limit_s` seconds."""
+    """Repeat `try_lock` for up to `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -41,12 +44,12 @@ def wait_for_lock(descriptor: int, limit_s: float, *, shared: bool = False) -> b
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock, and keep the file open."""
+    """Release a lock, and keep the file open."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def is_locked(path: str) -> bool:
-    """Whether anybody holds a lock on a file; for that moment nobody else can take one. A missing file has none."""
+    """Whether a lock is held on a file; False if it is missing. Blocks other lockers while it checks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +61,7 @@ def is_locked(path: str) -> bool:
 
 
 def remove_unlocked(path: str) -> bool:
-    """Remove a file that nobody holds a lock on; whether it is gone."""
+    """Remove a file unless a lock is held on it; whether it is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -75,34 +78,34 @@ def remove_unlocked(path: str) -> bool:
 
 
 # DIR/lockstep-blocks/           mode 0700
-#   lock                         who holds its flock counts, names, removes; in it the bytes in use or more, in digits
+#   lock                         its flock guards counting, renaming, removing; it holds the bytes in use (or more)
 #   DATASET/.live                processes that read this dataset hold a shared flock on it
-#   DATASET/ENTRY                one block; a used one has its mtime renewed
-#   DATASET/.tmp-NONCE           an entry that is being written: its writer holds its flock
+#   DATASET/ENTRY                one block; a use renews its mtime
+#   DATASET/.tmp-NONCE           an entry that is being written; its writer holds its flock
 FOLDER, LOCK, LIVE, TEMPORARY = "lockstep-blocks", "lock", ".live", ".tmp-"
-LOCK_LIMIT_S = 5.0  # for the lock: it is held for a scan at most, 4 us an entry; beyond that a block is not cached
-_LOOK_AGAIN_S = 10.0  # after a look that found nothing to remove
-_FREED_SHARE = 0.1  # of the limit, so that not every new block costs a scan
+LOCK_LIMIT_S = 5.0  # the lock is held for a scan at most, 4 us an entry; after this limit the block is not cached
+_LOOK_AGAIN_S = 10.0  # after a scan that found nothing to remove
+_FREED_SHARE = 0.1  # of the limit is freed at once, so that not every new block costs a scan
 
 
 class BusyError(Exception):
-    """The lock was not to be had: its holder stands still, or the folder was closed meanwhile."""
+    """The lock could not be taken: its holder does not release it, or the folder was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A temporary file of its full size; its flock is held as long as `descriptor` is open."""
+    """A temporary file of its full size; its flock is held while `descriptor` is open."""
 
     descriptor: int
     path: str
 
 
 class CacheFolder:
-    """Entries below `folder` of at most `limit_bytes` together, told by their dataset and a name.
+    """Entries below `folder` of at most `limit_bytes` together, each with a dataset and a name.
 
-    An entry may go if no living process reads its dataset; of those that this one reads (`reads`), if nobody used it
-    since `keep_since`, seconds of the clock. What was used longest ago goes first. Raises ConfigError for a folder that
-    others may write, OSError for one that cannot be used. Safe for several threads.
+    An entry may be removed if no living process reads its dataset; for datasets that this process reads (`reads`), if
+    it was not used since `keep_since` (Unix time). The least recently used go first. Raises ConfigError for a folder
+    that others may write, OSError for one that cannot be used. Thread-safe.
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
@@ -116,8 +119,8 @@ class CacheFolder:
             raise ConfigError(
                 f"the cache {self.root} may be written by others",
                 got=f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}",
-                allowed=f"a directory of user {os.geteuid()} that nobody else may write",
-                next_step="Give --cache another folder, or mend the permissions.",
+                allowed=f"a directory of user {os.geteuid()} that no other user may write",
+                next_step="Give --cache another folder, or correct the permissions.",
             )
         self._threads = threading.Lock()
         self._lock = os.open(os.path.join(self.root, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -128,30 +131,30 @@ class CacheFolder:
 
     @property
     def full(self) -> bool:
-        """Whether there was no room just now, and nothing that may go."""
+        """Whether there was no room a moment ago, and no entry to remove."""
         return time.monotonic() < self._full_until
 
     def reads(self, dataset: str) -> None:
-        """Say that this process reads a dataset: other processes then leave its entries alone."""
+        """Declare that this process reads a dataset, so that other processes keep its entries."""
         with self._threads:
             if dataset in self._live:
                 return
-            place = os.path.join(self.root, dataset)
-            os.makedirs(place, 0o700, exist_ok=True)
-            descriptor = os.open(os.path.join(place, LIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            entries = os.path.join(self.root, dataset)
+            os.makedirs(entries, 0o700, exist_ok=True)
+            descriptor = os.open(os.path.join(entries, LIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._live[dataset] = descriptor
-            # Only a process that looks whether anyone lives is ever in the way, for a moment; where it stands still in
-            # that, others may remove our entries, which costs reads and nothing else.
+            # Only a process that checks for readers holds this lock, for a moment. If it hangs meanwhile, others may
+            # remove our entries, which only costs reads.
             wait_for_lock(descriptor, LOCK_LIMIT_S, shared=True)
 
     def path(self, dataset: str, name: str) -> str:
-        """Where an entry is, or would be."""
+        """The path of an entry, which may be missing."""
         return os.path.join(self.root, dataset, name)
 
     def reserve(self, dataset: str, size: int) -> Reserved | None:
-        """A file of `size` bytes to write an entry to; None where there is no room for it.
+        """A file of `size` bytes to write an entry to; None if there is no room for it.
 
-        Raises BusyError, OSError for a disk that has no room.
+        Raises BusyError, OSError for a full disk.
         """
         if size > self.limit_bytes or self.full:
             return None
@@ -163,11 +166,11 @@ class CacheFolder:
                     self._full_until = time.monotonic() + _LOOK_AGAIN_S
                     self._count(used)
                     return None
-            self._count(used + size)  # before it lies there: who dies here has counted too much, not too little
+            self._count(used + size)  # first: a process killed here has counted too much, not too little
             path = os.path.join(self.root, dataset, TEMPORARY + secrets.token_hex(8))
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                try_lock(descriptor)  # nobody else can know of it yet
+                try_lock(descriptor)  # no other process can know of it yet
                 os.posix_fallocate(descriptor, 0, size)
             except BaseException:
                 self.give_up(Reserved(descriptor, path))
@@ -175,23 +178,23 @@ class CacheFolder:
         return Reserved(descriptor, path)
 
     def publish(self, reserved: Reserved, dataset: str, name: str) -> None:
-        """Make what was written an entry, in one step. Raises BusyError, OSError; it is then still reserved."""
-        with self._locked():  # a scan that ran meanwhile could find neither name, and count too little
+        """Make the written file an entry, atomically. Raises BusyError, OSError; the file is then still reserved."""
+        with self._locked():  # a concurrent scan could miss both names, and count too little
             os.rename(reserved.path, self.path(dataset, name))
         os.close(reserved.descriptor)
 
     def give_up(self, reserved: Reserved) -> None:
-        """Remove what was reserved."""
+        """Remove a reserved file."""
         with suppress(OSError):
             os.unlink(reserved.path)
         os.close(reserved.descriptor)
 
     def epoch_began(self, previous: float) -> None:
-        """Entries that were not used since `previous` may go."""
+        """Allow the removal of entries that were not used since `previous`."""
         self.keep_since, self._full_until = previous, 0.0
 
     def close(self) -> None:
-        """Let go of all locks. A second call does nothing."""
+        """Release all locks. A second call does nothing."""
         with self._threads:
             for descriptor in (self._lock, *self._live.values()):
                 if descriptor >= 0:
@@ -214,10 +217,10 @@ class CacheFolder:
         finally:
             self._threads.release()
 
-    # Below, the lock is held.
+    # The methods below are called with the lock held.
 
     def _used(self) -> int:
-        """Never less than what lies there: who adds counts first, who removes counts afterwards, if he lives."""
+        """Bytes in use, or more: writers count before they add, and after they remove."""
         text = os.pread(self._lock, 32, 0)
         if text.isdigit():
             return int(text)
@@ -227,7 +230,7 @@ class CacheFolder:
         os.pwrite(self._lock, f"{used:032d}".encode(), 0)
 
     def _scan(self) -> list[tuple[float, int, str]]:
-        """(last use, bytes, path) of all entries and of what is being written; what the dead left half is removed."""
+        """(last use, bytes, path) of all entries and files that are being written; removes those of killed writers."""
         found = []
         for dataset in os.listdir(self.root):
             if dataset == LOCK:
@@ -242,7 +245,7 @@ class CacheFolder:
         return found
 
     def _make_room(self, size: int) -> int:
-        """Remove entries until `size` bytes fit; returns the bytes in use then."""
+        """Remove entries until `size` bytes fit; returns the bytes then in use."""
         found = self._scan()
         used = sum(length for _, length, _ in found)
         wanted = self.limit_bytes - max(size, int(_FREED_SHARE * self.limit_bytes))
@@ -250,12 +253,12 @@ class CacheFolder:
         for last_use, length, path in sorted(found):
             if used <= wanted:
                 break
-            place, name = os.path.split(path)
+            folder, name = os.path.split(path)
             if name.startswith(TEMPORARY):
                 continue
-            if place not in free:
-                free[place] = os.path.basename(place) not in self._live and not is_locked(os.path.join(place, LIVE))
-            if free[place] or (os.path.basename(place) in self._live and last_use < self.keep_since):
+            if folder not in free:
+                free[folder] = os.path.basename(folder) not in self._live and not is_locked(os.path.join(folder, LIVE))
+            if free[folder] or (os.path.basename(folder) in self._live and last_use < self.keep_since):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 used -= length
@@ -266,20 +269,20 @@ log = logging.getLogger(__name__)
 # An entry:
 #   8 bytes         MAGIC
 #   uint64, uint32  bytes of the block, bytes of a chunk of it (the last one may be shorter); little-endian
-#   32 bytes        SHA-256 of dataset digest, shard and place: an entry under another's name is none
+#   32 bytes        SHA-256 of dataset digest, shard, start and stop: an entry under another's name is invalid
 #   32 bytes each   SHA-256 of each chunk
-#   32 bytes        SHA-256 of all before
-#   the block, as it lies in the shard
+#   32 bytes        SHA-256 of all bytes before
+#   the block, as stored in the shard
 MAGIC = b"LSBLOCK1"
-CHUNK_BYTES = 64 << 10  # a read of a window hashes up to two of them for nothing, 35 us each
+CHUNK_BYTES = 64 << 10  # the read of a window hashes up to two of them needlessly, 35 us each
 _HEAD = struct.Struct("<8sQI")
 _SHA_BYTES = 32
-_USED_AGAIN_S = 5.0  # a use is written down so often at most
+_USED_AGAIN_S = 5.0  # a use is recorded at most this often
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """Bytes start..stop-1 of a shard of a dataset, by its digest."""
+class BlockId:
+    """Bytes start..stop-1 of a shard of the dataset with a digest."""
 
     dataset: str
     shard: str
@@ -288,13 +291,13 @@ class BlockPlace:
 
     @property
     def key(self) -> bytes:
-        """Its identity, 32 bytes."""
+        """32 bytes that identify it."""
         return hashlib.sha256(f"{self.dataset} {self.shard} {self.start} {self.stop}".encode()).digest()
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a process's cache did: blocks and bytes served, blocks that were not there, kept, and found damaged."""
+    """Counts of a process's cache: blocks and bytes served, blocks missed, added, and found damaged."""
 
     hits: int = 0
     hit_bytes: int = 0
@@ -307,8 +310,8 @@ class CacheCounts:
 class BlockCache:
     """Blocks below `folder`, shared by all processes of this host, of at most `limit_bytes` together.
 
-    What lies there is never believed: what fails its digests is removed, told in the log, and not there. A disk that is
-    full or broken ends the keeping of new blocks, with one warning. Safe for several threads and processes.
+    A block that fails its digests is removed, logged, and counts as missing. If the disk is full or broken, no more
+    blocks are added, with one warning. Safe for several threads and processes.
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
@@ -320,35 +323,35 @@ class BlockCache:
 
     @property
     def keeps(self) -> bool:
-        """Whether a new block may be kept."""
+        """Whether new blocks may be added."""
         return not self._off and not self.folder.full
 
     def reads(self, dataset: str) -> None:
-        """Say that blocks of a dataset will be asked for: other processes leave them alone."""
+        """Declare that this process reads a dataset, so that other processes keep its blocks."""
         try:
             self.folder.reads(_folder_of(dataset))
         except OSError as error:
             self._turn_off(error)
 
     def epoch_began(self) -> None:
-        """Say that each block of this process has been asked for once more; what nobody used since the epoch before
-        began may then be removed for others.
+        """Declare that this process has asked for each of its blocks once more. Blocks that were not used since the
+        start of the epoch before may then be removed.
         """
         self._epochs.append(time.time())
         self.folder.epoch_began(self._epochs[-3] - 2 * _USED_AGAIN_S)
 
-    def get(self, place: BlockPlace, start: int, stop: int) -> bytes | None:
-        """Bytes start..stop-1 (counted in the shard) of a block; None where they are not there or were changed."""
-        key = place.key
-        path = self.folder.path(_folder_of(place.dataset), key.hex()[:40])
+    def get(self, block: BlockId, start: int, stop: int) -> bytes | None:
+        """Bytes start..stop-1 (counted in the shard) of a block; None if they are missing or damaged."""
+        key = block.key
+        path = self.folder.path(_folder_of(block.dataset), key.hex()[:40])
         try:
-            # Opening a pipe that lies there would wait for a writer without end.
+            # Opening a pipe of this name would wait for a writer for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:
-            found = _read(descriptor, key, place.stop - place.start, start - place.start, stop - place.start)
-            with suppress(OSError):  # of a folder that can only be read
+            found = _read(descriptor, key, block.stop - block.start, start - block.start, stop - block.start)
+            with suppress(OSError):  # in a read-only folder
                 if found is not None and time.time() - os.fstat(descriptor).st_mtime > _USED_AGAIN_S:
                     os.utime(descriptor)
         except OSError as error:
@@ -358,12 +361,12 @@ class BlockCache:
             os.close(descriptor)
         if found is None:
             self.add(damaged=1)
-            self.drop(place, why="do not match their digest")
+            self.drop(block, why="do not match their digest")
         return found
 
-    def drop(self, place: BlockPlace, *, why: str) -> None:
-        """Remove a block, and say so."""
-        path = self.folder.path(_folder_of(place.dataset), place.key.hex()[:40])
+    def drop(self, block: BlockId, *, why: str) -> None:
+        """Remove a block, and log it."""
+        path = self.folder.path(_folder_of(block.dataset), block.key.hex()[:40])
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -373,14 +376,14 @@ class BlockCache:
             return
         log.warning(
             "the cached bytes %d to %d of %s %s: removed from %s, and read from the dataset again",
-            place.start, place.stop, place.shard, why, path,
+            block.start, block.stop, block.shard, why, path,
         )  # fmt: skip
 
-    def put(self, place: BlockPlace, data: bytes | memoryview) -> bool:
-        """Keep a block; False where there is no room, or the disk does not take it."""
+    def put(self, block: BlockId, data: bytes | memoryview) -> bool:
+        """Add a block; False if there is no room, or the disk fails."""
         if self._off:
             return False
-        key, dataset = place.key, _folder_of(place.dataset)
+        key, dataset = block.key, _folder_of(block.dataset)
         head = _head(key, data)
         reserved: Reserved | None = None
         try:
@@ -392,14 +395,14 @@ class BlockCache:
         except (BusyError, OSError) as error:
             if reserved is not None:
                 self.folder.give_up(reserved)
-            if isinstance(error, OSError):  # a lock that is not to be had costs this block, a broken disk all
+            if isinstance(error, OSError):  # a busy lock costs only this block
                 self._turn_off(error)
             return False
         self.add(kept=1, kept_bytes=len(data))
         return True
 
     def close(self) -> None:
-        """Let go of the folder's locks."""
+        """Release the folder's locks."""
         self._off = True
         self.folder.close()
 
@@ -414,7 +417,7 @@ class BlockCache:
             first, self._off = not self._off, True
         if first:
             log.warning(
-                "the cache %s keeps no more blocks: %s; training goes on, and reads them from the dataset",
+                "the cache %s adds no more blocks: %s; training continues, and reads them from the dataset",
                 self.folder.root, error.strerror or error,
             )  # fmt: skip
 
@@ -441,22 +444,22 @@ def _write(descriptor: int, head: bytes, data: bytes | memoryview) -> None:
 
 
 def _read(descriptor: int, key: bytes, size: int, start: int, stop: int) -> bytes | None:
-    """Bytes start..stop-1 of an entry's block of `size` bytes; None where anything that they rest on does not match."""
+    """Bytes start..stop-1 of an entry's block of `size` bytes; None if a digest or size does not match."""
     chunks = -(-size // CHUNK_BYTES)
     length = _HEAD.size + _SHA_BYTES * (chunks + 2)
     head = os.pread(descriptor, length, 0)
-    told, seal = head[:-_SHA_BYTES], head[-_SHA_BYTES:]
+    sealed, seal = head[:-_SHA_BYTES], head[-_SHA_BYTES:]
     expected = _HEAD.pack(MAGIC, size, CHUNK_BYTES) + key
-    if len(head) != length or not told.startswith(expected) or hashlib.sha256(told).digest() != seal:
+    if len(head) != length or not sealed.startswith(expected) or hashlib.sha256(sealed).digest() != seal:
         return None
-    if os.fstat(descriptor).st_size != length + size:  # torn, or grown
+    if os.fstat(descriptor).st_size != length + size:  # truncated, or longer
         return None
     first, last = start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)
     begin = first * CHUNK_BYTES
     data = os.pread(descriptor, min(size, last * CHUNK_BYTES) - begin, length + begin)
     view = memoryview(data)
     for chunk in range(first, last):
-        digest = told[len(expected) + chunk * _SHA_BYTES :][:_SHA_BYTES]
+        digest = sealed[len(expected) + chunk * _SHA_BYTES :][:_SHA_BYTES]
         if hashlib.sha256(view[chunk * CHUNK_BYTES - begin :][:CHUNK_BYTES]).digest() != digest:
             return None
     return data[start - begin : stop - begin]

@@ -1,4 +1,4 @@
-"""Bytes of a split's shards fetched ahead of their use: in the background, in large ranges, within one budget."""
+"""Fetches bytes of shards ahead of their use: in the background, in large ranges, within one budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Buffer = bytes | memoryview
 
 @dataclass(slots=True, eq=False)
 class Range:
-    """Bytes start..stop-1 of a shard; once it is `done`, its `data` or the `error` that reading them ended with."""
+    """Bytes start..stop-1 of a shard; once `done`, with their `data` or the `error` of the read."""
 
     shard: int
     start: int
@@ -28,24 +28,24 @@ class Range:
     error: BaseException | None = None
     done: bool = False
     forgotten: bool = False
-    """Nobody will take it any more; on its way, it keeps its place in the budget until it has come."""
+    """No longer wanted. If its read still runs, it counts in the budget until the read ends."""
     used_bytes: int = 0
 
     @property
     def size(self) -> int:
-        """How many bytes it has in the budget."""
+        """Its bytes in the budget."""
         return self.stop - self.start
 
 
 class HeldRanges:
-    """Ranges of at most `budget_bytes` together, or a single larger one. Not safe for several threads at once."""
+    """Ranges of at most `budget_bytes` together, or a single larger one. Not thread-safe."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        """Bytes that are on their way or there."""
+        """Bytes that are being read or have been read."""
         self.dropped = 0
-        """Ranges that went before they were used up."""
+        """Ranges that were removed before they were used up."""
         self._ranges: OrderedDict[int, Range] = OrderedDict()  # by id, oldest first
         self._of_shard: dict[int, list[Range]] = {}
 
@@ -53,7 +53,7 @@ class HeldRanges:
         return len(self._ranges)
 
     def room(self, size: int, *, urgent: bool) -> bool:
-        """Whether so many bytes fit into the budget; where they are `urgent`, what lies there longest makes room."""
+        """Whether `size` bytes fit into the budget; for `urgent` ones the oldest finished ranges are removed."""
         while self.held_bytes and self.held_bytes + size > self.budget_bytes:
             oldest = next((found for found in self._ranges.values() if found.done), None) if urgent else None
             if oldest is None:
@@ -63,15 +63,15 @@ class HeldRanges:
         return True
 
     def begin(self, shard: int, start: int, stop: int) -> Range:
-        """A range that will be read from now on."""
+        """Add a range whose read starts now."""
         found = Range(shard, start, stop)
         self._ranges[id(found)] = found
         self._of_shard.setdefault(shard, []).append(found)
         self.held_bytes += found.size
         return found
 
-    def come(self, found: Range, data: Buffer, error: BaseException | None) -> None:
-        """The end of a range's read."""
+    def finish(self, found: Range, data: Buffer, error: BaseException | None) -> None:
+        """Record the end of a range's read."""
         found.done = True
         if found.forgotten:
             self.held_bytes -= found.size
@@ -86,14 +86,14 @@ class HeldRanges:
         return None
 
     def use(self, found: Range, start: int, stop: int) -> Buffer:
-        """Bytes start..stop-1 of the shard, out of a range that has come; it goes once as many as it has were used."""
+        """Bytes start..stop-1 of the shard from a finished range, which is removed once all its bytes were used."""
         found.used_bytes += stop - start
         if found.used_bytes >= found.size:
             self.remove(found)
         return memoryview(found.data)[start - found.start : stop - found.start]
 
     def remove(self, found: Range) -> None:
-        """Let go of a range; nothing where that was done."""
+        """Remove a range; does nothing if it was removed before."""
         if self._ranges.pop(id(found), None) is None:
             return
         self._of_shard[found.shard].remove(found)
@@ -102,7 +102,7 @@ class HeldRanges:
             self.held_bytes -= found.size
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Remove all ranges."""
         for found in list(self._ranges.values()):
             self.remove(found)
 
@@ -113,23 +113,23 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Hint:
-    """Records that will be read, and first and last byte of them (and one more) once that is known."""
+    """Records that will be read, and, once known, their first byte and the byte after their last."""
 
     shard: int
     first: int
     count: int
     extent: tuple[int, int] | None = None
     asked: bool = False
-    """Somebody looks for its extent."""
+    """A thread is looking for its extent."""
 
     @property
     def key(self) -> Key:
-        """What it is found by."""
+        """Its key in the queue."""
         return self.shard, self.first
 
 
 class ReadHints:
-    """A queue of hints; a reader that waits for one moves it to the front. Not safe for several threads at once."""
+    """A queue of hints; a reader that waits for one moves it to the front. Not thread-safe."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[Key, Hint] = OrderedDict()
@@ -139,48 +139,48 @@ class ReadHints:
         return len(self._queue)
 
     def add(self, shard: int, first: int, count: int) -> bool:
-        """Put records behind all others; False where those that begin there are in the queue."""
+        """Append records; False if a hint with the same first record is in the queue."""
         if (shard, first) in self._queue:
             return False
         self._queue[shard, first] = Hint(shard, first, count)
         return True
 
     def urge(self, key: Key) -> bool:
-        """Put a hint before all others, since a reader waits for it; False where there is none."""
+        """Move a hint to the front, since a reader waits for it; False if there is none."""
         if key not in self._queue:
             return False
         self._queue.move_to_end(key, last=False)
         self._urgent = key
         return True
 
-    def to_place(self, among: int) -> Hint | None:
-        """The first of the next `among` hints whose extent nobody knows or looks for."""
+    def without_extent(self, among: int) -> Hint | None:
+        """The first of the next `among` hints whose extent no thread has looked for."""
         return next((hint for hint in islice(self._queue.values(), among) if not hint.asked), None)
 
     def after(self, hint: Hint) -> Hint | None:
-        """The hint of the records that go on from another's, if nobody has looked for its extent."""
+        """The hint of the records that follow another's, if no thread has looked for its extent."""
         found = self._queue.get((hint.shard, hint.first + hint.count))
         return found if found is not None and not found.asked else None
 
     def drop(self, hint: Hint) -> None:
-        """Take a hint out; nothing where that was done."""
+        """Remove a hint; does nothing if it was removed before."""
         if self._queue.get(hint.key) is hint:
             self.discard(hint.key)
 
     def discard(self, key: Key) -> None:
-        """Take out the hint of a key; nothing where there is none."""
+        """Remove the hint of a key, if there is one."""
         self._queue.pop(key, None)
         if self._urgent == key:
             self._urgent = None
 
     def clear(self) -> None:
-        """Take all out."""
+        """Remove all hints."""
         self._queue.clear()
         self._urgent = None
 
     def next_range(self, ranges: HeldRanges, range_bytes: int) -> Range | None:
-        """The next bytes to read, with their place among `ranges`: those of the first hint, and of its neighbours up to
-        `range_bytes`. None where there are none, or no place.
+        """The next range to read, added to `ranges`: the bytes of the first hint, and of its neighbours up to
+        `range_bytes`. None if there is no hint, or no room in the budget.
         """
         head = next(iter(self._queue.values()), None)
         if head is None or head.extent is None:
@@ -199,31 +199,31 @@ class ReadHints:
         return ranges.begin(head.shard, start, stop)
 
 
-RANGE_BYTES = 4 << 20  # the most that neighbours are put together to: more gains nothing (docs/decisions/072)
+RANGE_BYTES = 4 << 20  # the most that neighbours are merged to: more gains nothing (decision 072)
 SMALLEST_RANGE_BYTES = 128 << 10
 THREADS = 4
-SOON_A_THREAD = 4  # hints for which a thread looks up the bytes while others read
-DEADLINE_S = 150.0  # more than one storage call may take in all, less than the feed waits for a batch
+SOON_A_THREAD = 4  # hints a thread whose extents are looked up ahead of their reads
+DEADLINE_S = 150.0  # longer than a storage call may take, shorter than the feed waits for a batch
 
 
 class Extents(Protocol):
-    """What the fetcher asks of a shard; `extent` may read an index, and is called in any thread."""
+    """A shard, as the fetcher uses it; `extent` may read an index, and is called in any thread."""
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
-        """First byte of what must be read for some records, and the one after its last."""
+        """First byte to be read for some records, and the byte after the last."""
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
-        """The records that are read for these: themselves, or the block that can only be read whole."""
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for these: themselves, or their whole block."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchCounts:
-    """What a fetcher did so far; `waited_s` is the time that readers stood still for bytes."""
+    """What a fetcher did so far; `waited_s` is the time that readers waited for bytes."""
 
     ahead: int
-    """Reads whose bytes were there, or on their way."""
+    """Reads whose bytes had been fetched, or were being fetched."""
     direct: int
-    """Reads of bytes that nobody had asked for ahead, or no more."""
+    """Reads of bytes that were not hinted at, or dropped."""
     dropped: int
     """Ranges fetched and not used."""
     fetched_bytes: int
@@ -231,11 +231,11 @@ class FetchCounts:
 
 
 class BlockFetcher:
-    """Fetches what `hint` says will be read, by `load(shard, start, stop)` in threads; `take` gives it out.
+    """Fetches the records that `hint` announces, with `load(shard, start, stop)` in threads; `take` returns them.
 
-    At most `budget_bytes` are on their way or held (one range more where it alone is larger). `take` never waits for a
-    hint that has no place in the budget: what lies there longest, and was passed over, goes. A failure to fetch ahead
-    is raised by the `take` of its bytes; where it may be a neighbour's, the bytes are loaded again alone.
+    At most `budget_bytes` are held or being fetched (more only for a single larger range). `take` never waits for room
+    in the budget: the oldest range that was not used makes room. `take` raises the error of a failed fetch of its
+    bytes; if a neighbour in the range may have caused it, `take` loads its bytes again without the neighbour.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class BlockFetcher:
         self._threads, self._deadline_s = threads, deadline_s
         self.range_bytes = min(RANGE_BYTES, max(1, budget_bytes // 4))
         self._lock = threading.Lock()
-        self._come = threading.Condition(self._lock)  # for readers: bytes, or a failure
-        self._work_there = threading.Condition(self._lock)  # for threads: hints, extents, room in the budget
+        self._come = threading.Condition(self._lock)  # readers wait here for bytes or a failure
+        self._work_there = threading.Condition(self._lock)  # threads wait here for hints, extents, room in the budget
         self._hints, self._ranges = ReadHints(), HeldRanges(budget_bytes)
         self._ahead = self._direct = self._fetched_bytes = 0
         self._waited_s = 0.0
@@ -262,31 +262,31 @@ class BlockFetcher:
 
     @property
     def counts(self) -> FetchCounts:
-        """Numbers since the beginning."""
+        """The counts so far."""
         with self._lock:
             return FetchCounts(self._ahead, self._direct, self._ranges.dropped, self._fetched_bytes, self._waited_s)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are on their way or held now."""
+        """Bytes that are held or being fetched now."""
         return self._ranges.held_bytes
 
     def share_among(self, streams: int) -> None:
-        """Cut ranges so small that each of `streams` places that are read in turn has two of them in the budget."""
+        """Limit ranges so that each of `streams` streams, which are read in turn, has room for two in the budget."""
         budget_bytes = self._ranges.budget_bytes
         share = max(SMALLEST_RANGE_BYTES, budget_bytes // (2 * max(1, streams)))
         self.range_bytes = max(1, min(RANGE_BYTES, budget_bytes // 4, share))
 
     def hint(self, shard: int, first: int, count: int) -> None:
-        """Say that these records will be read, after what was said before. Returns at once."""
-        first, count = self._shards[shard].unit(first, count)
+        """Announce records that will be read, after those of earlier hints. Returns at once."""
+        first, count = self._shards[shard].records_read(first, count)
         with self._lock:
             if not self._closed and self._hints.add(shard, first, count):
                 self._start()
                 self._work_there.notify()
 
     def forget(self) -> None:
-        """Drop all hints, and what was fetched for them: reading goes on elsewhere."""
+        """Drop all hints and the bytes fetched for them, since reading continues elsewhere."""
         with self._lock:
             self._hints.clear()
             self._ranges.dropped += len(self._ranges)
@@ -295,13 +295,13 @@ class BlockFetcher:
             self._come.notify_all()
 
     def take(self, shard: int, first: int, count: int) -> tuple[Buffer, int]:
-        """The bytes of some records, and where they begin in the shard.
+        """The bytes of some records, and their first byte in the shard.
 
-        Raises what reading raises, StorageTimeoutError where bytes that are on their way do not come.
+        Raises what reading raises, StorageTimeoutError if a fetch of these bytes does not end.
         """
         began = time.monotonic()
         start, stop = self._shards[shard].extent(first, count)
-        key = (shard, self._shards[shard].unit(first, count)[0])
+        key = (shard, self._shards[shard].records_read(first, count)[0])
         try:
             with self._lock:
                 data = self._fetched(key, shard, start, stop, began + self._deadline_s)
@@ -316,7 +316,7 @@ class BlockFetcher:
                 self._waited_s += time.monotonic() - began
 
     def stop(self) -> None:
-        """End the threads, without waiting for those that read: each ends with its read, which has a deadline."""
+        """End the threads, without waiting for those that read: each ends after its read, which has a deadline."""
         with self._lock:
             self._closed = True
             self._hints.clear()
@@ -325,17 +325,17 @@ class BlockFetcher:
             self._come.notify_all()
 
     def close(self, limit_s: float = JOIN_S) -> None:
-        """`stop`, and wait a little for the threads."""
+        """`stop`, and wait up to `limit_s` seconds for the threads."""
         self.stop()
         end = time.monotonic() + limit_s
         for worker in self._workers:
             if worker is not threading.current_thread():
                 worker.join(max(0.0, end - time.monotonic()))
 
-    # Below, the lock is held, except in the threads while they read.
+    # The methods below hold the lock, except the threads while they read.
 
     def _fetched(self, key: Key, shard: int, start: int, stop: int, deadline: float) -> Buffer | None:
-        """These bytes, where they were fetched ahead; None where they must be loaded alone."""
+        """These bytes, if they were fetched ahead; None if they must be loaded now."""
         found = self._await(key, shard, start, stop, deadline)
         if found is None:
             return None
@@ -345,15 +345,15 @@ class BlockFetcher:
             self._ahead += 1
         else:
             self._ranges.remove(found)
-        self._hints.discard(key)  # said again since: whoever reads these records now keeps what others need of them
+        self._hints.discard(key)  # hinted at again since: the reader of these records keeps what others need of them
         self._work_there.notify()  # there may be room in the budget now
-        # All attempts at a storage that fails were made. Bytes that are wrong may be a neighbour's: we look at ours.
+        # A failing storage was retried enough. Wrong bytes may be a neighbour's, so ours are loaded again.
         if isinstance(found.error, StorageError) or not isinstance(found.error, LockstepError | None):
             raise found.error
         return data
 
     def _await(self, key: Key, shard: int, start: int, stop: int, deadline: float) -> Range | None:
-        """The range that holds these bytes, finished; None where nobody fetches them."""
+        """Wait for the range that holds these bytes; None if no thread fetches them."""
         while True:
             found = self._ranges.covering(shard, start, stop)
             if found is not None and found.done:
@@ -365,8 +365,8 @@ class BlockFetcher:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._come.wait(left_s):
                 raise StorageTimeoutError(
-                    f"bytes {start} to {stop} of {self._name_of(shard)} did not come in {self._deadline_s:g} s",
-                    got="a read that has not ended" if found is not None else f"{len(self._ranges)} reads before it",
+                    f"bytes {start} to {stop} of {self._name_of(shard)} were not read within {self._deadline_s:g} s",
+                    got="a read that still runs" if found is not None else f"{len(self._ranges)} reads before it",
                     allowed=f"a range of {self.range_bytes} bytes within {self._deadline_s:g} s",
                     next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
                 )
@@ -388,7 +388,7 @@ class BlockFetcher:
                 while True:
                     if self._closed:
                         return
-                    hint = self._hints.to_place(SOON_A_THREAD * self._threads)
+                    hint = self._hints.without_extent(SOON_A_THREAD * self._threads)
                     job = self._hints.next_range(self._ranges, self.range_bytes)
                     if hint is not None or job is not None:
                         break
@@ -401,34 +401,35 @@ class BlockFetcher:
             if job is not None:
                 self._read(job)
             elif hint is not None:
-                self._place(hint)
+                self._find_extents(hint)
 
-    def _place(self, first: Hint) -> None:
-        """Find the bytes of a hint and of those that go on from it, as far as a range may reach.
+    def _find_extents(self, first: Hint) -> None:
+        """Look up the bytes of a hint and of the hints that follow it, up to the size of a range.
 
-        Without the lock, since an index may have to be read; and told all at once, so that they come in one range.
+        The lock is not held meanwhile, since an index may have to be read. All extents are set at once, so that one
+        range covers them.
         """
-        placed: list[tuple[Hint, tuple[int, int] | None]] = []
+        extents: list[tuple[Hint, tuple[int, int] | None]] = []
         hint: Hint | None = first
         size = 0
         while hint is not None:
             try:
                 extent = self._shards[hint.shard].extent(hint.first, hint.count)
-            except BaseException:  # who reads these records asks again, and is told what is wrong
-                placed.append((hint, None))
+            except BaseException:  # the reader of these records calls `extent` again, and gets the error
+                extents.append((hint, None))
                 break
-            placed.append((hint, extent))
+            extents.append((hint, extent))
             size += extent[1] - extent[0]
             with self._lock:
                 hint = self._hints.after(hint) if size < self.range_bytes else None
                 if hint is not None:
                     hint.asked = True
         with self._lock:
-            for told, place in placed:
-                told.extent = place
-                # A block that two lanes share is hinted at twice; the second time it is there or on its way.
-                if place is None or self._ranges.covering(told.shard, *place) is not None:
-                    self._hints.drop(told)
+            for found, found_extent in extents:
+                found.extent = found_extent
+                # A block that two lanes share is hinted at twice; the second time it is fetched already.
+                if found_extent is None or self._ranges.covering(found.shard, *found_extent) is not None:
+                    self._hints.drop(found)
             self._work_there.notify()
             self._come.notify_all()
 
@@ -437,10 +438,10 @@ class BlockFetcher:
         error: BaseException | None = None
         try:
             data = self._load(job.shard, job.start, job.stop)
-        except BaseException as caught:  # raised in the reader of these bytes, nowhere lost
+        except BaseException as caught:  # raised by the `take` of these bytes
             error = caught
         with self._lock:
             self._fetched_bytes += len(data)
-            self._ranges.come(job, data, error)
+            self._ranges.finish(job, data, error)
             self._work_there.notify()
             self._come.notify_all()

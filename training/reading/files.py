@@ -1,4 +1,4 @@
-"""The shards of a split as files that stay open between reads, used by several threads."""
+"""The shards of a split as open files that several threads read."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import numpy as np
 from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
 from training.reading.buffer_pool import Slabs
-from training.reading.cache import BlockCache, BlockPlace
+from training.reading.cache import BlockCache, BlockId
 
-MOST_OPEN = 64  # of files that no thread reads just now; a file of HDFS keeps where its blocks lie, a local one is open
+MOST_OPEN = 64  # idle files; an HDFS file keeps the locations of its blocks, a local one a descriptor
 
 
 class ShardFiles:
-    """Reads ranges of shards, each by a file that no other thread uses; opening one costs a call to the NameNode."""
+    """Reads ranges of shards, each with a file that no other thread uses; opening one costs a call to the NameNode."""
 
     def __init__(self, most_open: int = MOST_OPEN) -> None:
         self._most_open = most_open
         self._shards: list[tuple[FileSystem, str, int]] = []
         self._lock = threading.Lock()
-        self._idle: OrderedDict[int, tuple[int, RangeFile]] = OrderedDict()  # by id, the longest unused first
+        self._idle: OrderedDict[int, tuple[int, RangeFile]] = OrderedDict()  # by id, least recently used first
         self._closed = False
         self._slabs = Slabs()
 
     def add(self, fs: FileSystem, url: str, size_bytes: int) -> None:
-        """The next shard, and how long it must be."""
+        """Add the next shard, which must have this size."""
         self._shards.append((fs, url, size_bytes))
 
     def url(self, shard: int) -> str:
-        """Where a shard lies."""
+        """The URL of a shard."""
         return self._shards[shard][1]
 
     def read(self, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
-        """Bytes start..stop-1 of a shard; `fresh`: by a file opened for them. Raises as RangeFile.read_at does."""
+        """Bytes start..stop-1 of a shard; `fresh` opens the file again. Raises as RangeFile.read_at does."""
         fs, url, size = self._shards[shard]
         file = None if fresh else self._take(shard)
         if file is None:
@@ -49,7 +49,7 @@ class ShardFiles:
         try:
             data = self._data(file, start, stop)
         except BaseException:
-            file.close()  # the next read opens it anew
+            file.close()  # the next read opens it again
             raise
         self._give_back(shard, file)
         return data
@@ -57,13 +57,13 @@ class ShardFiles:
     def _data(self, file: RangeFile, start: int, stop: int) -> bytes | memoryview:
         if not _reads_into_memory(type(file)):
             return file.read_at(start, stop - start)
-        # Memory that is used again: new memory for each range costs four times as much as what is read into it.
+        # Reused memory: new memory for each range would cost four times as much as the read into it.
         memory = self._slabs.array((stop - start,), np.uint8).data
         cast(IntoMemory, file).read_into(start, memory)
         return memory.toreadonly()
 
     def close(self) -> None:
-        """Close all that is not being read; what is, is closed after it."""
+        """Close all idle files; one that is being read is closed after the read."""
         with self._lock:
             self._closed = True
             idle = list(self._idle.values())
@@ -89,7 +89,7 @@ class ShardFiles:
             surplus.close()
 
 
-@cache  # looking through a protocol's methods costs as much as a short read
+@cache  # checking a class against a protocol costs as much as a short read
 def _reads_into_memory(kind: type[RangeFile]) -> bool:
     return issubclass(kind, IntoMemory)
 
@@ -99,8 +99,8 @@ _WAIT_S = 120.0  # for a block that another thread reads: longer than a storage 
 
 @dataclass(frozen=True, slots=True)
 class CachedShard:
-    """What a shard's blocks are called in the cache: the digest of its dataset, its path there, where blocks begin and
-    end (n + 1 rising offsets).
+    """The identity of a shard in the cache: the digest of its dataset, its path there, and the edges of its blocks
+    (n + 1 rising offsets).
     """
 
     dataset: str
@@ -109,9 +109,9 @@ class CachedShard:
 
 
 class CachedBytes:
-    """`read(shard, start, stop)` that keeps whole blocks in a cache, each read from the dataset once.
+    """Reads shards like ShardFiles, and keeps whole blocks in a cache, so that each is read from the dataset once.
 
-    `epoch_bytes`: how many bytes this process asks for in one epoch, about.
+    `epoch_bytes`: about how many bytes this process asks for in one epoch.
     """
 
     def __init__(self, files: ShardFiles, cache: BlockCache) -> None:
@@ -123,12 +123,12 @@ class CachedBytes:
         self.epoch_bytes = 0
 
     def add(self, shard: CachedShard) -> None:
-        """The next shard."""
+        """Add the next shard."""
         self._shards.append(shard)
         self.cache.reads(shard.dataset)
 
     def read(self, shard: int, start: int, stop: int) -> bytes | memoryview:
-        """Bytes start..stop-1. Raises what reading from the dataset raises."""
+        """Bytes start..stop-1 of a shard. Raises what ShardFiles.read raises."""
         blocks = self._blocks(shard, start, stop)
         if not blocks:
             return self._files.read(shard, start, stop)
@@ -150,9 +150,9 @@ class CachedBytes:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def drop(self, shard: int, start: int, stop: int) -> None:
-        """Remove blocks that turned out to be wrong though they match their digests: they came so from the dataset."""
+        """Remove blocks that match their digests but are wrong: they were already wrong when the dataset was read."""
         for block in self._blocks(shard, start, stop):
-            self.cache.drop(self._place(shard, block), why="do not fit the records' checksums")
+            self.cache.drop(self._block_id(shard, block), why="do not fit the records' checksums")
 
     def _blocks(self, shard: int, start: int, stop: int) -> range:
         edges = self._shards[shard].edges
@@ -160,17 +160,17 @@ class CachedBytes:
             return range(0)
         return range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
 
-    def _place(self, shard: int, block: int) -> BlockPlace:
+    def _block_id(self, shard: int, block: int) -> BlockId:
         own = self._shards[shard]
-        return BlockPlace(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
+        return BlockId(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
 
     def _cached(self, shard: int, block: int, start: int, stop: int) -> bytes | None:
-        place = self._place(shard, block)
-        return self.cache.get(place, max(start, place.start), min(stop, place.stop))
+        block_id = self._block_id(shard, block)
+        return self.cache.get(block_id, max(start, block_id.start), min(stop, block_id.stop))
 
     def _claim(self, shard: int, blocks: Sequence[int]) -> None:
-        """Wait until no other thread reads one of these, then say that this one does: all at once, so that no two
-        threads wait for each other.
+        """Wait until no other thread reads any of these blocks, then claim them all at once, so that no two threads
+        wait for each other.
         """
         keys = {(shard, block) for block in blocks}
         deadline = time.monotonic() + _WAIT_S
@@ -178,17 +178,17 @@ class CachedBytes:
             while keys & self._under_way:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise StorageTimeoutError(
-                        f"a block of {self._files.url(shard)} did not come in {_WAIT_S:g} s",
-                        got="a read by another thread that has not ended",
+                        f"a block of {self._files.url(shard)} was not read within {_WAIT_S:g} s",
+                        got="a read by another thread still runs",
                         allowed="the block",
                         next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
                     )
             self._under_way |= keys
 
     def _fill(self, shard: int, start: int, stop: int, found: dict[int, bytes | None]) -> list[int]:
-        """Read what is missing from the dataset, neighbouring blocks at once, and keep it; returns these blocks."""
+        """Read the missing blocks from the dataset, neighbours in one read, and keep them; returns these blocks."""
         for block, data in found.items():
-            if data is None:  # another thread may have brought it since we looked
+            if data is None:  # another thread may have read it since
                 found[block] = self._cached(shard, block, start, stop)
         missing = fetched = [block for block, data in found.items() if data is None]
         while missing:
@@ -200,16 +200,16 @@ class CachedBytes:
         return fetched
 
     def _fetch(self, shard: int, start: int, stop: int, blocks: list[int], found: dict[int, bytes | None]) -> None:
-        places = [self._place(shard, block) for block in blocks]
-        begin, end = places[0].start, places[-1].stop
-        keeps = self.cache.keeps  # asked once: what is cut off here cannot be kept below
-        if not keeps:  # nothing is gained by the rest of the blocks
+        block_ids = [self._block_id(shard, block) for block in blocks]
+        begin, end = block_ids[0].start, block_ids[-1].stop
+        keeps = self.cache.keeps  # asked once: a block that is cut off here cannot be kept below
+        if not keeps:  # reading whole blocks would gain nothing
             begin, end = max(begin, start), min(end, stop)
         data = memoryview(self._files.read(shard, begin, end))
-        for block, place in zip(blocks, places, strict=True):
+        for block, block_id in zip(blocks, block_ids, strict=True):
             if keeps:
-                self.cache.put(place, data[place.start - begin : place.stop - begin])
-            found[block] = bytes(data[max(start, place.start) - begin : min(stop, place.stop) - begin])
+                self.cache.put(block_id, data[block_id.start - begin : block_id.stop - begin])
+            found[block] = bytes(data[max(start, block_id.start) - begin : min(stop, block_id.stop) - begin])
 
     def _count(self, size: int) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""A split opened to be read: found by the URLs of its datasets, with its encoder and the reader of all its shards."""
+"""Opens a split by the URLs of its datasets: its manifest, its encoder, and the reader of all its shards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from training.reading.reader import ReadOptions, SplitReader
 
 
 def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | None = None) -> Encoder:
-    """The encoder of a dataset; its fitted files are checked by digest.
+    """The encoder of a dataset; its fitted files are checked against their digests.
 
-    `held_out` names the fold that is kept for testing in a dataset of folds, which has a fitted file for each; None
-    takes the file that is there in one form only. Raises ConfigError for a fold that has none, CorruptionError,
-    DataError.
+    `held_out` is the fold kept for testing in a dataset of folds, which has a fitted file for each; None is for a
+    dataset with one fitted file. Raises ConfigError for a fold that has none, CorruptionError, DataError.
     """
     schema = Schema.from_json(manifest.schema)
     fs = filesystem(dataset_url)
@@ -38,7 +37,7 @@ def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | No
 
 
 def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> str:
-    """The path of a fitted file in the dataset: the one of all training data, or the one without a fold."""
+    """The path of a fitted file in the dataset: fitted on all training data, or without the fold `held_out`."""
     whole = fitted_path(file)
     if whole in manifest.files:
         return whole
@@ -48,12 +47,12 @@ def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> 
             f"the fitted file of {whole} is not in the dataset",
             got=f"no {whole} in the manifest",
             allowed="each fitted file that the schema names",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     if held_out not in folds:
         raise ConfigError(
-            "this dataset was fitted once for each fold that is held out",
-            got="no fold that is held out" if held_out is None else f"`{held_out}` held out",
+            "this dataset has a fitted file for each fold that is held out",
+            got="no fold held out" if held_out is None else f"`{held_out}` held out",
             allowed=", ".join(folds),
             next_step="Train on all folds but one: their names in --split, with `,` between them.",
         )
@@ -62,7 +61,7 @@ def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class OpenSplit:
-    """A split ready to read, with what it was opened by."""
+    """A split that is ready to be read."""
 
     manifest: DatasetManifest
     encoder: Encoder
@@ -77,28 +76,27 @@ class OpenSplit:
         training: bool = False,
         options: ReadOptions | None = None,
     ) -> Self:
-        """Open a split of the dataset at a URL, or what training.plan.datasets makes of several; everything that is
-        checked at the start is. `training` says which of the statistics fitted for each fold are meant.
+        """Open a split of one dataset, or of several as training.plan.datasets joins them, with all checks that are
+        made at the start. `training` chooses the statistics for training among those fitted for each fold.
         """
         parts, manifest = open_parts(datasets, split)
         first = parts[0]
         encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder, options=options)
+        reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
-        reader.split = split  # of all parts together, as the plan calls it
         return cls(manifest, encoder, reader)
 
 
-def verify_share(readers: Sequence[SplitReader], rank: int, num_ranks: int, tell: Callable[[str], None]) -> None:
-    """Read every byte of this rank's share of the shards and hold it against the manifest's SHA-256.
+def verify_share(readers: Sequence[SplitReader], rank: int, num_ranks: int, report: Callable[[str], None]) -> None:
+    """Check every byte of this rank's share of the shards against the manifest's SHA-256.
 
-    `tell` is told in words what is being read, shard by shard. Raises CorruptionError naming the file.
+    Calls `report` with a line of progress for each shard. Raises CorruptionError naming the file.
     """
     shards = [shard for reader in readers for shard in reader.stored]
     for number in range(rank, len(shards), num_ranks):
         fs, url, info = shards[number]
-        tell(f"verify shard {number + 1} of {len(shards)}")
+        report(f"verify shard {number + 1} of {len(shards)}")
         size, digest = file_digest(fs, url)
         if (size, digest) != (info.bytes, info.sha256):
             raise CorruptionError(

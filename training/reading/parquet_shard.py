@@ -1,4 +1,4 @@
-"""One Parquet shard: a block is a row group, fetched by one range read, its page checksums checked."""
+"""Reads one Parquet shard: a block is a row group, fetched by one range read and checked by its page checksums."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lockstep.storage.formats.parquet_footer import MAGIC, damaged_footer, read_
 
 
 class ParquetShard:
-    """Reads blocks of one shard. The footer is read once, held against its digest, and only then parsed.
+    """Reads blocks of one shard. The footer is read once, checked against its digest, and only then parsed.
 
-    What it says is held against manifest and schema, which may contradict it: row groups and their sizes, the types,
-    and that column chunks lie within the file; what is in them is covered by page checksums.
+    Its row groups, their sizes and the column types are checked against manifest and schema, and that column chunks are
+    within the file. Page checksums cover their content.
     """
 
     def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
@@ -34,27 +34,27 @@ class ParquetShard:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where row groups begin, and where the last one ends; none where they do not lie in their order."""
+        """The start of each row group and the end of the last; empty if row groups are not stored in order."""
         edges = (*self._extents[:, 0].tolist(), *self._extents[-1:, 1].tolist())
         return edges if all(a < b for a, b in pairwise(edges)) else ()
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
-        """First record and number of those that are read for some of a block: all of it."""
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for some of a block: all of it."""
         first = first_record - first_record % self._block_records
         return first, min(self._block_records, self._info.records - first)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
-        """First byte of the row group of these records, and the one after its last. Safe for several threads."""
+        """First byte of the row group of these records, and the byte after its last. Thread-safe."""
         start, stop = self._extents[first_record // self._block_records].tolist()
         return start, stop
 
     def read_block(self, block: int) -> pa.RecordBatch:
-        """All rows of a block, read now; raises what `extent` and `decode_block` raise."""
+        """Read all rows of a block; raises what `extent` and `decode_block` raise."""
         start, stop = self.extent(block * self._block_records, 1)
         return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
 
     def decode_block(self, data: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
-        """All rows of a block out of its bytes, which begin at byte `start`; checksums of pages are checked.
+        """Decode all rows of a block from its bytes, which begin at byte `start`; checks the page checksums.
 
         Raises CorruptionError naming file, first record of the block and offset.
         """
@@ -64,17 +64,17 @@ class ParquetShard:
         try:
             with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:
                 table = file.read_row_group(block, use_threads=False)
-        # Arrow reports a failed checksum or an undecodable page as any of these.
+        # Arrow reports a failed checksum or a page that cannot be decoded as any of these.
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._unreadable(first, start, error) from error
         if table.num_rows != size:
             raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
-        # Nearly always of one chunk, which Arrow would copy all the same.
+        # A column nearly always has one chunk; combine_chunks would copy it.
         chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
         return self._declared(chunks, first)
 
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
-        """All rows from the first to the last, about `rows` at a time; raises as read_block does."""
+        """All rows in order, about `rows` at a time; raises as read_block does."""
         done = 0
         try:
             with (
@@ -91,7 +91,7 @@ class ParquetShard:
             raise self._footer_error(f"{done} rows", f"{self._info.records} rows")
 
     def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
-        """Columns of the file as a batch of the schema; `first` is the number of its first record."""
+        """Columns of the file as a batch of the declared schema; `first` is the number of its first record."""
         found = [
             column if column.type == field.type else column.cast(field.type)
             for field, column in zip(self._schema, columns, strict=True)
@@ -135,17 +135,17 @@ class ParquetShard:
         declared = [(field.name, _plain(field.type)) for field in self._schema]
         if columns != declared:
             raise self._footer_error(f"columns {columns}", f"columns {declared}")
-        # (row groups, 2) int64: first byte and the one after the last, which the footer is slow to tell.
+        # (row groups, 2) int64: first byte, and the byte after the last; looking them up in the footer is slow.
         self._extents = np.array([self._extent(number) for number in groups], dtype=np.int64).reshape(-1, 2)
 
     def _extent(self, block: int) -> tuple[int, int]:
-        """First byte of a row group and the one after its last; CorruptionError where it is not in the file."""
+        """First byte of a row group and the byte after its last; CorruptionError if it is not within the file."""
         group = self._metadata.row_group(block)
         chunks = [group.column(number) for number in range(group.num_columns)]
         starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
         stops = [start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True)]
         if min(starts) < len(MAGIC) or max(stops) > self._info.bytes or max(starts) > max(stops):
-            raise self._footer_error(f"row group {block} at bytes {min(starts)} to {max(stops)}", "a place in the file")
+            raise self._footer_error(f"row group {block} at bytes {min(starts)} to {max(stops)}", "bytes in the file")
         return min(starts), max(stops)
 
     def _footer_error(self, got: str, allowed: str) -> CorruptionError:
@@ -153,12 +153,12 @@ class ParquetShard:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    # Element names and nullability of lists differ between writers: what matters is what the elements are.
+    # Writers differ in element names and nullability of lists; only the type of the elements counts.
     return pa.list_(kind.value_type) if pa.types.is_list(kind) else kind
 
 
 class _Stretch(io.RawIOBase):
-    """The bytes `data` at `offset` of a file of `size` bytes, as a file; nothing else of it can be read."""
+    """A file of `size` bytes of which only `data`, at `offset`, can be read."""
 
     def __init__(self, data: bytes | memoryview, offset: int, size: int) -> None:
         super().__init__()
@@ -181,10 +181,10 @@ class _Stretch(io.RawIOBase):
         return self.read_buffer(size).to_pybytes()
 
     def read_buffer(self, size: int = -1) -> pa.Buffer:
-        """What Arrow calls in place of `read`, for a view instead of a copy."""
+        """Arrow calls this in place of `read`, and gets a view instead of a copy."""
         start = self._position - self._offset
         stop = len(self._data) if size < 0 else start + size
         if start < 0 or stop > len(self._data):
-            raise OSError(f"bytes {self._position} to {self._position + size} lie outside the row group")
+            raise OSError(f"bytes {self._position} to {self._position + size} are outside the row group")
         self._position += stop - start
         return self._data[start:stop]

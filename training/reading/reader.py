@@ -1,4 +1,4 @@
-"""A split read by the epoch plan's runs; everything that is read is checked against the dataset's manifest."""
+"""Reads the runs of an epoch plan from a split, and checks all that it reads against the dataset's manifest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.storage.urls import join
 from training.config import READ_AHEAD_BYTES, TrainConfig
 from training.plan.datasets import split_of
 from training.plan.order import BlockTable, Run
-from training.reading.background import end_beside
+from training.reading.background import end_in_thread
 from training.reading.cache import BlockCache, CacheCounts
 from training.reading.fetch import BlockFetcher, Buffer, FetchCounts
 from training.reading.files import CachedBytes, CachedShard, ShardFiles
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """Raises ConfigError for numbers that cannot be."""
+    """How a split is read. Raises ConfigError for invalid numbers."""
 
     read_ahead_bytes: int = READ_AHEAD_BYTES
-    """Bytes of shards that are on their way or wait to be decoded."""
+    """Bytes of shards that are being fetched or wait to be decoded."""
     cache: str | None = None
-    """A folder on a disk of this host, shared by all processes that name it; None is no cache."""
+    """A folder on a disk of this host, shared by all processes that use it; None is no cache."""
     cache_bytes: int = 0
-    """The most that the folder holds, of all datasets and processes together."""
+    """The size limit of the folder, for all datasets and processes together."""
     ranks: int = 1
     """How many processes read the split, each its part."""
 
@@ -56,60 +56,60 @@ class ReadOptions:
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Self:
-        """Those of a run's rank."""
+        """The options of a run's rank."""
         return cls(
             read_ahead_bytes=config.read_ahead_bytes, cache=config.cache, cache_bytes=config.cache_bytes, ranks=ranks
         )
 
     def shared_by(self, readers: int) -> ReadOptions:
-        """The same for each of so many readers of one process: together they read as much ahead."""
+        """The options of each of `readers` readers in one process, which share `read_ahead_bytes`."""
         return replace(self, read_ahead_bytes=max(1, self.read_ahead_bytes // readers))
 
     def open_cache(self) -> BlockCache | None:
-        """The cache; None where none is asked for, or its disk is full, which is told. Raises ConfigError for a folder
-        that cannot be used.
+        """The cache; None if none is configured, or if its disk is full, which is logged. Raises ConfigError for a
+        folder that cannot be used.
         """
         if self.cache is None:
             return None
         try:
             return BlockCache(self.cache, self.cache_bytes)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            told = error.strerror if isinstance(error, OSError) else None
+            reason = error.strerror if isinstance(error, OSError) else None
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                log.warning("no cache in %s: %s; all is read from the dataset", self.cache, told)
+                log.warning("no cache in %s: %s; all blocks are read from the dataset", self.cache, reason)
                 return None
             raise ConfigError(
-                f"{self.cache!r} cannot be a cache",
-                got=told or str(error),
+                f"{self.cache!r} cannot be used as a cache",
+                got=reason or str(error),
                 allowed="a folder on a local disk that this user may write, with locks (flock)",
                 next_step="Give --cache another folder.",
             ) from error
 
 
-_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
+_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB, twice what four threads read at once
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block that can only be read whole, decoded."""
+    """A decoded block of a format that is read by whole blocks."""
 
     rows: pa.RecordBatch
     unread: int
-    """How many of its rows no run that was read had."""
+    """Rows that no run has read yet."""
     hinted: int = 0
-    """Rows that hints named since it is kept, less those that were read: it must still be there for them."""
-    unit: object = None
-    """What training.batches.decode made of its rows; kept with them, since the block is read strip by strip."""
+    """Rows that hints have named since the block is kept and no run has read yet: it must be kept for them."""
+    prepared: object = None
+    """What training.batches.decode made of the rows: it reads a block strip by strip, and makes it once."""
 
 
 class SplitReader:
-    """Reads runs of records of one split; `read` is not safe for several threads at once, hints may come from any.
+    """Reads runs of records of one split. `read` is not thread-safe; any thread may call `prefetch`.
 
-    At the start the length of every shard, TFRecord indexes and Parquet footers by digest are checked, so that a
-    dataset that was cut or exchanged is refused before the first step; checksums of records and pages while reading.
-    Memory: O(blocks) for the block tables, `keep_blocks` decoded Parquet row groups or gzip blocks (of TFRecord, the
-    places of the records of twice as many), KEPT_INDEX_BYTES of indexes, and once `prefetch` was called
-    `read_ahead_bytes` that are on their way or wait for `read`.
+    The constructor checks the length of every shard and the digests of TFRecord indexes and Parquet footers, so that a
+    truncated or replaced dataset is refused before the first step. Checksums of records and pages are checked while
+    reading. Memory: O(blocks) for the block tables, the blocks of `read_in_turn` as decoded Parquet row groups or gzip
+    blocks (for TFRecord, the record offsets of twice as many), KEPT_INDEX_BYTES of indexes, and after the first
+    `prefetch` the `read_ahead_bytes` that are being fetched or wait for `read`.
     """
 
     def __init__(
@@ -119,15 +119,17 @@ class SplitReader:
         split: str,
         encoder: Encoder | Schema,
         *,
+        name: str | None = None,
         options: ReadOptions | None = None,
     ) -> None:
-        self.split = split
+        self.split = name or split
+        """The plan's name of the split, or of all splits after `add`."""
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
-        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
         self._records: list[int] = []
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
-        """Where each shard lies, and what its manifest says of it."""
+        """The file system, URL and manifest entry of each shard."""
         self._bytes = 0
         self._opener = ShardOpener(self.schema)
         self._files = ShardFiles()
@@ -142,33 +144,28 @@ class SplitReader:
             budget_bytes=self._options.read_ahead_bytes,
         )
         weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
-        self.keep_blocks = 2
+        self.read_in_turn(2)
         self.add(dataset_url, manifest, split)
 
-    @property
-    def keep_blocks(self) -> int:
-        """How many blocks are read in turn: so many are kept decoded, and share what is read ahead."""
-        return self._keep_blocks
-
-    @keep_blocks.setter
-    def keep_blocks(self, blocks: int) -> None:
+    def read_in_turn(self, blocks: int) -> None:
+        """Set how many blocks are read in turn (2 by default): so many are kept decoded, and share the read-ahead."""
         self._keep_blocks = blocks
         self._opener.starts.blocks = 2 * blocks + 8
         self._fetcher.share_among(blocks)
 
     @property
     def cached(self) -> CacheCounts | None:
-        """What came from the node's cache since the beginning; None where there is none."""
+        """What the node's cache has served so far; None without a cache."""
         return None if self._cached is None else replace(self._cached.cache.counts)
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether only whole blocks can be read, not their parts."""
+        """Whether the format is read by whole blocks."""
         return bool(self._shards) and not isinstance(self._shards[0], TFRecordShard)
 
     @property
     def is_local(self) -> bool:
-        """Whether all shards lie on this machine's disk."""
+        """Whether all shards are on a local disk."""
         return self._local
 
     @property
@@ -178,13 +175,11 @@ class SplitReader:
 
     @property
     def fetched(self) -> FetchCounts:
-        """What was read ahead and what was not, since the beginning."""
+        """What was read ahead, and what was not, so far."""
         return self._fetcher.counts
 
     def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
-        """Lay the shards of another split behind those that are there: training.plan.datasets says which fit
-        together.
-        """
+        """Append the shards of another split; training.plan.datasets says which fit together."""
         info = split_of(manifest, split)
         self._records += [shard.records for shard in info.shards]
         self._bytes += sum(shard.bytes for shard in info.shards)
@@ -202,9 +197,9 @@ class SplitReader:
                 self._cached.epoch_bytes += shard.bytes // self._options.ranks
 
     def prefetch(self, runs: Iterable[Run]) -> None:
-        """A hint that these runs will be read soon, in this order, after those of earlier hints: their bytes are
-        fetched in the background as far as the budget goes. Returns at once, whatever the storage does; say each run
-        once. What goes wrong is told by the `read` of the run.
+        """Announce runs that will be read soon, in this order, after those of earlier calls. Their bytes are fetched in
+        the background, within the budget. Returns at once; announce each run once. `read` of a run raises what its
+        fetch raised.
         """
         for run in runs:
             block = self._blocks.get((run.shard, run.first_record // self.table.block_records))
@@ -214,22 +209,22 @@ class SplitReader:
                 block.hinted += run.count
 
     def forget_hints(self) -> None:
-        """Drop what `prefetch` was told and has fetched: reading goes on at another place. Nobody has to call this:
-        bytes that nobody takes also make room for those that a `read` waits for.
+        """Drop the runs that `prefetch` announced and fetched, since reading continues elsewhere. Calling this is
+        optional: unused bytes also make room for those that a `read` waits for.
         """
         self._fetcher.forget()
         for block in self._blocks.values():
             block.hinted = 0
 
     def close(self) -> None:
-        """End what is under way in the background, and close the files; reading opens them anew."""
+        """End all background reads, and close the files; a later read opens them again."""
         self._fetcher.close()
         self._files.close()
         if self._cached is not None:
             self._cached.cache.close()
 
     def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
-        """`read` of one run after another, the next ones fetched meanwhile."""
+        """`read` one run after another, while the next ones are fetched."""
         waiting: deque[Run] = deque()
         for run in runs:
             self.prefetch([run])
@@ -251,10 +246,10 @@ class SplitReader:
         return self.kept_block(run).rows.slice(skip, run.count)
 
     def kept_block(self, run: Run) -> Block:
-        """The block that holds a run, as `block` reads it where it is not kept.
+        """The block that holds a run: the kept one, else read now.
 
-        It is kept until runs had all its rows, as one of the last `keep_blocks`: strips, windows and lanes cut blocks,
-        and no block may be fetched and decoded for each of its parts.
+        A block is kept until runs have read all its rows, among the most recent of `read_in_turn`. Strips, windows and
+        lanes cut blocks into parts; this is the only cache of decoded blocks, so that each is fetched and decoded once.
         """
         key = run.shard, run.first_record // self.table.block_records
         block = self._blocks.pop(key, None)
@@ -264,23 +259,23 @@ class SplitReader:
         block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
         if block.unread > 0 or block.hinted:
             self._blocks[key] = block
-        while len(self._blocks) > self.keep_blocks:
+        while len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return block
 
     def block(self, run: Run) -> pa.RecordBatch:
-        """All records of the block that holds a run, of a shard that is only read by whole blocks; kept nowhere. Raises
-        as `read` does.
+        """Read all records of the block that holds a run, in a format that is read by whole blocks; keeps nothing.
+        Raises as `read` does.
         """
         shard = self._shards[run.shard]
-        assert not isinstance(shard, TFRecordShard), "records are read by themselves: `raw`"
+        assert not isinstance(shard, TFRecordShard), "TFRecord is read by records: `raw`"
         number = run.first_record // self.table.block_records
         return self._checked(run, lambda data, start: shard.decode_block(data, start, number))
 
     def raw(self, run: Run) -> Buffer | None:
-        """The framed records of a run as they lie in the shard; None where only whole blocks are read.
+        """The framed records of a run as stored in the shard; None in a format that is read by whole blocks.
 
-        Nothing of them is checked yet: where they do not decode, `read` says what is wrong, and reads them once more.
+        They are not checked yet: if they do not decode, `read` reads them again and raises the error.
         """
         if not isinstance(self._shards[run.shard], TFRecordShard):
             return None
@@ -288,8 +283,8 @@ class SplitReader:
             return self._fetcher.take(run.shard, run.first_record, run.count)[0]
 
     def _checked(self, run: Run, decode: Callable[[Buffer, int], pa.RecordBatch]) -> pa.RecordBatch:
-        """What `decode` makes of a run's bytes; bytes that do not match their checksums are read once more, by a file
-        opened for them and past the cache: a bit may have flipped on the way, or in one replica.
+        """The bytes of a run, decoded. Bytes that do not match their checksums are read once more, with a newly opened
+        file and not from the cache: a bit may have flipped in transfer, or in one replica.
         """
         with self._named(run):
             try:
@@ -299,12 +294,12 @@ class SplitReader:
                 if self._cached is not None:
                     self._cached.drop(run.shard, start, stop)
                 batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
-                log.warning("%s (%s): read again, the bytes are right", error.what, error.got)
+                log.warning("%s (%s): the second read has the right bytes", error.what, error.got)
                 return batch
 
     @contextmanager
     def _named(self, run: Run) -> Iterator[None]:
-        """Name file, records and block in the error of a storage that does not give them."""
+        """Add file, records and block to a StorageError."""
         try:
             yield
         except StorageError as error:
@@ -320,7 +315,7 @@ class SplitReader:
     def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.
 
-        A Parquet shard is read in one stream, without regard to its row groups.
+        A Parquet shard is read in one stream, not by row groups.
         """
         block = 0
         for number, shard in enumerate(self._shards):
@@ -342,7 +337,7 @@ class SplitReader:
 
 
 def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) -> None:
-    """End what a reader leaves that nobody closed."""
+    """End the threads and close the files of a reader that was not closed."""
 
     def end() -> None:
         fetcher.stop()
@@ -350,4 +345,4 @@ def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) 
         if cache is not None:
             cache.close()
 
-    end_beside(end)
+    end_in_thread(end)

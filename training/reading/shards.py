@@ -1,4 +1,4 @@
-"""A split's shards opened: each by the reader of its format, after a look whether it is the one that was published."""
+"""Opens the shards of a split with the reader of their format, after checking that they are the published ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LINES = b"0123456789 \n"
 
 
 class BlockStarts:
-    """Where the records of the last blocks begin that were entered in their middle, for any number of shards.
+    """The offsets of the records in the blocks that were last entered in their middle, for any number of shards.
 
-    A lane enters a cut block where its window ends and goes on there with the next one, so as many should be kept as
-    there are lanes. A block's entry is 8 bytes a record. Safe for several threads.
+    A window of a lane may end within a block, and the lane's next window continues there: keep at least as many blocks
+    as there are lanes. A block takes 8 bytes a record. Thread-safe.
     """
 
     def __init__(self, blocks: int = 8) -> None:
@@ -36,7 +36,7 @@ class BlockStarts:
         self._kept: OrderedDict[tuple[str, int], npt.NDArray[np.int64]] = OrderedDict()
 
     def get(self, url: str, block: int) -> npt.NDArray[np.int64] | None:
-        """The offsets of a block's records, (n,) int64; None where they are not kept."""
+        """The offsets of a block's records, (n,) int64; None if they are not kept."""
         with self._lock:
             found = self._kept.pop((url, block), None)
             if found is not None:
@@ -44,7 +44,7 @@ class BlockStarts:
             return found
 
     def put(self, url: str, block: int, starts: npt.NDArray[np.int64]) -> None:
-        """Keep them; the block that was not asked for longest goes."""
+        """Keep them, and drop those of the least recently used block."""
         with self._lock:
             self._kept[url, block] = starts
             while len(self._kept) > self.blocks:
@@ -52,10 +52,11 @@ class BlockStarts:
 
 
 class TFRecordShard:
-    """Reads records of one shard. `index` is the content of its index file, already checked by digest.
+    """Reads records of one shard. `index` is the content of its index file, already checked against its digest.
 
-    Of the index only the place of each block's first line is kept, so memory is O(blocks); the lines of a cut block
-    are read again from `index_url`. With `keep_index` all of it is kept, and nothing of it is read again.
+    Only the offset of each block's first line in the index is kept, so memory is O(blocks); the lines of a block that
+    is entered in its middle are read again from `index_url`. `keep_index` keeps the whole index, and reads nothing
+    again.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TFRecordShard:
         line_ends = np.flatnonzero(np.frombuffer(index, dtype=np.uint8) == ord("\n")) + 1
         if len(line_ends) != info.records or (len(index) and line_ends[-1] != len(index)):
             raise CorruptionError(
-                "an index has not one line a record",
+                "an index does not have one line a record",
                 file=index_url,
                 got=f"{len(line_ends)} lines",
                 allowed=f"{info.records} records",
@@ -89,15 +90,15 @@ class TFRecordShard:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where blocks begin, and where the last one ends."""
+        """The start of each block and the end of the last."""
         return self._info.block_edges
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
-        """First record and number of those that are read for some: just these."""
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for some: only these."""
         return first_record, count
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
-        """First byte of some records within one block, and the one after their last. Safe for several threads.
+        """First byte of some records within one block, and the byte after their last. Thread-safe.
 
         Raises CorruptionError for an index, or a manifest, that does not fit.
         """
@@ -107,12 +108,12 @@ class TFRecordShard:
         return start, stop
 
     def read(self, first_record: int, count: int) -> pa.RecordBatch:
-        """Records first_record.. within one block, read now; raises what `extent` and `decode` raise."""
+        """Read records of one block, from first_record on; raises what `extent` and `decode` raise."""
         start, stop = self.extent(first_record, count)
         return self.decode(self._fs.read_range(self._url, start, stop - start), start, first_record, count)
 
     def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
-        """Records first_record.. out of their bytes, which begin at byte `start`; both checksums of each are checked.
+        """Decode records from their bytes, which begin at byte `start`; checks both checksums of each.
 
         Raises CorruptionError naming file, record and offset, DataError for records that do not fit the schema.
         """
@@ -122,7 +123,7 @@ class TFRecordShard:
         return found
 
     def _start_of(self, block: int, skip: int) -> int:
-        """Byte offset of the record `skip` records into a block; that of the next block for the block's size."""
+        """Byte offset of record `skip` of a block; for the block's size, that of the next block."""
         offsets = self._info.block_offsets
         size = min(self._block_records, self._info.records - block * self._block_records)
         if skip == 0:
@@ -157,7 +158,7 @@ class TFRecordShard:
 
 
 class GzipShard:
-    """Reads blocks of one shard whose manifest entry has `unpacked_offsets`. Memory: a few times a block, unpacked."""
+    """Reads blocks of one gzip shard, whose manifest entry has `unpacked_offsets`. Memory: a few unpacked blocks."""
 
     def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
         assert info.unpacked_offsets is not None
@@ -167,17 +168,17 @@ class GzipShard:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where blocks begin in the file, and where the last one ends."""
+        """The start of each block in the file, and the end of the last."""
         return self._edges
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
-        """First record and number of those that are read for some of a block: all of it."""
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for some of a block: all of it."""
         first = first_record - first_record % self._block_records
         return first, min(self._block_records, self._info.records - first)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
-        """First byte of the block of these records, and the one after its last. Raises CorruptionError for one that is
-        too long to be one.
+        """First byte of the block of these records, and the byte after its last. Raises CorruptionError for a block
+        that is too long.
         """
         block = first_record // self._block_records
         start, stop = self._edges[block], self._edges[block + 1]
@@ -185,31 +186,31 @@ class GzipShard:
         return start, stop
 
     def read_block(self, block: int) -> pa.RecordBatch:
-        """All records of a block, read now; raises what `extent` and `decode_block` raise."""
+        """Read all records of a block; raises what `extent` and `decode_block` raise."""
         start, stop = self.extent(block * self._block_records, 1)
         return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
 
     def decode_block(self, packed: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
-        """All records of a block out of its bytes, which begin at byte `start`; both checksums of each are checked.
+        """Decode all records of a block from its bytes, which begin at byte `start`; checks both checksums of each.
 
-        Raises CorruptionError naming file, record and offset (of a block in the file, of a record in what the file
-        unpacks to), DataError for records that do not fit the schema.
+        Raises CorruptionError naming file, record and offset (of a block in the file, of a record in the unpacked
+        bytes), DataError for records that do not fit the schema.
         """
         first_record = block * self._block_records
-        place, end = self._unpacked[block], self._unpacked[block + 1]
-        data = unpack(packed, end - place, file=self._url, record=first_record, offset=start)
-        found = self._decode(data, self._url, first_record, place)
+        begin, end = self._unpacked[block], self._unpacked[block + 1]
+        data = unpack(packed, end - begin, file=self._url, record=first_record, offset=start)
+        found = self._decode(data, self._url, first_record, begin)
         count = min(self._block_records, self._info.records - first_record)
-        check_count(found, count, self._url, first_record, place, end, "its manifest")
+        check_count(found, count, self._url, first_record, begin, end, "its manifest")
         return found
 
 
-KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: of 1.6 million records no index is read twice
+KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: up to 1.6 million records no index is read twice
 Shard = TFRecordShard | GzipShard | ParquetShard
 
 
 class ShardOpener:
-    """Opens shards for one reader: those of TFRecord share `starts`, and keep KEPT_INDEX_BYTES of indexes in all."""
+    """Opens shards for one reader: TFRecord shards share `starts`, and keep at most KEPT_INDEX_BYTES of indexes."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
@@ -217,8 +218,8 @@ class ShardOpener:
         self.starts = BlockStarts()
 
     def open(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int) -> Shard:
-        """A shard of a split. Raises CorruptionError for one that is missing or has another length, and for a footer
-        or an index that is not what the manifest says.
+        """Open a shard of a split. Raises CorruptionError if it is missing or has another length, or if its footer or
+        index does not match the manifest.
         """
         info = manifest.splits[split]
         shard, block_records = info.shards[number], info.block_records

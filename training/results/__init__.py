@@ -1,1 +1,1 @@
-"""After a run: evaluation, export, audit, report."""
+"""What is done after a run: evaluation, export, audit, report."""

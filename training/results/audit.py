@@ -1,12 +1,11 @@
-"""Which sample went into which step: written by each rank, and checked along a run's chain of checkpoints.
+"""Checks the audits of a run, along its chain of checkpoints: was each sample of each epoch used exactly once?
 
-A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
-0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows lie in step order, within a step in lane order.
-Of a mixture a fourth column says which dataset a sample is of (from 0), and the epoch is that dataset's own.
+`training.batches.audit_log` writes the files and describes their format.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,8 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
-from training.batches.audit_log import _ROW, Rows, parse_audit, sample_hex
-from training.batches.training_set import TrainingSet, _id_column, _ids
+from training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
+from training.batches.training_set import TrainingSet, sample_ids
 from training.config import LANE_GROUPS
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan, Plan
@@ -30,11 +29,37 @@ from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip
 from training.run.paths import RunPaths, audit_step_of
 from training.run.run_json import read_run
 
+_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
+_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
+ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
+Rows = npt.NDArray[np.void]
+
+
+def parse_audit(data: bytes, *, file: str) -> Rows:
+    """Rows (n,) of int64 fields step, epoch, id, dataset (0 without a mixture). Raises CorruptionError naming file
+    and row for anything else."""
+    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
+    if not data.startswith(header) or not data.endswith(b"\n"):
+        what = "an audit without its header or cut in a line"
+        raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
+    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
+    rows = np.zeros(len(lines), dtype=ROW)
+    for number, line in enumerate(lines):
+        cells = row_form.fullmatch(line)
+        if cells is None:
+            raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
+        value = int(cells[3], 16)
+        signed = value - (1 << 64) if value >> 63 else value
+        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
+    return rows
+
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit shows. Samples are (epoch, sample id in hex, of a mixture also its dataset); all empty but
-    `left_over` (of a mixture that of its first dataset, whose epochs the run counts) where all is well.
+    """The result of an audit. Samples are (epoch, sample id in hex, in a mixture also the dataset).
+
+    A correct run has no samples in any field except `left_over`; of a mixture, `left_over` is that of the first
+    dataset, whose epochs the run counts.
     """
 
     steps: int
@@ -45,11 +70,13 @@ class AuditReport:
     short_steps: tuple[int, ...]
     left_over: tuple[tuple[int, str], ...]
     places: tuple[str, ...] = ()
-    """What is wrong with which file and row (training.results.audit)."""
+    """Faults, each with its file and row."""
 
     @property
     def ok(self) -> bool:
-        """Each sample of each epoch exactly once, what is left over as planned, global batches full, all in place."""
+        """Whether each sample of each epoch was used once or left over as planned, in full batches, at its planned
+        place.
+        """
         return not (self.missing or self.repeated or self.unknown or self.short_steps or self.places)
 
 
@@ -61,14 +88,14 @@ def check_audit(
     steps: int,
     epochs: int,
 ) -> AuditReport:
-    """Hold the audits of a run against its data set, or of a mixture against each of its own.
+    """Check the audits of a run against its dataset, or against each dataset of a mixture.
 
     `audits` are the URLs (or name and content) of all ranks' audit files along the chain of checkpoints, oldest first;
-    `steps` the steps of the chain's tip; `epochs` those of the whole run. The ids come from the shards themselves, in
-    file order, so that the check does not rest on the plan but for which samples are left over. Of the datasets of a
-    mixture but the first, the epochs that have begun are checked.
+    `steps` are the steps at the tip of the chain, `epochs` those of the whole run. Sample ids are read from the shards,
+    so the check depends on the plan only for the samples that are left over. For the datasets of a mixture after the
+    first, it checks the epochs that have begun.
     """
-    rows = np.concatenate([np.zeros(0, dtype=_ROW), *(_load(audit) for audit in audits)])
+    rows = np.concatenate([np.zeros(0, dtype=ROW), *(_load(audit) for audit in audits)])
     readers = [readers] if isinstance(readers, SplitReader) else readers
     if not isinstance(plan, MixedPlan):
         return _check(plan, readers[0], rows, steps, epochs)
@@ -92,13 +119,13 @@ def check_audit(
 def all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
     """The sample ids of a split in file order, (n,)."""
     blocks: list[Run] = [reader.table.run(block) for block in range(reader.table.num_blocks)]
-    return np.concatenate([_ids(reader.read(run).column(_id_column(reader))) for run in blocks])
+    return np.concatenate([sample_ids(reader, run) for run in blocks])
 
 
 def _check(plan: EpochPlan, reader: SplitReader, rows: Rows, steps: int, epochs: int, suffix: str = "") -> AuditReport:
     ids = all_ids(reader)
     everything = np.sort(ids)
-    # A sample of an epoch is counted in cell (epoch, rank of its id among all).
+    # Samples are counted in cells (epoch, index of the id among all sorted ids).
     place = np.minimum(np.searchsorted(everything, rows["id"]), len(everything) - 1)
     known = (everything[place] == rows["id"]) & (rows["epoch"] < epochs) & (rows["step"] >= 1) & (rows["step"] <= steps)
     counts = np.zeros((epochs, len(everything)), dtype=np.int64)
@@ -131,16 +158,21 @@ def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
 def _left_records(
     plan: EpochPlan, reader: SplitReader, epochs: int, steps: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(epoch, positions, records) of what `steps` steps leave of `epochs` epochs: two (n,) int64; records are counted
-    over all shards."""
-    starts = np.concatenate([[0], np.cumsum(reader.table.shard_records)])
+    """(epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64; records
+    are numbered over all shards."""
     used = steps * (plan.global_batch // plan.lanes)
     for lane in range(plan.lanes):
         for epoch, positions in plan.lane_positions(lane, used, plan.received(lane, epochs)):
-            first = int(positions.min())
-            runs = plan.runs(epoch, first, int(positions.max()) + 1)
-            records = [np.arange(run.count) + starts[run.shard] + run.first_record for run in runs]
-            yield epoch, positions, np.concatenate(records)[positions - first]
+            yield epoch, positions, _records_at(plan, epoch, positions)
+
+
+def _records_at(plan: EpochPlan, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The records at positions (n,) of an epoch, numbered over all shards: (n,) int64."""
+    starts = np.concatenate([[0], np.cumsum(plan.shard_records)])
+    first = int(positions.min())
+    runs = plan.runs(epoch, first, int(positions.max()) + 1)
+    records = [np.arange(run.count) + starts[run.shard] + run.first_record for run in runs]
+    return np.concatenate(records)[positions - first]
 
 
 def _load(audit: str | tuple[str, bytes]) -> Rows:
@@ -151,7 +183,7 @@ def _load(audit: str | tuple[str, bytes]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Steps first..last of a run's chain, which `num_ranks` ranks of one generation did."""
+    """Steps first..last of a run's chain, done by the `num_ranks` ranks of one generation."""
 
     generation: int
     num_ranks: int
@@ -172,10 +204,10 @@ class Part:
 def misplaced(
     plan: Plan, groups: int | None, ids: npt.NDArray[np.int64], spans: Sequence[Span], parts: Sequence[Part]
 ) -> list[str]:
-    """What is wrong with the parts, in words, a line each; at most one of a kind for each part.
+    """The faults of the parts, a line each; at most one of a kind for each part.
 
-    `groups` are the run's lane groups, `ids` (n,) the sample ids of the split in file order. The order of a mixture's
-    samples is not held against its plan, the number of its rows is.
+    `groups` are the run's lane groups, `ids` (n,) the sample ids of the split in file order. For a mixture, the number
+    of rows is checked, but not the order of samples.
     """
     planned = None if isinstance(plan, MixedPlan) else _planned(plan, ids, spans)
     return [line for span in spans for line in _of_span(plan, groups, planned, span, parts)]
@@ -206,7 +238,7 @@ def _of_span(
 def _of_part(
     part: Part, span: Span, columns: slice, planned: npt.NDArray[np.int64] | None, where: dict[int, str]
 ) -> list[str]:
-    """`where` gets the steps that the part holds."""
+    """The faults of one part; adds the steps of the part to `where`."""
     found: list[str] = []
     steps, starts, counts = np.unique(part.rows["step"], return_index=True, return_counts=True)
     strange = [step for step in steps.tolist() if not span.first <= step <= span.last]
@@ -230,8 +262,8 @@ def _of_part(
         wrong = np.flatnonzero((right != mine) | (part.rows["step"][start : start + count] != step))
         if len(wrong):
             at = int(wrong[0])
-            told = f"sample {sample_hex(int(mine[at]))} where the plan has {sample_hex(int(right[at]))}"
-            found.append(f"{part.url}, row {start + at + 1}: step {step}, {told}")
+            difference = f"sample {sample_hex(int(mine[at]))} where the plan has {sample_hex(int(right[at]))}"
+            found.append(f"{part.url}, row {start + at + 1}: step {step}, {difference}")
             break
     return found
 
@@ -241,15 +273,11 @@ def _planned(plan: Plan, ids: npt.NDArray[np.int64], spans: Sequence[Span]) -> n
     assert not isinstance(plan, MixedPlan)
     steps = max((span.last for span in spans), default=0)
     each = plan.global_batch // plan.lanes
-    starts = np.concatenate([[0], np.cumsum(plan.shard_records)])
     table = np.zeros((steps, plan.lanes, each), np.int64)
     for lane in range(plan.lanes):
         found = []
         for epoch, positions in plan.lane_positions(lane, 0, steps * each):
-            first = int(positions.min())
-            runs = plan.runs(epoch, first, int(positions.max()) + 1)
-            records = np.concatenate([np.arange(run.count) + starts[run.shard] + run.first_record for run in runs])
-            found.append(ids[records[positions - first]])
+            found.append(ids[_records_at(plan, epoch, positions)])
         table[:, lane] = np.concatenate(found).reshape(steps, each)
     return table.reshape(steps, plan.global_batch)
 
@@ -273,52 +301,52 @@ def _steps(first: int, last: int) -> str:
 
 
 class NotAuditedError(DataError):
-    """There is nothing to hold a run against: it has no audit, no checkpoint yet, or its dataset is not there."""
+    """A run that cannot be checked: it has no audit, no checkpoint yet, or its dataset is missing."""
 
 
 def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
     """URLs of the audit files that lead to `tip`, oldest first.
 
-    Those of its generation up to its step, then those of that claim's parent up to the parent's step, and so back.
-    The claims decide, since retention removes old checkpoints but no audit; a part that was uploaded for a checkpoint
-    that was never committed lies past the step from which the next generation began, and does not count.
+    These are the files of its generation up to its step, of that claim's parent up to the parent's step, and so on. The
+    claims define the chain, since retention removes old checkpoints but no audits. A part for a checkpoint that was not
+    committed is after the step from which the next generation began, and does not count.
     """
     claims = read_claims(fs, paths)
     found: list[list[str]] = []
-    place: CheckpointRef | None = tip
-    while place is not None:
-        if place.generation not in claims:
+    ref: CheckpointRef | None = tip
+    while ref is not None:
+        if ref.generation not in claims:
             raise DataError(
-                f"{paths.root} has no claim of generation {place.generation}",
+                f"{paths.root} has no claim of generation {ref.generation}",
                 got=f"claims {sorted(claims)}",
                 allowed="a claim for each generation of the chain",
                 next_step=f"Run `python -m jobs.verify {paths.root}`.",
             )
-        found.append(_files_of(fs, paths, place))
-        place = claims[place.generation].parent
+        found.append(_files_of(fs, paths, ref))
+        ref = claims[ref.generation].parent
     return [url for urls in reversed(found) for url in urls]
 
 
 def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Span]:
-    """The steps that each generation did on the way to `tip`, oldest first, and its number of ranks."""
+    """The steps of each generation on the chain to `tip`, oldest first, and its number of ranks."""
     claims, found = read_claims(fs, paths), []
-    place: CheckpointRef | None = tip
-    while place is not None:
-        claim = claims[place.generation]
+    ref: CheckpointRef | None = tip
+    while ref is not None:
+        claim = claims[ref.generation]
         first = claim.parent.step + 1 if claim.parent else 1
-        found.append(Span(place.generation, claim.num_ranks, first, place.step))
-        place = claim.parent
+        found.append(Span(ref.generation, claim.num_ranks, first, ref.step))
+        ref = claim.parent
     return found[::-1]
 
 
 def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport:
-    """Check the audits of a run up to its tip. `dataset_url` where the dataset has moved since the run began.
+    """Check the audits of a run up to its tip. `dataset_url` is needed if the dataset has moved since the run began.
 
-    Raises NotAuditedError for a run without `--audit` or a checkpoint and where its dataset is not there, DataError
-    where the chain is broken, CorruptionError for what cannot be read.
+    Raises NotAuditedError for a run without `--audit`, without a checkpoint or whose dataset is missing, DataError for
+    a broken chain, CorruptionError for a file that cannot be read.
     """
     fs, paths = filesystem(run_url), RunPaths(run_url)
-    chain_of(fs, paths)  # first: what is lost of it is a fault without an audit too
+    chain_of(fs, paths)  # first: a lost checkpoint is a fault without an audit too
     document = read_run(fs, paths)
     config: dict[str, Any] = document["config"]
     if not config["audit"]:
@@ -327,7 +355,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
-        # A run from before `mix` was there has none.
+        # The run.json of an older version has no `mix`.
         datasets = [dataset_url] if dataset_url else config["datasets"]
         opened = TrainingSet.at(datasets, config["split"], config.get("mix"))
         plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
@@ -335,7 +363,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
-    # Of a thousand epochs that were asked for, those that the steps so far, and one more, reach: memory goes with them.
+    # Only the epochs that the steps have reached, and one more: memory is proportional to their number.
     epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
     files = audit_files(fs, paths, tip.ref)
     contents = [(url, fs.read_bytes(url)) for url in files]
@@ -358,16 +386,16 @@ def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]
         ranks = [entry.name for entry in fs.list(directory) if entry.is_dir]
         strange = next((name for name in ranks if not name.removeprefix("rank-").isdigit()), None)
         if strange is not None:
-            raise CorruptionError("a folder that is no rank's", file=join(directory, strange), got=strange)
+            raise CorruptionError("a folder that is not a rank's", file=join(directory, strange), got=strange)
     except NotFoundError:
         return []
     for rank in ranks:
         for entry in fs.list(join(directory, rank)):
             step = audit_step_of(entry.name)
-            if step is None and is_temporary(entry.name):  # its rank was killed while it wrote; no checkpoint names it
+            if step is None and is_temporary(entry.name):  # its rank was killed while writing; no checkpoint names it
                 continue
             if step is None:
-                raise CorruptionError("a file that is no part of an audit", file=entry.url, got=entry.name)
+                raise CorruptionError("a file that is not part of an audit", file=entry.url, got=entry.name)
             if step <= upto.step:
                 urls.append((step, entry.url))
     return [url for _, url in sorted(urls)]
@@ -377,6 +405,6 @@ def _unchecked(run_url: str, got: str) -> NotAuditedError:
     return NotAuditedError(
         f"{run_url} has no audit to check",
         got=got,
-        allowed="a run with `audit` in its config and at least one checkpoint, and its dataset where it was",
+        allowed="a run with `audit` in its config, at least one checkpoint, and its dataset in its place",
         next_step="Train with --audit, and keep the dataset.",
     )

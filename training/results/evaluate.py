@@ -1,4 +1,4 @@
-"""Evaluation of a run's model on a split: the caller's side, and the entry of each rank."""
+"""Evaluates a run's model on a split: the caller's side, the baseline, and the entry of each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from training.run.result import find_result
 from training.run.run_json import read_run
 from training.run.weights_source import SCHEMA_FILE, checked_file, newest_of
 
-SMOOTHING = 10  # rows of the global mean that each value's rate begins with
+SMOOTHING = 10  # rows of the global mean that are added to each value's rate
 KINDS = "rate:COLUMN or majority"
 WEIGHT_BITS = 149  # below one: the smallest float32 is 2^-149
 
@@ -58,9 +58,9 @@ def check_baseline(name: str, schema: Schema) -> str | None:
 
 
 class Baseline:
-    """Class shares of what a run was trained on, overall and (for `rate`) for each value of one column.
+    """Class shares of a run's training rows, overall and (for `rate`) for each value of one column.
 
-    Rows count by their weights where the schema has a weight, as they do in the training loss.
+    If the schema has a weight, rows count by their weights, as in the training loss.
     """
 
     def __init__(self, name: str, schema: Schema) -> None:
@@ -74,10 +74,10 @@ class Baseline:
         self._rates: dict[str, float] = {}
 
     def fit(self, readers: Sequence[SplitReader], ratios: Sequence[int] | None, communicator: Communicator) -> None:
-        """Count what was trained on, each rank its share; every rank gets the same rates.
+        """Count the training rows, each rank its share; every rank gets the same rates.
 
-        `readers` are one for all datasets laid end to end or, with `ratios`, one for each dataset of a mixture, whose
-        rows then count by how often a batch of the mixture has them.
+        `readers` is one reader of all datasets end to end or, with `ratios`, one for each dataset of a mixture, whose
+        rows count in proportion to their frequency in the mixture's batches.
         """
         counted = [self._count(reader, communicator.rank, communicator.num_ranks) for reader in readers]
         everyone = [json.loads(part) for part in communicator.all_gather_bytes(json.dumps(counted).encode())]
@@ -96,7 +96,7 @@ class Baseline:
                     total[1] += share * units
         whole = sum(classes)
         if not whole:
-            return  # no row counts: every class is as likely
+            return  # no row counts: all classes are equally likely
         self._prior = np.array([float(units / whole) for units in classes])
         smoothing, mean = SMOOTHING * whole / sum(self.class_counts), classes[-1] / whole
         self._rates = {
@@ -104,7 +104,7 @@ class Baseline:
         }
 
     def predict(self, rows: pa.RecordBatch) -> NDArray[np.float32]:
-        """Probabilities of the classes, (n, classes), of no and yes (n, 2); read-only."""
+        """Probabilities of the classes, (n, classes), or of no and yes, (n, 2); read-only."""
         if self._column is None:
             return np.broadcast_to(self._prior.astype(np.float32), (len(rows), self.classes))
         mean = float(self._prior[-1])
@@ -138,13 +138,13 @@ class Baseline:
             raise DataError(
                 f"the baseline {self.name} cannot count the label `{self._label.name}`",
                 got=str(labels[wrong][0]),
-                allowed=f"whole numbers of 0 to {self.classes - 1}",
-                next_step="Leave --baseline out: it is for classes and for yes-or-no labels.",
+                allowed=f"whole numbers from 0 to {self.classes - 1}",
+                next_step="Leave --baseline out: it needs classes or a yes-or-no label.",
             )
         return labels.astype(np.int64)
 
     def _units(self, rows: pa.RecordBatch) -> Iterable[int]:
-        """Each row's weight, in a unit that makes it a whole number."""
+        """Each row's weight as a whole number, in units of 2^-149."""
         if self._weight is None:
             return [1] * len(rows)
         weights = np.asarray(rows.column(self._weight.name)).astype(np.float32)  # as a model is fed
@@ -152,7 +152,7 @@ class Baseline:
 
 
 def _of_mixture(ratios: Sequence[int], rows: Sequence[int]) -> list[Fraction]:
-    """By how much a row of each dataset counts: datasets count by their ratios, and all rows together as before."""
+    """How much a row of each dataset counts: datasets count by their ratios; the total stays that of all rows."""
     return [
         Fraction(ratio * sum(rows), sum(ratios) * count) if count else Fraction(0)
         for ratio, count in zip(ratios, rows, strict=True)
@@ -160,7 +160,7 @@ def _of_mixture(ratios: Sequence[int], rows: Sequence[int]) -> list[Fraction]:
 
 
 def _values(column: pa.Array) -> list[str]:
-    """A column's values as texts; a null is a value of its own."""
+    """A column's values as texts; null counts as a value."""
     return ["\0null" if value is None else str(value) for value in column.to_pylist()]
 
 
@@ -178,14 +178,14 @@ def evaluate(
     batch: int = 512,
     baseline: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the run's model (its newest claim's, else the weights of the chain's tip) on `split` of `dataset`.
+    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint) on `split` of `dataset`.
 
-    `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares)
-    of what the run was trained on, on the same rows. Returns {run, dataset, split, model, samples, metrics, intervals
-    (95 %, of metrics that have one), class_counts (None of labels that are no classes), baseline: None or {name,
-    metrics, intervals, class_counts}, difference (model less baseline, {metric: {value, interval}}), compared_by (the
-    metric that decides, None without a baseline)}. What puts the numbers in doubt is printed on standard error.
-    Raises ConfigError and NotFoundError before any rank is started where they can be.
+    `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
+    counted on the training rows and applied to the same rows as the model. Returns {run, dataset, split, model,
+    samples, metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not classes),
+    baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric: {value,
+    interval}}), compared_by (the metric that decides, None without a baseline)}. Prints notes on doubtful numbers to
+    standard error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """
     if batch < 1 or num_ranks < 1:
         raise ConfigError(
@@ -223,8 +223,8 @@ def evaluate(
 
 
 def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[float, ...] | None:
-    """The share of each class that --sample kept for training: as the exported model says, or else the dataset that is
-    evaluated where its digest is the run's. None where all was kept, and where a class was left out whole.
+    """The share of each class that --sample kept for training: from the exported model, else from the evaluated dataset
+    if its digest is the run's. None if all rows were kept, or if a whole class was left out.
     """
     schema = Schema.from_json(evaluated.schema)
     if model is not None:
@@ -237,11 +237,11 @@ def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[f
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
-    """Raise ConfigError where the run's datasets are others by now, or have not what `baseline` needs."""
+    """Raise ConfigError if the run's datasets have changed, or lack what `baseline` needs."""
     trained_on = (open_parts if config.mix is None else open_mixture)(config.datasets, config.split)[1]
     if trained_on.digest != digest:
         raise ConfigError(
-            f"the baseline {baseline} cannot be counted on what the run was trained on",
+            f"the baseline {baseline} cannot be counted on the run's training rows",
             got=f"datasets {', '.join(config.datasets)} of digest {trained_on.digest}",
             allowed=f"digest {digest}",
             next_step="Put the run's datasets back in their places, or leave --baseline out.",
@@ -252,7 +252,7 @@ def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
 def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None, kept: Sequence[float] | None) -> list[str]:
     baseline, split = result["baseline"], result["split"]
     trained_on = baseline["class_counts"] if baseline else (trained or {}).get("class_counts")
-    if trained_on and kept:  # as many as there were before --sample
+    if trained_on and kept:  # the counts before --sample
         trained_on = [round(rows / share) for rows, share in zip(trained_on, kept, strict=True)]
     return [
         *notes.of_classes(result["class_counts"], f"split `{split}`"),
@@ -285,19 +285,19 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Evaluate this rank's share; returns a result of `evaluate` from `samples` on, on rank 0 alone."""
+    """Evaluate this rank's share; rank 0 returns a result of `evaluate` from `samples` on, other ranks {}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    from training.results.evaluate_rank import run  # TensorFlow is imported now that its settings are made
+    from training.results.evaluate_rank import run  # here, since it imports TensorFlow, which is set up now
 
     return run(context, config)
 
 
 def number(value: Any) -> str:
-    """A metric's value in a table; - where there is none."""
+    """A metric's value in a table; - if there is none."""
     return "-" if value is None else f"{value:.4f}" if isinstance(value, int | float) else str(value)
 
 
 def span(interval: Sequence[float] | None) -> str:
-    """An interval in a table; - where there is none."""
+    """An interval in a table; - if there is none."""
     return "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"

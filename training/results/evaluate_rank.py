@@ -1,4 +1,4 @@
-"""A rank's part of an evaluation: the model's and the baseline's metrics over its share of the rows."""
+"""Evaluates a rank's share of the rows: the metrics of the model and of the baseline."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from training.batches.augmenting import labels_of, soft_labels
 from training.batches.feed import eval_batches, eval_rows
+from training.batches.tf_dataset import ArrayPipeline, Arrays
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
 from training.config import TrainConfig
@@ -35,12 +36,12 @@ from training.steps import model_state
 from training.steps.losses import weigh_tests
 from training.steps.patching import swapped
 
-SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
+SHOWN_BATCH_ROWS = 8  # rows of the batch of zeros that builds the metrics
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
-    """Load, evaluate without any collective until this rank is done, then put the ranks' states and rows together.
+    """Load the model, evaluate without any collective, then combine the states and rows of all ranks.
 
     Returns a result of training.results.evaluate from `samples` on; {} on other ranks than 0.
     """
@@ -68,14 +69,17 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
     kept = payload["kept"] and tuple(payload["kept"])
-    share, outputs = _Share(batches, watched, baseline), _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
+    share = _Share(batches, watched, baseline, signature)
+    outputs = _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
     model.reset_metrics()
     start, stop = eval_rows(split.reader, world.rank, world.num_ranks, payload["batch"])
-    if start < stop:  # a rank without a batch has nothing to do until the sums
+    if start < stop:  # a rank without a batch waits for the sums
+        steps = -(-(stop - start) // payload["batch"])
+        pipeline = ArrayPipeline(signature, share.next_arrays, 0, steps, rows=None)  # the split's last batch is shorter
         try:
-            model.evaluate(share.dataset(signature), steps=-(-(stop - start) // payload["batch"]), verbose=0)
+            model.evaluate(pipeline.dataset, steps=steps, verbose=0)
         except Exception as error:
-            raise share.failure or error from None
+            raise pipeline.failure or error from None
     context.control.beat(1, "put the ranks' rows together")
     samples = np.array([share.samples], np.int64)
     comm.all_reduce(samples)
@@ -104,8 +108,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 
 
 def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
-    """A split to evaluate a run of `config` on. One that the run was trained on is encoded as it was then: with what
-    was fitted without the fold that the run left out.
+    """A split to evaluate a run of `config` on. If the run was trained on it, it is encoded as in training: with the
+    fitted files that leave out the run's held-out fold.
     """
     if split not in config.split.split(","):
         return OpenSplit.at(dataset, split)
@@ -115,7 +119,7 @@ def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
 
 
 class _Watched(Encoder):
-    """An encoder that keeps the rows it encoded last: the baseline is computed from a raw column of them."""
+    """An encoder that keeps the last rows it encoded: the baseline needs one of their raw columns."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._inner = encoder
@@ -127,10 +131,10 @@ class _Watched(Encoder):
 
 
 class _Outputs:
-    """What a model gives for each row, taken where test_step hands it to the metrics, and what it adds to the loss."""
+    """Collects a model's output for each row, as test_step passes it to the metrics, and its additions to the loss."""
 
     def __init__(self, model: keras.Model, form: OutputForm) -> None:
-        self._form = form  # but for the width
+        self._form = form  # without the width
         self._columns: list[Floats | None] = []
         self._outputs = 0  # a row
         self._added = keras.metrics.Mean()
@@ -152,13 +156,13 @@ class _Outputs:
         self._outputs = outputs.size // len(outputs)
 
     def regularisation(self, communicator: Communicator) -> float:
-        """What the loss holds beside the rows' own, over all ranks' rows; 0 where that is nothing. A collective."""
+        """The part of the loss that is not from rows, over all ranks; 0 if there is none. A collective."""
         model_state.sum_variables(self._added.variables, communicator)
         return float(self._added.result())
 
     def agreed_form(self, communicator: Communicator, rows: int) -> OutputForm:
-        """The form on all ranks; without a width where some rank did not see one prediction for each of its `rows`:
-        several outputs, other shapes, a test_step that shows the metrics none. A collective.
+        """The form on all ranks; without a width if some rank did not see one prediction for each of its `rows`:
+        several outputs, other shapes, or a test_step that passes none to the metrics. A collective.
         """
         seen = sum(len(part) for part in self._columns if part is not None)
         agreed = np.array([self._outputs, int(seen != rows)], np.int64)
@@ -171,27 +175,28 @@ class _Outputs:
 
 
 class _Share:
-    """This rank's batches as a tf.data pipeline; the baseline sees each batch as it passes."""
+    """This rank's batches, one after another; the baseline sees each batch as it passes."""
 
-    def __init__(self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None) -> None:
-        self._batches, self._watched, self._baseline = batches, watched, baseline
+    def __init__(
+        self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None, signature: Signature
+    ) -> None:
+        self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
         self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
-        self.failure: BaseException | None = None
 
-    def dataset(self, signature: Signature) -> tf.data.Dataset:
-        """(x by name, y), with weights (x, y, weights); uneven last batch; to be gone through once."""
-        specs: Any = {n: tf.TensorSpec((None, *s.shape), s.dtype) for n, s in signature.features.items()}
-        if signature.label is not None:
-            others = [spec for spec in (signature.label, signature.weight) if spec is not None]
-            specs = (specs, *(tf.TensorSpec((None, *spec.shape), spec.dtype) for spec in others))
-        options = tf.data.Options()
-        options.autotune.enabled = False  # TensorFlow 2.21's holds up the end of an iteration
-        generator = partial(self._generate, signature)
-        return tf.data.Dataset.from_generator(generator, output_signature=specs).with_options(options)
+    def next_arrays(self, number: int) -> Arrays:
+        """The features, label and weight of the next batch, in the signature's order."""
+        batch = next(self._batches)
+        labels = soft_labels(batch.y, self._signature)
+        self.samples += len(batch.sample_id)
+        if labels is not None:
+            predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
+            self._seen.append((labels, batch.weight, predicted))
+        others = [array for array in (labels, batch.weight) if array is not None]
+        return [*(batch.x[name] for name in self._signature.features), *others]
 
     def labels_and_weights(self) -> Floats:
-        """(n, 2): each row's label, of one-hot ones the class, and its weight, 1 where there is none."""
+        """(n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""
         parts = [np.empty((0, 2))]
         for labels, weights, _ in self._seen:
             numbers = labels if labels.ndim == 1 else labels.argmax(axis=1)
@@ -203,7 +208,7 @@ class _Share:
         assert self._baseline is not None
         if not form.binary and form.width != self._baseline.classes:
             raise ConfigError(
-                f"the baseline {self._baseline.name} cannot be held against this model",
+                f"the baseline {self._baseline.name} cannot be compared with this model",
                 got="outputs of another shape" if form.width is None else f"{form.width} outputs a row",
                 allowed=f"one output of 1 or {self._baseline.classes} numbers a row, shown to the model's metrics",
                 next_step="Leave --baseline out.",
@@ -216,20 +221,6 @@ class _Share:
                 shown = np.log(safe / (1 - safe)) if form.binary else np.log(safe)
             yield labels, shown, weights
 
-    def _generate(self, signature: Signature) -> Iterator[Any]:
-        try:
-            for batch in self._batches:
-                labels = soft_labels(batch.y, signature)
-                self.samples += len(batch.sample_id)
-                if labels is not None:
-                    predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
-                    self._seen.append((labels, batch.weight, predicted))
-                others = [array for array in (labels, batch.weight) if array is not None]
-                yield (batch.x, *others) if others else batch.x
-        except Exception as error:
-            self.failure = error  # TensorFlow repeats only the text; the caller raises this one
-            raise
-
 
 def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:
     """One predictor's columns of all batches, (n, form.columns)."""
@@ -239,7 +230,7 @@ def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:
 def _metrics_of(
     seen: Iterable[tuple[Any, Any, Any]], model: keras.Model, loss_name: str, communicator: Communicator
 ) -> dict[str, Any]:
-    """The model's own metrics and loss of other predictions, over all ranks; a rank without rows adds zeros.
+    """The model's own metrics and loss for other predictions, over all ranks; a rank without rows adds zeros.
 
     `seen` are (labels, predictions, weights) of each batch. Metrics are weighted where the model's are.
     """
@@ -256,11 +247,11 @@ def _metrics_of(
 
 
 def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[RowMetric]:
-    """Those of the compiled metrics that can be computed from the rows; `weighted`: rows have weights."""
+    """The compiled metrics that can be computed from the rows; `weighted`: rows have weights."""
     compiled = model._compile_metrics
     if compiled is None:
         return []
-    with ExitStack() as stack:  # Keras names what metrics give: for a moment each gives itself
+    with ExitStack() as stack:  # Keras names the results of metrics: for a moment each result is the metric itself
         for metric in compiled.metrics:
             stack.enter_context(swapped(metric, "result", partial(lambda own: own, metric)))
         named = compiled.result()
@@ -282,7 +273,7 @@ def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[Ro
 
 
 def _is_plain_auc(metric: Any) -> bool:
-    """Whether it is Keras' AUC of yes or no: no subclass that changes it, no labels side by side."""
+    """Whether it is Keras' AUC of one yes-or-no label: no subclass that changes it, not multi-label."""
     auc = keras.metrics.AUC
     if not isinstance(metric, auc) or metric.multi_label or metric.label_weights is not None:
         return False
@@ -290,7 +281,7 @@ def _is_plain_auc(metric: Any) -> bool:
 
 
 def _takes_logits(model: keras.Model) -> bool:
-    """Whether the model's one loss takes log-odds or logarithms for its outputs; False where it has several."""
+    """Whether the model's loss takes log-odds or logarithms; False if it has several losses."""
     losses = getattr(model._compile_loss, "_flat_losses", None) or []
     if len(losses) != 1 or not isinstance(losses[0].loss, keras.losses.Loss):
         return False

@@ -1,4 +1,4 @@
-"""Any checkpoint of a run as a model directory: model.keras, schema, fitted files and signature."""
+"""Exports a checkpoint of a run as a model directory: model.keras, schema, fitted files and signature."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Which = int | Literal["last", "best"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """An exported model."""
 
     output: str
     checkpoint: CheckpointRef
 
 
 def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "last") -> Exported:
-    """Write the weights of a checkpoint of the run's chain as a model, under a name that must be free.
+    """Export a checkpoint of the run's chain as a model to `output`, which must not exist.
 
-    `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The checkpoint is read and checked whole
-    first. Raises ConfigError for one that is not there and for an output within the run, CorruptionError for a changed
-    one, ExistsError for an output that is there.
+    `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The whole checkpoint is read and checked first.
+    Raises ConfigError for a missing checkpoint or an output within the run, CorruptionError for a changed checkpoint,
+    ExistsError if the output exists.
     """
     run, output = absolute(run), absolute(output)
     fs, paths, out = filesystem(run), RunPaths(run), filesystem(output)
     if f"{output}/".startswith(f"{paths.root}/"):
         raise ConfigError(
-            "a model is not exported into a run",
+            "a model cannot be exported into its run",
             got=output,
-            allowed=f"a directory outside of {paths.root}, whose own names later generations take",
+            allowed=f"a directory outside of {paths.root}, where later generations write",
             next_step="Choose another --output.",
         )
     config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
@@ -61,7 +61,7 @@ def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "la
     manifest = read_checkpoint(fs, urls[ref], ref)
     staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
     try:
-        with ended_in_order():  # by SIGTERM too nothing half done is left
+        with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging}
             task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
             files = launch(task, 1)[0]["files"]
@@ -82,14 +82,14 @@ def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "la
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Write the model of the payload's {checkpoint} into its {directory}, as a run's end does; returns {files}."""
+    """Write the model of the payload's {checkpoint} to its {directory}, as at the end of a run; returns {files}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     return run(context, config)
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
-    """What `main` does once TensorFlow's settings are made."""
+    """The part of `main` that uses TensorFlow, which is set up now."""
     from training.models.on_disk import export, load_checkpoint
 
     manifest, encoder = open_dataset(config)
@@ -108,7 +108,7 @@ def _chosen(
             f"{paths.root} has no checkpoint",
             got="none",
             allowed="a run that has written one",
-            next_step="Let the run go on: `python -m jobs.train` with the same flags.",
+            next_step="Resume the run: `python -m jobs.train` with the same flags.",
         )
     if which == "last":
         return chain[0]

@@ -1,4 +1,4 @@
-"""A run's report: one HTML file with its curves, readable without a network and without Lockstep."""
+"""Writes a run's report: one HTML file with its curves, readable offline and without Lockstep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TIME_WORDS = {
 
 
 def time_rows(history: History) -> list[tuple[str, str]]:
-    """Shares of each rank's time, in all generations."""
+    """How each rank's time was spent, over all generations."""
     rows = []
     for rank in sorted({row["rank"] for row in history.times}):
         sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
@@ -45,29 +45,29 @@ def time_rows(history: History) -> list[tuple[str, str]]:
 
 
 def checkpoint_rows(history: History) -> list[tuple[str, str]]:
-    """How many were committed, how many were not made since one was on its way, and what they cost the training."""
+    """How many checkpoints were committed and skipped, and what they cost the training."""
     rows = history.checkpoints
-    told = [
+    found = [
         ("committed", str(len(rows))),
         ("skipped, while one was being written", str(sum(row.get("skipped", 0) for row in rows))),
     ]
     for name, words in (
-        ("blocked_s", "steps stood still for"),
+        ("blocked_s", "steps stopped for"),
         ("written_s", "written in the background in"),
-        ("cost_s", "cost of one, with slower steps beside it"),
+        ("cost_s", "cost of one, including slower steps"),
     ):
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         if values:
-            told.append((words, f"{median(values):.3f} s in the median, {max(values):.3f} s at most"))
-    return told
+            found.append((words, f"{median(values):.3f} s in the median, {max(values):.3f} s at most"))
+    return found
 
 
 def reading_rows(history: History) -> list[tuple[str, str]]:
-    """What each rank read, of all generations; with a cache, how much of it came from there."""
+    """What each rank read, over all generations, and how much of it came from a cache."""
     last: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in history.reading:  # a row counts since its process began: a generation's newest stands for all
+    for row in history.reading:  # a row counts since its process began: the newest of a generation has it all
         last[row["rank"], row["generation"]] = row
-    told = []
+    found = []
     for rank in sorted({rank for rank, _ in last}):
         rows = [row for (of, _), row in last.items() if of == rank]
         fetched, waited = _sum(rows, "fetched_bytes"), _sum(rows, "waited_s")
@@ -77,16 +77,16 @@ def reading_rows(history: History) -> list[tuple[str, str]]:
             share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
             text += f"; {hits:.0f} of {hits + misses:.0f} reads from the cache{share}"
             text += f", {_sum(rows, 'cache_hit_bytes') / 1e6:.1f} MB"
-        told.append((f"rank {rank}", text))
-    return told
+        found.append((f"rank {rank}", text))
+    return found
 
 
 def _sum(rows: list[dict[str, Any]], name: str) -> float:
     return sum(row.get(name, 0) for row in rows)
 
 
-SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
-MARKED_POINTS = 30  # of so few one wants to see where each lies
+SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
+MARKED_POINTS = 30  # up to this number each point is marked
 LIGHT, DARK = "#b9cbe0", "#1f4e89"
 
 
@@ -109,7 +109,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
-    from matplotlib.figure import Figure  # half a second that only a report needs
+    from matplotlib.figure import Figure  # half a second of import that only a report needs
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 3))
@@ -130,12 +130,12 @@ def _svg(figure: Figure) -> Markup:
     with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
         figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight")
     text = target.getvalue()
-    # Made by matplotlib from numbers and the metric names, which it escapes; the XML head has no place inside HTML.
+    # Made by matplotlib from numbers and metric names, which it escapes; HTML takes no XML head.
     return Markup(text[text.index("<svg") :])
 
 
 Rows = Sequence[tuple[str, object]]
-# The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
+# The template engine escapes everything that comes from data.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -161,18 +161,17 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 
 
 def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
-    """Write the report of the run at URL `run`, as far as it has got; returns its URL, of the newest generation.
+    """Write the report of the run at URL `run`, finished or not; returns the report's URL, in the newest generation.
 
-    `evaluation` is what training.results.evaluate returned. A report that is there already is replaced. Raises
-    NotFoundError where there is no run, or one that no generation has begun, CorruptionError for a bad part of its
-    metrics.
+    `evaluation` is a result of training.results.evaluate. An existing report is replaced. Raises NotFoundError if there
+    is no run or no generation has started, CorruptionError for a damaged file of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
     history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
     if not claims:
         raise NotFoundError(
             f"{run} has nothing to report",
-            got="a run that no generation has begun",
+            got="a run without a generation",
             allowed="a run whose ranks were started",
             next_step="Run jobs.train with this --run.",
         )
@@ -190,7 +189,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
 def about_run(
     document: Mapping[str, Any], claims: Mapping[int, Claim], result: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """What was trained, how and when, as rows of text: of run.json, the claims and the result, not of this moment."""
+    """What was trained, how and when, as rows of text, from run.json, the claims and the result."""
     config = document["config"]
     versions = document.get("versions", {})
     rows = [
@@ -213,26 +212,26 @@ def about_run(
 
 
 def _scaling(config: Mapping[str, Any]) -> str:
-    """`linear from a global batch of 128, 5 epochs of warm-up`, as far as that was asked for."""
+    """The configured parts of `linear from a global batch of 128, 5 epochs of warm-up`."""
     rule, warm_up = config.get("learning_rate_scaling", "none"), config.get("warm_up_epochs")
     parts = [] if rule == "none" else [f"{rule} from a global batch of {config.get('base_batch')}"]
     return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
-    """`2`, or `2, from step 400 on 4` where the generations that lead to the result differ."""
+    """`2`, or `2, from step 400 on 4` if the generations on the chain to the result differ."""
     chain: list[Claim] = []
     claim = claims.get(int(result["generation"]))
     while claim is not None:
         chain.append(claim)
         claim = claims.get(claim.parent.generation) if claim.parent else None
-    told: list[str] = []
+    parts: list[str] = []
     last: int | None = None
     for claim in reversed(chain):
         if value(claim) != last:
             last = value(claim)
-            told.append(f"from step {claim.parent.step} on {last}" if told and claim.parent else str(last))
-    return ", ".join(told)
+            parts.append(f"from step {claim.parent.step} on {last}" if parts and claim.parent else str(last))
+    return ", ".join(parts)
 
 
 def render(
@@ -243,7 +242,7 @@ def render(
     data: Rows,
     evaluation: Mapping[str, Any] | None,
 ) -> str:
-    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those below their headings."""
+    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections."""
     tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
         tables.append(("Where each rank's time went", time_rows(history)))
@@ -260,7 +259,7 @@ def render(
 
 
 def _data_rows(document: Mapping[str, Any]) -> Rows:
-    """Of the run's first dataset, as far as it can still be read; `document` is run.json."""
+    """Rows about the run's first dataset, if it can still be read; `document` is run.json."""
     config, digest = document["config"], ("digest", document.get("dataset_digest"))
     try:
         opener = open_parts if config.get("mix") is None else open_mixture

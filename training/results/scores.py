@@ -1,8 +1,8 @@
-"""Metrics of all rows of a split, computed exactly, and their 95 % intervals. NumPy only.
+"""Computes exact metrics of all rows of a split, and their 95 % intervals. NumPy only.
 
 A row is a label, a weight and one prediction of each of k predictors (the model, and a baseline next to it). AUC is the
-share of pairs of a yes and a no that are ranked rightly, ties counting half: by ranks, not by thresholds. Results
-depend on the rows alone, not on their order: `sorted_rows` puts them into one order first, and every sum follows it.
+share of pairs of a yes and a no that are ranked correctly, ties counting half: by ranks, not by thresholds. Results
+depend only on the rows, not on their order: `sorted_rows` sorts them first, and every sum follows that order.
 
 Intervals: AUC and differences of AUCs by DeLong, DeLong and Clarke-Pearson (Biometrics 44, 1988), with placements by
 midranks (Sun and Xu, IEEE Signal Processing Letters 21, 2014); accuracy by Wilson's score interval (JASA 22, 1927);
@@ -26,19 +26,19 @@ from training.comm.base import Communicator
 
 Floats = NDArray[np.float64]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # a log loss takes no probability nearer to 0 or 1 than this
+PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # log losses clip probabilities this far from 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A metric's value and its 95 % interval, None where the rows are too few or too alike for one."""
+    """A metric's value and its 95 % interval; None if the rows are too few or too alike for one."""
 
     value: float
     interval: tuple[float, float] | None = None
 
     @classmethod
     def normal(cls, value: float, variance: float, low: float = -math.inf, high: float = math.inf) -> Self:
-        """value +- 1.96 standard errors, within low..high; without an interval where the variance is no number."""
+        """value +- 1.96 standard errors, within low..high; without an interval if the variance is not finite."""
         if not math.isfinite(variance):
             return cls(value)
         margin = Z95 * math.sqrt(max(float(variance), 0.0))
@@ -60,14 +60,14 @@ class Estimates:
 
 
 def sorted_rows(rows: Floats) -> Floats:
-    """Rows (n, columns) in the order of their values, the last column's first: the same whatever the order they had."""
+    """Rows (n, columns) sorted by their values, the last column first: the same for any order of the input."""
     return rows[np.lexsort(rows.T)] if len(rows) else rows
 
 
 def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
     """Area under the ROC curve: labels (n,) of 0 and 1, scores (k, n), weights (n,).
 
-    NaN where a class is missing, or a score of this predictor is NaN; no covariance below two rows of each class.
+    NaN if a class is missing or a score of this predictor is NaN; no covariance below two rows of each class.
     """
     yes, no = (labels == 1) & (weights > 0), (labels == 0) & (weights > 0)
     yes_weights, no_weights = weights[yes], weights[no]
@@ -76,7 +76,8 @@ def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
         return _unknown(len(scores))
     of_yes, of_no, values = [], [], []
     for row in scores:
-        # How much weight of the other class lies below (above) each row, ties half; twice that, so that it is whole.
+        # Twice the weight of the other class that is below (above) each row, ties counting half: whole numbers stay
+        # whole.
         below = _weight_below(row[yes], row[no], no_weights)
         above = 2 * float(yes_weights.sum()) - _weight_below(row[no], row[yes], yes_weights)
         values.append(math.nan if np.isnan(row).any() else float((yes_weights * below).sum()) / (2 * total))
@@ -90,7 +91,7 @@ def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
 def average_precision(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
     """Area under the precision-recall curve as the mean precision at each rise of recall, without interpolation.
 
-    Shapes as in `roc_auc`. NaN where there is no yes; no covariance.
+    Shapes as in `roc_auc`. NaN if there is no yes; no covariance.
     """
     values = []
     for row in scores:
@@ -107,7 +108,7 @@ def average_precision(labels: Floats, scores: Floats, weights: Floats) -> Estima
 
 
 def means(quantities: Floats, weights: Floats) -> Estimates:
-    """Weighted means over rows of quantities (k, n), such as losses, or 1 for what is right; NaN without a weight."""
+    """Weighted means over rows of quantities (k, n), such as losses, or 1 for a correct row; NaN without a weight."""
     if not weights.sum():
         return _unknown(len(quantities))
     kept = weights > 0
@@ -128,9 +129,9 @@ def wilson(share: float, weights: Floats) -> Estimate:
 
 
 def binary_log_losses(labels: Floats, outputs: Floats, *, logits: bool) -> Floats | None:
-    """Each row's -log of the probability of its label, (k, n); None where outputs (k, n) are no probabilities.
+    """Each row's -log of the probability of its label, (k, n); None if outputs (k, n) are not probabilities.
 
-    `logits` says that they are log-odds.
+    `logits`: they are log-odds.
     """
     if logits:
         return np.logaddexp(0.0, np.where(labels == 1, -outputs, outputs))
@@ -143,7 +144,7 @@ def binary_log_losses(labels: Floats, outputs: Floats, *, logits: bool) -> Float
 def class_log_losses(labels: NDArray[np.int64], outputs: NDArray[Any], *, logits: bool) -> Floats:
     """Each row's -log of the probability of its class, (n,); labels (n,), outputs (n, classes).
 
-    Infinity for each row whose outputs are no probabilities: a probability gives none. `logits`: they are logarithms.
+    Infinity for each row whose outputs are not probabilities. `logits`: they are logarithms.
     """
     values = outputs.astype(np.float64)
     at_label = np.arange(len(labels)), labels
@@ -187,8 +188,8 @@ LABEL, WEIGHT, OUTPUTS = 0, 1, 2  # columns; of OUTPUTS each predictor has one (
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """What a model's outputs are: log-odds or logarithms (`logits`) or probabilities, and how many a row (`width`, None
-    where they are of another form); `kept` the share of each class that training kept, None where that is all.
+    """The form of a model's outputs: log-odds or logarithms (`logits`) or probabilities, and their number a row
+    (`width`, None for another form); `kept` is the share of each class that training kept, None for all.
     """
 
     logits: bool
@@ -202,7 +203,7 @@ class OutputForm:
 
     @property
     def columns(self) -> int:
-        """Columns of each predictor."""
+        """Columns for each predictor."""
         return 1 if self.binary else 3
 
 
@@ -210,7 +211,7 @@ class OutputForm:
 class RowMetric:
     """A metric under its name in the results; `weighted` by the rows' weights, else every row counts once.
 
-    `threshold` is that of a yes-or-no accuracy, on the model's outputs as they come.
+    `threshold` is that of a yes-or-no accuracy, applied to the model's outputs.
     """
 
     name: str
@@ -221,7 +222,7 @@ class RowMetric:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One metric of each predictor, and by how much the first is above the second (None of one predictor)."""
+    """One metric of each predictor, and the first less the second (None for one predictor)."""
 
     kind: Kind
     estimates: tuple[Estimate, ...]
@@ -229,8 +230,8 @@ class Measured:
 
 
 def output_columns(labels: NDArray[Any], outputs: NDArray[Any], form: OutputForm) -> Floats | None:
-    """One predictor's columns of a batch: the outputs (n, 1) or, of classes, (n, 3): log loss, corrected log loss, and
-    1 where the class was found. None of outputs that are no (n,), (n, 1) or (n, classes).
+    """One predictor's columns of a batch: the outputs (n, 1) or, for classes, (n, 3): log loss, corrected log loss, and
+    1 if the class was predicted. None for outputs that are not (n,), (n, 1) or (n, classes).
 
     `labels` (n,), numbers of classes or one-hot (n, classes).
     """
@@ -248,7 +249,7 @@ def output_columns(labels: NDArray[Any], outputs: NDArray[Any], form: OutputForm
 
 
 def gathered_on_first(rows: Floats, communicator: Communicator) -> Floats:
-    """All ranks' rows (n, columns), sorted, on rank 0; on others none. A collective.
+    """All ranks' rows (n, columns), sorted, on rank 0; none on other ranks. A collective.
 
     Memory on rank 0: some 16 bytes a value while they are sorted.
     """
@@ -267,17 +268,18 @@ def gathered_on_first(rows: Floats, communicator: Communicator) -> Floats:
 
 
 def class_counts(labels: Floats, classes: int | None) -> list[int] | None:
-    """Rows of each class, without a number of classes those of 0 and 1; None where labels are others, or none."""
+    """Rows of each class, without a number of classes those of 0 and 1; None for other labels or no rows."""
     if not len(labels) or (classes is None and not np.isin(labels, (0.0, 1.0)).all()):
         return None
     return [int(count) for count in np.bincount(labels.astype(np.int64), minlength=classes or 2)]
 
 
 def measure(rows: Floats, asked: Sequence[RowMetric], form: OutputForm) -> dict[str, Measured]:
-    """By name the metrics `asked` and those of BINARY or CLASSES not among them; rows as of `gathered_on_first`.
+    """By name, the metrics `asked` and those of BINARY or CLASSES that are not among them; rows from
+    `gathered_on_first`.
 
-    Nothing of labels that are numbers, no log loss of outputs that are no probabilities, and a corrected one only where
-    training has not kept all.
+    Empty for labels that are numbers; no log loss for outputs that are not probabilities; a corrected one only if
+    training has not kept all rows.
     """
     labels, weights = rows[:, LABEL], rows[:, WEIGHT]
     if form.width is None or (form.binary and class_counts(labels, None) is None):

@@ -19,6 +19,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.urls import parent
 from training.config import TrainConfig, flag_of
 from training.plan.datasets import what_differs
+from training.plan.make_plan import refuse_rotation
 from training.plan.mixture import Plan
 from training.run.lineage import checkpoints, epochs_asked, read_claims
 from training.run.paths import RunPaths
@@ -73,6 +74,7 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) 
 
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: Plan) -> None:
     identity, stored = plan.identity(), found["plan"]
+    refuse_rotation(stored, paths.run_json)
     names = sorted(identity.keys() | stored.keys())
     for name in ("split", "ratios"):  # first: another one has other records, of which nobody said anything
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))

@@ -239,7 +239,7 @@ def test_a_run_of_three_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> Non
     """4 lanes on 3 ranks, whose rows differ; there may be more ranks than ghosts have lane groups."""
     from tests.training._threads import final_tensors, run
     from tests.training._tiny import write_images
-    from tests.training.test_fit import assert_same
+    from tests.training.rank.test_fit import assert_same
     from training.config import TrainConfig
     from training.driver.preflight import plan_for
 

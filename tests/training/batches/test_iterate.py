@@ -105,7 +105,7 @@ def test_ranks_share_what_one_has_and_any_start_is_a_part_of_the_whole(root: str
     assert [content(b) for b in planned.batches(1, every=4)] == whole[1::4]
 
 
-MIXED: dict[str, Any] = {**OPTIONS, "mix": (3, 1), "interleave": 2, "cache_groups": 5, "cache_rotation": 1}
+MIXED: dict[str, Any] = {**OPTIONS, "mix": (3, 1), "interleave": 2, "cache_groups": 5}
 
 
 @pytest.fixture
@@ -227,7 +227,6 @@ def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
         ({"mix": ()}, "two datasets"),
         ({"interleave": 0}, "from 2 up"),
         ({"cache_groups": 2}, "divide|lanes"),
-        ({"cache_rotation": 2}, "groups"),
         ({"verify": "all"}, "start or full"),
         ({"bad_images": "no"}, "refuse or skip"),
         ({"cache_bytes": 0, "cache": "/nowhere"}, "1 or more"),
@@ -296,6 +295,16 @@ def test_a_damaged_state_is_refused(root: str, torch_data: Any) -> None:
             torch_data.loader(planned, damaged)
 
 
+def test_the_state_of_batches_with_a_rotation_is_refused(root: str, pair: list[str]) -> None:
+    for urls, options in ((root, OPTIONS), (pair, MIXED)):
+        planned = PlannedBatches.open(urls, **options)
+        stored = planned.identity()
+        old = stored.get("parts", [stored])[0]
+        old["cache_rotation"] = 2  # as an older version stored it
+        with pytest.raises(ConfigError, match="--cache-rotation was removed"):
+            planned.check(stored)
+
+
 def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_path: Path, torch_data: Any) -> None:
     whole = [content(batch) for batch in numpy_batches(pair, **MIXED)]
     loader = torch_data.loader(PlannedBatches.open(pair, **MIXED))
@@ -307,8 +316,7 @@ def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_pat
     for changes, name in (
         ({"mix": (1, 1)}, "global_batch|parts|ratios"),
         ({"interleave": 1}, "parts"),
-        ({"cache_groups": None, "cache_rotation": None}, "parts"),
-        ({"cache_rotation": 2}, "parts"),
+        ({"cache_groups": None}, "parts"),
     ):
         with pytest.raises(DataError, match=name):
             torch_data.loader(PlannedBatches.open(pair, **{**MIXED, **changes}), state)

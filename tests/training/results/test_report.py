@@ -182,9 +182,9 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
     history = read_history(run)
     assert dict(checkpoint_rows(history)) == {
         "committed": "2", "skipped, while one was being written": "2",
-        "steps stood still for": "0.250 s in the median, 0.250 s at most",
+        "steps stopped for": "0.250 s in the median, 0.250 s at most",
         "written in the background in": "2.000 s in the median, 2.000 s at most",
-        "cost of one, with slower steps beside it": "1.000 s in the median, 1.500 s at most",
+        "cost of one, including slower steps": "1.000 s in the median, 1.500 s at most",
     }  # fmt: skip
     # Two processes, of which the first told twice what it had read since it began.
     text = "8.0 MB fetched, 3.0 s waited for; 3 of 4 reads from the cache (75.0%), 2.0 MB"

@@ -22,7 +22,7 @@ CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8
 class Shard:
     """Records of ten bytes."""
 
-    def unit(self, first: int, count: int) -> tuple[int, int]:
+    def records_read(self, first: int, count: int) -> tuple[int, int]:
         return first, count
 
     def extent(self, first: int, count: int) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def test_bytes_that_do_not_come_are_waited_for_until_the_deadline() -> None:
         for first in (0, 50):
             fetcher.hint(0, first, 10)
         for first in (50, 0):  # one that waits in the queue, one that is on its way
-            with pytest.raises(StorageTimeoutError, match=r"shard 0 did not come in 0\.2 s") as caught:
+            with pytest.raises(StorageTimeoutError, match=r"shard 0 were not read within 0\.2 s") as caught:
                 fetcher.take(0, first, 10)
             assert caught.value.got and caught.value.allowed and caught.value.next_step
 

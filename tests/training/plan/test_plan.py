@@ -52,9 +52,8 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.integers(1, 12)),
     )
     groups = draw(st.sampled_from([None, *(size for size in range(1, lanes + 1) if lanes % size == 0)]))
-    rotation = draw(st.sampled_from([None, 1, 2])) if groups else None
     seed, interleave = draw(st.integers(-5, 2**63)), draw(st.sampled_from([None, None, 2, 3, 8]))
-    plan = replace(plan, seed=seed, cache_groups=groups, cache_rotation=rotation, interleave=interleave)
+    plan = replace(plan, seed=seed, cache_groups=groups, interleave=interleave)
     return Case(plan, draw(st.integers(1, 4)))
 
 
@@ -138,7 +137,7 @@ def test_a_lane_entered_anywhere_goes_on_as_if_read_from_the_start(case: Case, d
 @settings(max_examples=60, deadline=None)
 def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> None:
     # Groups cut the blocks at their ends, and interleaved lanes everywhere.
-    plan = replace(case.plan, cache_groups=None, cache_rotation=None, interleave=None)
+    plan = replace(case.plan, cache_groups=None, interleave=None)
     runs = plan.runs(0, 0, plan.total)
     assert len(runs) == plan.table.num_blocks
     for run in runs:
@@ -149,16 +148,13 @@ def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> 
 
 @given(cases(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_cache_groups_keep_their_blocks_until_the_next_rotation(case: Case, data: st.DataObject) -> None:
+def test_cache_groups_keep_their_blocks(case: Case, data: st.DataObject) -> None:
     divisors = [size for size in range(1, case.plan.lanes + 1) if case.plan.lanes % size == 0]
-    rotation = data.draw(st.sampled_from([None, 2, 3]))
-    plan = replace(
-        case.plan, cache_groups=data.draw(st.sampled_from(divisors)), cache_rotation=rotation, interleave=None
-    )
+    plan = replace(case.plan, cache_groups=data.draw(st.sampled_from(divisors)), interleave=None)
     assert plan.cache_groups is not None
-    first = data.draw(st.integers(0, 3)) * (rotation or 1)
+    first = data.draw(st.integers(0, 3))
     members, blocks = [], []
-    for epoch in range(first, first + (rotation or 4)):
+    for epoch in range(first, first + 4):
         starts = plan.group_starts(epoch)
         ends = list(pairwise(starts))
         width = plan.lanes // plan.cache_groups
@@ -202,13 +198,13 @@ def test_the_plan_is_pinned_for_ever() -> None:
     plan = make((9, 4))
     assert batch(plan, 2) == PINNED
     assert sha256(canonical_bytes(plan.identity())).hexdigest()[:16] == PINNED_IDENTITY
-    assert batch(replace(plan, cache_groups=2, cache_rotation=1), 5) == PINNED_GROUPS
+    assert batch(replace(plan, cache_groups=2), 5) == PINNED_GROUPS
     assert batch(replace(plan, interleave=2), 2) == PINNED_INTERLEAVED
 
 
 PINNED = [(0, (0, 3)), (0, (1, 0)), (0, (0, 6)), (0, (0, 7))]
 PINNED_IDENTITY = "1bac6eed3eb8a0be"
-PINNED_GROUPS = [(1, (0, 7)), (1, (0, 0)), (1, (1, 1)), (1, (1, 3))]
+PINNED_GROUPS = [(1, (0, 5)), (1, (0, 6)), (1, (1, 2)), (1, (0, 8))]
 
 PINNED_INTERLEAVED = [(0, (1, 0)), (0, (0, 2)), (0, (0, 4)), (0, (0, 7))]
 
@@ -233,32 +229,27 @@ def test_orders_of_neighbouring_epochs_stay_and_others_go() -> None:
     assert orders.order(5) is not five and orders.order(6) is not six
 
 
-def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each_epoch() -> None:
+def test_the_blocks_of_a_group_are_permuted_each_epoch() -> None:
     plan = make((400,), block=4, batch=4, lanes=4, window=3)
-    plan = replace(plan, cache_groups=2, cache_rotation=3)
+    plan = replace(plan, cache_groups=2)
     orders = [records_of(plan, epoch, 0, 200) for epoch in range(6)]
-    sets = [frozenset(order) for order in orders]
-    assert sets[0] == sets[1] == sets[2] != sets[3] == sets[4] == sets[5]
+    assert len({frozenset(order) for order in orders}) == 1
     assert len({tuple(order) for order in orders}) == 6
-    assert 60 < len(sets[0] & sets[3]) < 140  # half of 200 by chance: 40 of the 100 blocks less would be no new deal
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "groups", "rotation", "hint"),
+    ("batch_size", "groups", "hint"),
     [
-        (60, 5, None, "--cache-groups 4 or --lanes 15."),
-        (12, 5, None, "--cache-groups 4 or --lanes 15 with a --global-batch that is a multiple of 15."),
-        (48, 9, None, "--cache-groups 6 or --lanes 18 with"),  # no multiple of 9 divides 48
-        (48, 24, None, "--cache-groups 12 or --lanes 24."),  # more groups than lanes
-        (12, 0, None, "--cache-groups 1"),
-        (12, 4, 0, "--cache-rotation 1 or more"),
-        (12, 4, 1 << 63, "below 2^63"),  # run.json could not be read again
-        (12, None, 2, "--cache-groups with --cache-rotation 2"),
+        (60, 5, "--cache-groups 4 or --lanes 15."),
+        (12, 5, "--cache-groups 4 or --lanes 15 with a --global-batch that is a multiple of 15."),
+        (48, 9, "--cache-groups 6 or --lanes 18 with"),  # no multiple of 9 divides 48
+        (48, 24, "--cache-groups 12 or --lanes 24."),  # more groups than lanes
+        (12, 0, "--cache-groups 1"),
     ],
 )
-def test_cache_groups_that_cannot_be(batch_size: int, groups: int | None, rotation: int | None, hint: str) -> None:
+def test_cache_groups_that_cannot_be(batch_size: int, groups: int | None, hint: str) -> None:
     with pytest.raises(ConfigError, match="cache groups and lanes") as caught:
-        replace(make((40,), batch=batch_size, lanes=12), cache_groups=groups, cache_rotation=rotation)
+        replace(make((40,), batch=batch_size, lanes=12), cache_groups=groups)
     assert hint in caught.value.next_step
 
 
@@ -339,7 +330,7 @@ def test_more_lanes_than_samples_are_refused() -> None:
 
 
 def test_an_empty_split_and_a_run_without_a_step_are_refused() -> None:
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="has no records"):
         make((0, 0))
     small = make((3,), batch=8, lanes=2)
     assert [small.first_step(e) for e in range(4)] == [0, 0, 0, 1]  # two epochs without a step, then one

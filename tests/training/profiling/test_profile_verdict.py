@@ -136,7 +136,7 @@ def test_shares_make_up_the_whole_whatever_was_measured(
         (steps(same(50), same(50), same(100), alone=(1, 20)), {}, "--read-ahead-bytes 268435456"),
         (steps(same(50), same(50), same(100), alone=(1, 90)), {}, "--cache DIR"),
         (steps(same(50), same(50), same(100), alone=(1, 20)), {"local": True}, "--cache DIR"),
-        (steps(same(50), same(50), same(100), alone=(1, 90)), {"cache": True}, "The storage gives fewer bytes"),
+        (steps(same(50), same(50), same(100), alone=(1, 90)), {"cache": True}, "The storage delivers fewer bytes"),
         (steps(same(50), same(100), same(100), alone=(90, 90)), {"decodes": True}, "Store images decoded"),
         (steps(same(50), same(100), same(100), alone=(90, 90)), {"wide": ("page",)}, "Fewer one-hot columns (page)"),
         (steps(same(50), same(100), same(100), alone=(20, 20)), {"decodes": True}, "More cores a rank"),

@@ -16,7 +16,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
-from tests.training.test_fit import assert_same
+from tests.training.rank.test_fit import assert_same
 from training.config import TrainConfig
 from training.reading.open import OpenSplit
 from training.results.audit import check_run_audit
@@ -92,7 +92,7 @@ def test_weights_and_ids_are_the_same_at_any_number_of_ranks(dataset: str, tmp_p
     plain = model.evaluate(rows.x, rows.y, sample_weight=rows.weight, batch_size=30, verbose=0, return_dict=True)
     plain["auc"] = told["metrics"][
         "auc"
-    ]  # Keras' own is by thresholds; tests/training/test_evaluate.py has the exact one
+    ]  # Keras' own is by thresholds; tests/training/results/test_evaluate.py has the exact one
     assert {name: told["metrics"][name] for name in plain} == pytest.approx(plain, rel=1e-5)
     kept = rows.weight > 0
     right = (np.asarray(model.predict(rows.x, verbose=0)).ravel() > 0.5) == rows.y

@@ -134,7 +134,7 @@ def test_batches_are_the_plans(data: st.DataObject) -> None:
         cut = data.draw(st.integers(first, last))
         for rank in range(ranks):
             reader = OpenSplit.at(root, "train").reader
-            feed = RankFeed(plan, reader, opened.encoder, World.local(rank, ranks), read_ahead_bytes=read_ahead)
+            feed = RankFeed(plan, reader, opened.encoder, World.local(rank, ranks), encoded_ahead_bytes=read_ahead)
             found = [*feed.batches(first, cut), *feed.batches(cut, last)]
             wanted = plain_batches(plan, opened.reader, opened.encoder, feed.lanes, first, last)
             for batch, other in zip(found, wanted, strict=True):
@@ -188,7 +188,7 @@ def test_what_is_passed_over_leaves_no_trace(tmp_path: Path) -> None:
     write_images(str(tmp_path), fmt="tfrecord", records={"train": 60}, block_records=10)
     opened, other = OpenSplit.at(str(tmp_path), "train"), OpenSplit.at(str(tmp_path), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=5, global_batch=4, lanes=2, window_bytes=1200)
-    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1), read_ahead_bytes=1)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1), encoded_ahead_bytes=1)
     found = list(plain_batches(plan, other.reader, other.encoder, feed.lanes, 0, 40))
     assert feed.chunk_steps == 1 and plan.window_records < 6
     for first in range(30):

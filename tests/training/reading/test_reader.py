@@ -175,7 +175,7 @@ def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> 
         shard.read(0, 8)
     with pytest.raises(CorruptionError, match="index lines do not fit"):
         shard.read(8, 3)
-    with pytest.raises(CorruptionError, match="not one line a record"):
+    with pytest.raises(CorruptionError, match="not have one line a record"):
         TFRecordShard(fs, url, info, 8, encoder_of(manifest).schema, index_url, index[: index.rindex(b"\n", 0, -1) + 1])
 
 

@@ -14,7 +14,7 @@ from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import temporary_name, write_file
 from tests.training._tiny import write_table
-from tests.training.test_fitted_files import write as write_folds
+from tests.training.reading.test_fitted_files import write as write_folds
 from training.batches.audit_log import AuditLog
 from training.batches.feed import RankFeed
 from training.config import TrainConfig

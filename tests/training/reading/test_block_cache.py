@@ -28,7 +28,7 @@ from tests.training._tiny import write_images, write_table
 from training.plan.order import Run
 from training.reading import cache as block_cache
 from training.reading import cache as cache_folder
-from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockPlace
+from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockId
 from training.reading.files import ShardFiles
 from training.reading.open import OpenSplit
 from training.reading.reader import ReadOptions, SplitReader
@@ -36,8 +36,8 @@ from training.reading.reader import ReadOptions, SplitReader
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 
 
-def place(start: int, stop: int, dataset: str = "a" * 64) -> BlockPlace:
-    return BlockPlace(dataset, "split=train/part-00000.tfrecord", start, stop)
+def place(start: int, stop: int, dataset: str = "a" * 64) -> BlockId:
+    return BlockId(dataset, "split=train/part-00000.tfrecord", start, stop)
 
 
 def opened(folder: Path, limit: int = 1 << 20, *datasets: str) -> BlockCache:
@@ -163,14 +163,14 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_counte
 
 WRITER = """
 import sys
-from training.reading.cache import BlockCache, BlockPlace
+from training.reading.cache import BlockCache, BlockId
 cache = BlockCache(sys.argv[1], 400_000)
 cache.reads("a" * 64)
 print("ready", flush=True)
 number = 0
 while True:
     data = bytes([number % 251]) * 20_000
-    at = BlockPlace("a" * 64, "shard", number * 20_000, (number + 1) * 20_000)
+    at = BlockId("a" * 64, "shard", number * 20_000, (number + 1) * 20_000)
     found = cache.get(at, at.start, at.stop)
     assert found in (None, data), number
     if found is None:
@@ -203,7 +203,7 @@ def test_a_kill_at_any_moment_leaves_a_cache_that_others_use(tmp_path: Path) -> 
     cache = opened(tmp_path, 400_000)
     assert not list(tmp_path.rglob(f"{TEMPORARY}*"))
     found = [
-        cache.get(BlockPlace("a" * 64, "shard", n * 20_000, n * 20_000 + 20_000), n * 20_000, n * 20_000 + 1)
+        cache.get(BlockId("a" * 64, "shard", n * 20_000, n * 20_000 + 20_000), n * 20_000, n * 20_000 + 1)
         for n in range(40)
     ]
     assert any(found) and all(byte in (None, bytes([n % 251])) for n, byte in enumerate(found))
@@ -274,15 +274,15 @@ def test_a_full_disk_turns_the_cache_off_with_one_warning(
 
     monkeypatch.setattr(os, broken, full)
     assert not cache.put(place(10, 20), DATA[10:20]) and not cache.put(place(20, 30), DATA[20:30])
-    assert caplog.text.count("keeps no more blocks: No space left on device") == 1
+    assert caplog.text.count("adds no more blocks: No space left on device") == 1
     assert cache.get(place(0, 10), 0, 10) == DATA[:10] and len(entries(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot be a cache"):
+    with pytest.raises(ConfigError, match="cannot be used as a cache"):
         ReadOptions(cache=str(tmp_path / "file"), cache_bytes=10).open_cache()
-    with pytest.raises(ConfigError, match="cannot be a cache"):
+    with pytest.raises(ConfigError, match="cannot be used as a cache"):
         ReadOptions(cache="/tmp/a\0b", cache_bytes=10).open_cache()
     (tmp_path / FOLDER).mkdir(mode=0o700)
     (tmp_path / FOLDER).chmod(0o777)
@@ -398,5 +398,5 @@ def test_damage_in_the_cache_is_read_again_and_damage_in_the_dataset_is_not_kept
     assert files_opened.count(True) == 1  # for the second look, by a stream that knows of no replica
     shard.write_bytes(whole)
     assert reader.read(reader.table.run(0)).equals(wanted.slice(0, reader.table.run(0).count))
-    assert "read again, the bytes are right" not in caplog.text  # the damaged block is not there any more
+    assert "the second read has the right bytes" not in caplog.text  # the damaged block is not there any more
     assert filesystem(root).stat(root).is_dir

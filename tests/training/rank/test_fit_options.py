@@ -13,7 +13,7 @@ from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from tests.training._threads import final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
-from tests.training.test_fit import assert_same
+from tests.training.rank.test_fit import assert_same
 from training.config import TrainConfig
 from training.results.evaluate import evaluate
 from training.results.report import write_report
@@ -101,7 +101,7 @@ def test_batch_statistics_and_micro_batches(data: dict[str, str], tmp_path: Path
 
 
 def test_a_model_that_accumulates_by_itself_is_refused_by_name(data: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="accumulates gradients by itself"):
+    with pytest.raises(ConfigError, match="accumulates gradients itself"):
         run(config(data["table"], tmp_path, 1, f"{OWN}:accumulating"))
 
 

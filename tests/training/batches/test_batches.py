@@ -29,13 +29,13 @@ def feed(
     *,
     start_step: int = 0,
     groups: int | None = None,
-    read_ahead_bytes: int = 1 << 20,
+    encoded_ahead_bytes: int = 1 << 20,
 ) -> RankFeed:
     opened = OpenSplit.at(str(root), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=24, lanes=12, window_bytes=9000)
     world = World.local(rank, num_ranks)
     return RankFeed(
-        plan, opened.reader, opened.encoder, world, start_step, groups=groups, read_ahead_bytes=read_ahead_bytes
+        plan, opened.reader, opened.encoder, world, start_step, groups=groups, encoded_ahead_bytes=encoded_ahead_bytes
     )
 
 
@@ -79,7 +79,7 @@ def same(a: Batch, b: Batch) -> bool:
 def test_any_start_and_any_read_ahead_give_the_same_batches(tmp_path: Path) -> None:
     write_table(tmp_path / "d")
     alone = list(feed(tmp_path / "d").batches(0, 12))
-    small = feed(tmp_path / "d", read_ahead_bytes=1)  # a batch at a time
+    small = feed(tmp_path / "d", encoded_ahead_bytes=1)  # a batch at a time
     assert all(same(a, b) for a, b in zip(small.batches(5, 12), alone[5:], strict=True))
     assert same(small.batch(3), alone[3])
     begun = feed(tmp_path / "d", start_step=7)
@@ -95,7 +95,7 @@ def test_rows_and_groups(tmp_path: Path) -> None:
 
 def test_the_thread_ends_with_its_iterator(tmp_path: Path) -> None:
     write_table(tmp_path / "d")
-    batches = feed(tmp_path / "d", read_ahead_bytes=1).batches(0, 1000)
+    batches = feed(tmp_path / "d", encoded_ahead_bytes=1).batches(0, 1000)
     next(batches)
     assert threads() == 1
     batches.close()

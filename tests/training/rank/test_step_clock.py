@@ -29,10 +29,21 @@ class Control:
         self.rows += fields["rows"]
 
 
+class Exchange:
+    """How long each step waits for its sums."""
+
+    def __init__(self, waits: list[float]) -> None:
+        self.waits = waits
+
+    @property
+    def waited_s(self) -> float:
+        return self.waits.pop(0)
+
+
 def test_a_row_sums_up_its_steps() -> None:
-    clock, control, waits = Clock(), Control(), iter([0.05, 0.30])
+    clock, control, exchange = Clock(), Control(), Exchange([0.05, 0.30])
     client: Any = control
-    timer = StepClock(client, 3, lambda: next(waits), clock)
+    timer = StepClock(client, 3, exchange, clock)
     timer.batch_is_ready(0)  # read ahead: its step does not wait
     clock.now += 1
     timer.begins()
@@ -59,7 +70,7 @@ def test_a_row_sums_up_its_steps() -> None:
 def test_a_checkpoint_counts_for_the_row_it_lies_in() -> None:
     clock, control = Clock(), Control()
     client: Any = control
-    timer = StepClock(client, 0, lambda: 9.0, clock)
+    timer = StepClock(client, 0, Exchange([9.0]), clock)
     with timer.checkpoint():
         clock.now += 2
     timer.begins()

@@ -26,7 +26,7 @@ STEPS = 12  # of 20 samples, so more than two epochs of 100
 def batches(root: Path, words: list[str], rank: int, num_ranks: int, first: int = 0, chunk: int = 2000) -> Any:
     opened = OpenSplit.at(str(root), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=20, lanes=5)
-    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(rank, num_ranks), read_ahead_bytes=chunk)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(rank, num_ranks), encoded_ahead_bytes=chunk)
     augmentation = Augmentation(words, 3, opened.encoder.signature, 4)
     with_images: Iterator[Batch] = map(augmentation, feed.batches(first, STEPS))
     return list(with_images)

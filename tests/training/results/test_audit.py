@@ -8,13 +8,13 @@ import pytest
 
 from lockstep.storage.errors import CorruptionError
 from tests.training._tiny import write_table
-from training.batches.audit_log import HEADER, AuditLog, parse_audit, sample_hex
+from training.batches.audit_log import HEADER, AuditLog, sample_hex
 from training.batches.feed import RankFeed
 from training.batches.training_set import left_over
 from training.plan.epoch_plan import EpochPlan
 from training.reading.open import OpenSplit
 from training.reading.reader import SplitReader
-from training.results.audit import check_audit
+from training.results.audit import check_audit, parse_audit
 from training.world import World
 
 EPOCHS, STEPS = 2, 8  # 2 * 100 samples in global batches of 24: 8 steps and 8 left over

@@ -19,7 +19,7 @@ from training.exchange.agreement import Agreement, NonFiniteError
 from training.exchange.exchange import Exchange
 from training.rank.checkpointing import FIRST_S, Checkpoints, Schedule, best_interval_s
 from training.rank.metrics import Saved
-from training.rank.saver import InFlight, Tell
+from training.rank.saver import InFlight, Report
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_work_in_flight_gives_its_result_once() -> None:
     assert flight.look() is None and flight.wait(1.0) is None and not flight.busy
     go_on = threading.Event()
 
-    def work(tell: Tell) -> int:
-        tell("reading the news")
+    def work(report: Report) -> int:
+        report("reading the news")
         assert go_on.wait(10)
         return 7
 
@@ -328,7 +328,7 @@ def test_work_in_flight_gives_its_result_once() -> None:
 def test_work_in_flight_gives_its_error_once() -> None:
     flight: InFlight[int] = InFlight()
 
-    def fails(_tell: Tell) -> int:
+    def fails(_report: Report) -> int:
         raise DataError("changed")
 
     flight.begin("it", fails)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._tiny import write_images, write_table
-from training.batches.audit_log import parse_audit
 from training.batches.feed import MixedFeed
 from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
@@ -22,7 +21,7 @@ from training.plan.datasets import open_mixture
 from training.plan.epoch_plan import EpochPlan
 from training.plan.make_plan import plan_from
 from training.plan.mixture import MixedPlan, check_ratios, lowest
-from training.results.audit import check_audit
+from training.results.audit import check_audit, parse_audit
 from training.world import World
 
 Sample = tuple[int, int, int]  # dataset, epoch, position
@@ -51,7 +50,6 @@ def cases(draw: st.DrawFn) -> Case:
             lanes=lanes,
             window_records=draw(st.integers(1, 9)),
             cache_groups=groups,
-            cache_rotation=draw(st.sampled_from([None, 2])) if groups else None,
         )
         for number, ratio in enumerate(ratios)
     )
@@ -255,13 +253,12 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
         ("global_batch", 1.0, "the file: global_batch is"),
         ("window_records", [3], "the file: window_records is"),
         ("version", "1", "the file: version is"),
-        ("version", 99, "the file is no plan"),
+        ("version", 99, "the file is not a plan"),
         ("split", 3, "the file: split is"),
-        ("split", "other", "the file is no plan"),  # a string, but of no such split
-        ("lanes", 3, "the file is no plan"),  # a number, but none that divides the batch
+        ("split", "other", "the file is not a plan"),  # a string, but of no such split
+        ("lanes", 3, "the file is not a plan"),  # a number, but none that divides the batch
         ("interleave", "2", "the file: interleave is"),
-        ("interleave", 1, "the file is no plan"),  # one place is never stored
-        ("cache_rotation", 2, "the file is no plan"),  # without groups
+        ("interleave", 1, "the file is not a plan"),  # one place is never stored
     ],
 )
 def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, stored: object, told: str) -> None:
@@ -276,6 +273,17 @@ def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, 
         plan_from({**plan.identity(), "parts": parts}, mixed, "the file")
     with pytest.raises(DataError, match="the file: part 0 is not"):
         plan_from({**plan.identity(), "parts": [7, *parts[1:]]}, mixed, "the file")
+
+
+def test_the_plan_of_a_run_with_a_rotation_is_refused(urls: list[str]) -> None:
+    mixed = open_mixture(urls, "train")[1]
+    plan = plan_for(mixed, config(urls, cache_groups=2))
+    assert isinstance(plan, MixedPlan)
+    old = [{**part.identity(), "cache_rotation": 2} for part in plan.parts]
+    for stored, manifest in ((old[0], mixed.mixed[0]), ({**plan.identity(), "parts": old}, mixed)):
+        with pytest.raises(ConfigError, match=r"^the file: --cache-rotation was removed") as caught:
+            plan_from(stored, manifest, "the file")
+        assert caught.value.got == "cache_rotation = 2"
 
 
 def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:

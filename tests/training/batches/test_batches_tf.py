@@ -22,7 +22,7 @@ from training.world import World
 def feed(root: Path, rank: int = 1) -> RankFeed:
     opened = OpenSplit.at(str(root), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=20, lanes=10)
-    return RankFeed(plan, opened.reader, opened.encoder, World.local(rank, 3), read_ahead_bytes=2000)
+    return RankFeed(plan, opened.reader, opened.encoder, World.local(rank, 3), encoded_ahead_bytes=2000)
 
 
 def batch_labels(batch: Batch) -> list[int]:
