@@ -28,7 +28,7 @@ from training.run.lineage import Claim, SupersededError, claim_next, read_claims
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 240.0
 
 
