@@ -10,7 +10,6 @@ from jobs._cli import JobParser, check_master, joined, refuse_idle
 from lockstep.features.images.augment import forms
 from training.comm.options import Algorithm, Backend
 from training.config import (
-    AUTO,
     READ_AHEAD_BYTES,
     BadImages,
     BatchNorm,
@@ -157,14 +156,6 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="N|Ns|auto",
         help="so many steps (default 200), seconds (60s), or auto: as often as pays",
     )
-    add(
-        "--mean-time-between-failures",
-        dest="mean_time_between_failures_s",
-        type=float,
-        default=SUPPRESS,
-        metavar="S",
-        help="seconds, of all ranks together: what auto reckons with (default 14400)",
-    )
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="the newest K stay (default 3)")
     add("--keep-every", type=int, metavar="M", help="the first at or after each multiple of M steps stays too")
     add(
@@ -243,11 +234,6 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="N",
         help="failures within an hour, new checkpoints or not (default 20)",
     )
-    add(
-        "--spare",
-        action="store_true",
-        help="restart faster: beside each rank a process that has imported TensorFlow waits (300 MB)",
-    )
     return job
 
 
@@ -265,8 +251,5 @@ def config_of(args: Namespace) -> TrainConfig:
     """
     # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
     refuse_idle("--cache-bytes", hasattr(args, "cache_bytes") and args.cache is None, "--cache DIR")
-    told = hasattr(args, "mean_time_between_failures_s") and args.checkpoint_every != AUTO
-    refuse_idle("--mean-time-between-failures", told, "--checkpoint-every auto")
-    refuse_idle("--spare", getattr(args, "spare", False) and args.max_restarts == 0, "--max-restarts 1 or more")
     check_master(args)
     return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master", "take_over")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -17,7 +16,7 @@ from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
-from training.driver.preflight import check, near_ranks
+from training.driver.preflight import check
 from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     elif result is None:
         with spark_session("lockstep train", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark, partial(near_ranks, config)), take_over=args.take_over)
+            result = train(config, OnSpark(spark), take_over=args.take_over)
     print(result.summary())
     report(result)
     return 0

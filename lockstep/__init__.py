@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
@@ -153,7 +152,7 @@ def train(
         datasets=several(datasets), run=os.fspath(run), model=_model_name(model), num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
-    return check(config) or train(config, _launch(spark, config), take_over=take_over)
+    return check(config) or train(config, _launch(spark), take_over=take_over)
 
 
 def evaluate(
@@ -221,18 +220,17 @@ def torch_loader(
     return loader(planned, state, num_workers=num_workers, **options)
 
 
-def _launch(spark: SparkSession | None, config: TrainConfig | None = None) -> Launch:
-    """Where ranks run: on this host, or in `spark` (near the blocks that a run of `config` reads)."""
+def _launch(spark: SparkSession | None) -> Launch:
+    """Where ranks run: on this host, or in `spark`."""
     from jobs._session import hadoop_settings_of
     from lockstep.storage.settings import set_hadoop_settings
-    from training.driver.preflight import near_ranks
     from training.launch.barrier import OnSpark
     from training.launch.local import run_local
 
     if spark is None:
         return run_local
     set_hadoop_settings(hadoop_settings_of(spark))
-    return OnSpark(spark, None if config is None else partial(near_ranks, config))
+    return OnSpark(spark)
 
 
 def _model_name(model: str | Callable[..., Any]) -> str:

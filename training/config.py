@@ -68,10 +68,6 @@ def check_metric(best: str | None, metrics: dict[str, Any]) -> None:
         )
 
 
-# A guess on the careful side for a shared cluster, where executors are preempted and nodes drained. It need not be
-# good: a mean time that is 6 times off, either way, makes the cost of checkpoints and lost steps 1.43 times the least,
-# which itself is sqrt(2 * cost / mean time), 0.8 % of the time for a checkpoint that costs half a second.
-MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
 AUTO = "auto"
 ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
@@ -110,6 +106,31 @@ Switch = Literal["on", "off"]
 Verify = Literal["start", "full"]
 CACHE_BYTES = 16 << 30
 NonFinite = Literal["stop", "skip"]
+
+
+_ANY = object()
+# Fields that older versions stored in run.json, each with the one value that this version can continue a run with.
+# `_ANY` stands for every value, where the field changed only speed.
+REMOVED: dict[str, object] = {
+    "mean_time_between_failures_s": _ANY,
+    "spare": _ANY,
+}
+
+
+def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored configuration without the fields that this version has removed.
+
+    Raises ConfigError for a removed field whose value changed results.
+    """
+    for name, only in REMOVED.items():
+        if name in stored and only is not _ANY and stored[name] != only:
+            raise ConfigError(
+                f"this version cannot continue a run with its own `{name}`",
+                got=f"{name} = {stored[name]!r}",
+                allowed=f"{name} = {only!r}, the only value since {flag_of(name)} was removed",
+                next_step="Continue the run with the version that began it, or begin a new run.",
+            )
+    return {name: value for name, value in stored.items() if name not in REMOVED}
 
 
 def flag_of(field: str) -> str:
@@ -179,8 +200,6 @@ class TrainConfig:
     checkpoint_every: int | str = 200
     """Steps between checkpoints, or seconds (`60s`), or `auto`: as often as their cost and the time between failures
     make best (docs/control.md). One more is written at the end."""
-    mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
-    """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
     """The newest checkpoints of the chain, which stay; others go at the next checkpoint but for the next two rules."""
     keep_every: int | None = None
@@ -229,8 +248,6 @@ class TrainConfig:
     """Restarts in a row without a new checkpoint before the run gives up."""
     max_restarts_per_hour: int = 20
     """Restarts within an hour, whatever checkpoints they bring: what fails every three minutes only creeps."""
-    spare: bool = False
-    """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", several(self.datasets))
@@ -249,8 +266,6 @@ class TrainConfig:
             self._check("checkpoint_every", False, ALLOWED)
         else:
             object.__setattr__(self, "checkpoint_every", every.steps or self.checkpoint_every)
-        between = self.mean_time_between_failures_s
-        self._check("mean_time_between_failures_s", 0 < between < float("inf"), "seconds above 0")
         self._check("start_limit_s", 0 < self.start_limit_s < float("inf"), "seconds above 0")
         self._check("stall_limit_s", 0 < self.stall_limit_s < float("inf"), "seconds above 0")
         silent = self.heartbeat_limit_s
@@ -327,10 +342,13 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`; raises ConfigError for an unknown or missing field."""
+        """The inverse of `to_json`, also for a document of an older version: see `REMOVED`.
+
+        Raises ConfigError for an unknown or missing field.
+        """
         known = {field.name for field in fields(cls)}
         try:
-            return cls(**document)
+            return cls(**without_removed(document))
         except TypeError as error:
             raise ConfigError(
                 "a stored training configuration does not fit this version",

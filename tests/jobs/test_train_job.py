@@ -38,9 +38,8 @@ def test_defaults_are_the_configuration_s(tmp_path: Path) -> None:
 
 
 def test_flags_that_need_another_one_are_taken_with_it(tmp_path: Path) -> None:
-    more = ("--cache", "/disk", "--cache-bytes", "5", "--checkpoint-every", "auto", "--mean-time-between-failures", "9")
-    config = config_of(parser().parse(flags(tmp_path, *more, "--spare")))
-    assert (config.cache_bytes, config.mean_time_between_failures_s, config.spare) == (5, 9.0, True)
+    config = config_of(parser().parse(flags(tmp_path, "--cache", "/disk", "--cache-bytes", "5")))
+    assert config.cache_bytes == 5
 
 
 def test_every_field_has_a_flag(tmp_path: Path) -> None:
@@ -60,12 +59,9 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--precision", "float16"), "--precision"),
         (("--learning-rate", "-1"), "learning_rate"),
         (("--checkpoint-every", "0s"), "--checkpoint-every"),
-        (("--mean-time-between-failures", "0"), "--mean-time-between-failures"),
         (("--heartbeat-limit", "1"), "seconds from 2 up"),  # a heart beats once a second
         # What does nothing without another flag, even where it says what is the default anyway.
-        (("--mean-time-between-failures", "14400"), "without --checkpoint-every auto"),
         (("--cache-bytes", "17179869184"), "--cache-bytes without --cache DIR"),
-        (("--spare", "--max-restarts", "0"), "--spare without --max-restarts 1 or more"),
         (("--master", "local[2]", "--launcher", "local"), "--master without --launcher barrier"),
         # Before Spark is asked for the dataset; the same for a run that goes on with fewer ranks.
         (("--canonical", "--num-ranks", "3", "--dataset", "hdfs://nowhere:1/d"), "with --canonical 1, 2, 4, ..."),

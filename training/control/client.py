@@ -238,22 +238,13 @@ class SupervisorClient:
 
 
 class Line:
-    """Open from its making to `close`. `on_spare()` is called, by the thread that reads, when a spare is asked for.
+    """A supervisor's line to the driver's roster, on which orders come; open until `close`.
 
     Raises CommunicationError when the driver cannot be reached within `deadline_s`.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        secret: bytes,
-        rank: int,
-        *,
-        deadline_s: float,
-        lost_s: float,
-        on_spare: Callable[[], None],
-    ) -> None:
-        self._secret, self._rank, self._lost_s, self._on_spare = secret, rank, lost_s, on_spare
+    def __init__(self, address: tuple[str, int], secret: bytes, rank: int, *, deadline_s: float, lost_s: float) -> None:
+        self._secret, self._rank, self._lost_s = secret, rank, lost_s
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._channel = open_channel(address, secret, SESSION, Role.SUPERVISOR, rank, deadline_s)
         self._heard_at = time.monotonic()
@@ -285,8 +276,6 @@ class Line:
                 self._heard_at = time.monotonic()
                 if tag is Tag.ORDER:
                     self._orders.put(open_order(self._secret, self._rank, str(document["order"])))
-                elif tag is Tag.SPARE:
-                    self._on_spare()
                 elif tag is Tag.END:
                     return
         except LockstepError:

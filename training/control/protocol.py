@@ -78,8 +78,7 @@ class Tag(IntEnum):
     STOPPED = 12  # supervisor -> driver: whether its rank's process is stopped by a signal
     ORDER = 13  # driver -> supervisor that stays: a sealed order for one generation
     IDLE = 14  # supervisor that stays -> driver: that order is carried out, nothing is left of its rank
-    SPARE = 15  # driver -> supervisor that stays: start the process that waits for the next generation
-    END = 16  # driver -> supervisor that stays: no order follows
+    END = 15  # driver -> supervisor that stays: no order follows
 
 
 class Channel:

@@ -84,13 +84,6 @@ class Roster:
         for rank, line in ready.items():
             self._hand_out(rank, line)
 
-    def ask_for_spares(self) -> None:
-        """Have every supervisor start the process that waits for the next generation."""
-        with self._changed:
-            lines = list(self._lines.values())
-        for line in lines:
-            try_send(line, Tag.SPARE, {})
-
     def whole(self, wait_s: float) -> bool:
         """Whether all supervisors are there and wait for an order, at the latest after `wait_s`."""
         everyone = set(range(self._num_ranks))

@@ -31,20 +31,16 @@ class RankTask:
     """Whether each line that a rank prints goes to the driver, for its handler's `on_output(rank, lines)`."""
     tls: bool = False
     """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
-    preload: str | None = None
-    """`module:function` that a spare process calls, without arguments, while it waits for the next generation's order:
-    it imports what the entry needs. None: no spare processes."""
 
     def __post_init__(self) -> None:
-        for name in (self.entry, self.preload):
-            module, _, function = ("none:none" if name is None else name).partition(":")
-            if not module or not function.isidentifier():
-                raise ConfigError(
-                    "a rank's entry cannot be right",
-                    got=repr(name),
-                    allowed="module:function",
-                    next_step="Name the function that each rank shall call.",
-                )
+        module, _, function = self.entry.partition(":")
+        if not module or not function.isidentifier():
+            raise ConfigError(
+                "a rank's entry is not a function's name",
+                got=repr(self.entry),
+                allowed="module:function",
+                next_step="Name the function that each rank calls.",
+            )
         json.dumps(self.payload, allow_nan=False)  # a payload that is no JSON fails here, not in a far rank
 
     def to_json(self) -> dict[str, Any]:

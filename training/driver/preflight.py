@@ -1,24 +1,19 @@
-"""What a driver checks before it starts ranks: the dataset, the plan, and how near ranks are to the blocks they
-read.
-"""
+"""What a driver checks before it starts ranks: the dataset, the plan and the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
-from lockstep.storage.files.interface import Blocks, FileSystem
+from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.urls import join, split_url
+from lockstep.storage.urls import split_url
 from training.batches.augmenting import augmentation_of, check_mixup
 from training.config import TrainConfig, lane_groups
-from training.launch.placement import MOST_SHARDS, Near, bytes_near
 from training.models import check_name, scales_learning_rate
 from training.plan.datasets import held_out, open_mixture, open_parts, split_of
-from training.plan.epoch_plan import EpochPlan
 from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from training.plan.make_plan import make_plan
 from training.plan.mixture import Plan
@@ -77,22 +72,6 @@ def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) ->
             allowed=f"divisors of {common}",
             next_step=f"Use --micro-batches {largest_divisor(common, config.micro_batches)} or another --global-batch.",
         )
-
-
-def near_ranks(config: TrainConfig, num_ranks: int, blocks_of: Callable[[str], Blocks]) -> Near | None:
-    """Of each rank, how many bytes of its first epoch lie on which host.
-
-    None where that cannot be told: the data lie on no HDFS, are a mixture, or have more than MOST_SHARDS shards.
-    """
-    if config.mix is not None or any(split_url(url)[0] not in ("hdfs", "webhdfs") for url in config.datasets):
-        return None
-    parts, manifest = open_parts(config.datasets, config.split)
-    plan = plan_for(manifest, config)
-    shards = manifest.splits[config.split].shards
-    if not isinstance(plan, EpochPlan) or len(shards) > MOST_SHARDS:
-        return None
-    urls = [join(part.url, shard.path) for part in parts for shard in part.manifest.splits[part.split].shards]
-    return bytes_near(plan, urls, [shard.bytes for shard in shards], num_ranks, lane_groups(config), blocks_of)
 
 
 def check(config: TrainConfig) -> RunResult | None:

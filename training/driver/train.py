@@ -38,12 +38,8 @@ from training.run.result import RunResult
 from training.run.run_json import check_run, open_run
 from training.run.weights_source import located, weights_at
 
-PRELOAD = "training.rank.runtime:preload"
 
-
-def task_of(
-    config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str, preload: str
-) -> RankTask:
+def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
     """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
     options = CommOptions(
         backend=config.backend,
@@ -62,7 +58,6 @@ def task_of(
         hadoop=hadoop_settings(),
         logs=paths.logs(claim.generation),
         tls=config.tls == "on",
-        preload=preload if config.spare else None,
     )
 
 
@@ -89,8 +84,6 @@ class Hooks:
 
     entry: str = ENTRY
     """The ranks' entry."""
-    preload: str = PRELOAD
-    """What spare processes import, with `--spare`."""
     before_rename: Callable[[], None] = lambda: None
     """Called between the manifest and the rename of each commit."""
     lease_watch_s: float = WATCH_S
@@ -235,7 +228,7 @@ class _Driver:
         if claim.parent is None and source is not None and self._first_weights is None:
             self._first_weights = located(source)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
-        task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry, hooks.preload)
+        task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry)
         return replace(task, payload={**task.payload, "first_weights": self._first_weights})
 
     def _commits(self, claim: Claim) -> CommitHandler:

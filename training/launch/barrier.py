@@ -25,7 +25,6 @@ from training.launch.executors import (
     lost_executors,
     ranks_of_executor,
 )
-from training.launch.placement import Near, NearOf, near_or_none, ranks_of_tasks
 from training.launch.process import Place
 from training.launch.session import Session, SessionLauncher
 from training.launch.supervisor import keep_post
@@ -141,8 +140,6 @@ class KeepPostOnTask:
     limits: Limits
     devices: Sequence[tuple[str, ...]]
     """By rank, where a local master runs all of them: Spark gives its tasks no GPUs then."""
-    near: Near | None = None
-    """Of each rank, how much of what it reads lies on which host; None: task i is rank i."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise the ranks of this task until the driver says that none follows; yields (rank, exit code)."""
@@ -150,10 +147,8 @@ class KeepPostOnTask:
 
         os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # a script's --files; the rank inherits it
         context = BarrierTaskContext.get()
-        tasks = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
-        ranks = ranks_of_tasks(tasks, self.near)
-        hosts = tuple(tasks[ranks.index(rank)] for rank in range(len(tasks)))
-        rank = ranks[context.partitionId()]
+        hosts = tuple(info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos())
+        rank = context.partitionId()
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
         place = Place(rank, hosts, self.control, self.secret, self.limits, devices)
@@ -170,10 +165,7 @@ def _take_hadoop_settings(task: RankTask) -> None:
 class BarrierSession(Session):
     """Supervisors as the tasks of one barrier stage."""
 
-    def __init__(
-        self, spark: SparkSession, num_ranks: int, limits: Limits | None = None, near: NearOf | None = None
-    ) -> None:
-        self._near_of = near
+    def __init__(self, spark: SparkSession, num_ranks: int, limits: Limits | None = None) -> None:
         self._context = classic_context(spark)
         self._master = self._context.master or ""
         with jvm_lives():
@@ -234,8 +226,7 @@ class BarrierSession(Session):
 
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
-        near = None if local or self._near_of is None else near_or_none(self._near_of, self._context, num_ranks)
-        keep = KeepPostOnTask(control, secret, self.limits, shares, near)
+        keep = KeepPostOnTask(control, secret, self.limits, shares)
         with jvm_lives():
             self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
@@ -272,8 +263,6 @@ class OnSpark(SessionLauncher):
     """`run_barrier` with its session bound, for the driver: which asks `ready` before it writes anything."""
 
     spark: SparkSession
-    near: NearOf | None = None
-    """Says, for a number of ranks, how much of what each reads lies on which host."""
 
     def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
         """Raise ConfigError unless the session can hold all ranks at once: their memory, and slots (`check_slots`).
@@ -290,7 +279,7 @@ class OnSpark(SessionLauncher):
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""
-        return BarrierSession(self.spark, num_ranks, limits, self.near)
+        return BarrierSession(self.spark, num_ranks, limits)
 
 
 def run_barrier(

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -95,7 +94,7 @@ class Place:
     devices: tuple[str, ...] = ()
     """As in Order."""
 
-    def order(self, document: Mapping[str, Any], mark: str) -> Order:
+    def order(self, document: Mapping[str, Any]) -> Order:
         """The order of one generation, from what `order_to_json` has made."""
         world = World.from_hosts(self.rank, self.hosts, int(document["generation"]))
         tls = Credentials.from_json(document["tls"]) if document["tls"] else None
@@ -108,7 +107,6 @@ class Place:
             self.limits,
             self.devices,
             tls,
-            mark,
         )
 
 
@@ -126,18 +124,22 @@ def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: C
 RankProcess = subprocess.Popen[bytes]
 
 
-def start_process(mark: str, ranks_per_node: int) -> RankProcess:
-    """Start `training.rank` with this process' import path; it waits for its order on standard input."""
+def start_rank(order: Order) -> RankProcess:
+    """Start `training.rank` with this process' import path, and hand it its order.
+
+    The order goes through the pipe, since arguments and environment are readable by others on the host, and it holds
+    the rank's key and certificate.
+    """
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
-    # The worker's secrets of Spark are of no use to a rank, and none of its business.
+    # A rank needs none of the secrets that Spark gave to this worker.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
-    # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
-    # TensorFlow starts threads anew each epoch, and glibc gives each a heap of its own, up to eight a core, which are
-    # never given back: memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: order.mark}
+    # Unless the user says otherwise, the ranks of one host share its cores instead of each taking all of them.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
+    # TensorFlow starts new threads each epoch. glibc gives each a heap, up to eight a core, and never returns it:
+    # memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
     environment.setdefault("MALLOC_ARENA_MAX", "2")
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "training.rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -145,14 +147,15 @@ def start_process(mark: str, ranks_per_node: int) -> RankProcess:
         env=environment,
         process_group=0,
     )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
+        process.stdin.write(json.dumps(_order_for_rank(order)).encode() + b"\n")
+        process.stdin.flush()
+    return process
 
 
-def hand_over(process: RankProcess, order: Order) -> None:
-    """Write the order to the process.
-
-    Key and certificate go through the pipe alone: arguments and environment are readable by others on the host.
-    """
-    document = {
+def _order_for_rank(order: Order) -> dict[str, Any]:
+    return {
         "parent": os.getpid(),
         "task": order.task.to_json(),
         "world": order.world.to_json(),
@@ -165,101 +168,3 @@ def hand_over(process: RankProcess, order: Order) -> None:
         "lost_s": order.limits.lost_s,
         "devices": list(order.devices),
     }
-    write_line(process, document)
-
-
-def write_line(process: RankProcess, document: dict[str, Any]) -> None:
-    """Write a line of JSON to the process' standard input."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
-        process.stdin.write(json.dumps(document).encode() + b"\n")
-        process.stdin.flush()
-
-
-def start_rank(order: Order) -> RankProcess:
-    """Start a process and hand it its order."""
-    process = start_process(order.mark, order.world.ranks_per_node)
-    hand_over(process, order)
-    return process
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A spare process."""
-
-    process: RankProcess
-    mark: str
-
-    def end(self) -> None:
-        """Kill it and what it has started."""
-        self.process.kill()
-        self.process.wait()
-        end_left(self.process.pid, self.mark)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-class Spares:
-    """At most one spare process of a supervisor; used as a context manager, at whose end it is killed."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._ranks_per_node = place.hosts.count(place.hosts[place.rank])
-        self._preload: str | None = None
-        self._wanted = self._closed = False
-        self._waiting: Waiting | None = None
-        self._changed = threading.Condition()
-        # The kernel ends a rank's process with the thread that has started it, so this one stays to the end.
-        self._thread = threading.Thread(target=self._keep, name="spare-keeper", daemon=True)
-
-    def __enter__(self) -> Spares:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        if (left := self.take()) is not None:
-            left.end()
-
-    def follows(self, preload: str | None) -> None:
-        """What the next spare shall import: `module:function`, called in it; None for no spare."""
-        self._preload = preload
-
-    def ask(self) -> None:
-        """Have one started, unless one waits already."""
-        with self._changed:
-            self._wanted = self._preload is not None
-            self._changed.notify_all()
-
-    def take(self) -> Waiting | None:
-        """The spare that waits; None where there is none, or it has died."""
-        with self._changed:
-            taken, self._waiting, self._wanted = self._waiting, None, False
-        if taken is not None and taken.process.poll() is not None:
-            taken.end()
-            return None
-        return taken
-
-    def _keep(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._wanted and self._waiting is None))
-                if self._closed:
-                    return
-                mark = new_mark()
-                process = start_process(mark, self._ranks_per_node)
-                self._waiting, self._wanted = Waiting(process, mark), False
-            place = self._place
-            write_line(
-                process,
-                {
-                    "parent": os.getpid(),
-                    "preload": self._preload,
-                    "devices": list(place.devices),
-                    "host": place.hosts[place.rank],
-                },
-            )

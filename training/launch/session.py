@@ -91,12 +91,6 @@ class Session(ABC):
         is left alive in any case, and supervisors that can be reached wait for the next run.
         """
 
-        def stepped(states: Sequence[RankState]) -> None:
-            if task.preload is not None and self._roster is not None:
-                self._roster.ask_for_spares()
-            if on_steps is not None:
-                on_steps(states)
-
         def ended() -> BaseException | None:
             overtaken = getattr(handler, "overtaken", None)
             return self._fault or (overtaken() if overtaken is not None else None)
@@ -108,7 +102,7 @@ class Session(ABC):
         self.failed_at = None
         key = new_key()
         certificates = issue(generation, self.num_ranks) if task.tls else [None] * self.num_ranks
-        with ControlServer(key, generation, self.num_ranks, self.limits, handler, self._bind_host, stepped) as server:
+        with ControlServer(key, generation, self.num_ranks, self.limits, handler, self._bind_host, on_steps) as server:
             with self._lock:
                 self._server = server
                 if self._fault is not None:

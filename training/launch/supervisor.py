@@ -17,7 +17,7 @@ from training.control.client import Line, SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
 from training.control.task import RankTask
 from training.launch.output import LineBuffer, read_lines
-from training.launch.process import Order, Place, RankProcess, Spares, end_left, hand_over, new_mark, start_rank
+from training.launch.process import Order, Place, RankProcess, end_left, start_rank
 from training.rank.__main__ import is_stopped
 from training.run.metrics import PartWriter
 from training.run.paths import rank_name
@@ -31,13 +31,10 @@ DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its o
 
 
 class Supervisor:
-    """Supervises one rank; `run` returns when its process has ended and has been reported.
+    """Supervises one rank; `run` returns when its process has ended and its end is reported."""
 
-    `waiting` is a process that waits for its order (training.launch.process); None: one is started.
-    """
-
-    def __init__(self, order: Order, waiting: RankProcess | None = None) -> None:
-        self._order, self._waiting = order, waiting
+    def __init__(self, order: Order) -> None:
+        self._order = order
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         logs = order.task.logs
         self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
@@ -60,9 +57,7 @@ class Supervisor:
         )
         client = SupervisorClient(connect, order.limits.lost_s)
         try:
-            process = self._waiting or start_rank(order)
-            if self._waiting is not None:
-                hand_over(process, order)
+            process = start_rank(order)
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
             forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
@@ -143,24 +138,15 @@ def keep_post(place: Place, prepare: Callable[[RankTask], None] | None = None) -
     Raises CommunicationError when the driver cannot be reached at the start of the session or of a generation.
     """
     limits, code = place.limits, 0
-    with Spares(place) as spares:
-        deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
-        line = Line(
-            place.control, place.secret, place.rank, deadline_s=deadline_s, lost_s=limits.lost_s, on_spare=spares.ask
-        )
-        try:
-            while (document := line.next_order()) is not None:
-                waiting = spares.take()
-                order = place.order(document, waiting.mark if waiting else new_mark())
-                spares.follows(order.task.preload)
-                if prepare is not None:
-                    prepare(order.task)
-                try:
-                    code = Supervisor(order, waiting.process if waiting else None).run()
-                finally:
-                    if waiting is not None:
-                        waiting.end()
-                line.say_idle()
-        finally:
-            line.close()
+    deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
+    line = Line(place.control, place.secret, place.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
+    try:
+        while (document := line.next_order()) is not None:
+            order = place.order(document)
+            if prepare is not None:
+                prepare(order.task)
+            code = Supervisor(order).run()
+            line.say_idle()
+    finally:
+        line.close()
     return code

@@ -134,7 +134,7 @@ class Fit(AbstractContextManager["Fit"]):
         prepared = prepare(config, self._plan, self._signature, self._feed.rows, groups)
         self._model = prepared.model
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # whose models are in memory of their own
-            needed = reckoned_bytes(before_bytes, self._model, world.num_ranks, spare=config.spare)
+            needed = reckoned_bytes(before_bytes, self._model, world.num_ranks)
             context.control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         context.control.beat(0, "join the ranks")
         self._comm = context.communicator(arena_bytes=arena_bytes(self._model))

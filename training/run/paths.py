@@ -163,11 +163,6 @@ class RunPaths:
         """The audit file that belongs to the checkpoint of `step`."""
         return f"{self.audits(generation)}/{rank_name(rank)}/step-{step:010d}.csv"
 
-    @property
-    def events(self) -> str:
-        """TensorBoard's directory."""
-        return f"{self.root}/events"
-
     def model(self, generation: int) -> str:
         """A generation's final export."""
         return f"{self.root}/models/{generation_name(generation)}"

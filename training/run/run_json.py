@@ -17,7 +17,7 @@ from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import parent
-from training.config import TrainConfig, flag_of
+from training.config import TrainConfig, flag_of, without_removed
 from training.plan.datasets import what_differs
 from training.plan.mixture import Plan
 from training.run.lineage import checkpoints, epochs_asked, read_claims
@@ -85,10 +85,11 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
+    begun_with = without_removed(found["config"])
     for name in (*MODEL_FIELDS, "audit"):
-        _same(paths, name, name, found["config"].get(name), getattr(config, name))
+        _same(paths, name, name, begun_with.get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
-        _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
+        _same(paths, name, name, begun_with.get(name, default), getattr(config, name))
     epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")

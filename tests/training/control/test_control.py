@@ -218,7 +218,7 @@ def test_a_roster_lets_in_the_session_s_supervisors_alone_and_each_once() -> Non
     orders: list[dict[str, object]] = [{"key": "a"}, {"key": "b"}]
 
     def line(rank: int) -> Line:
-        return Line(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S, on_spare=lambda: None)
+        return Line(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
 
     for key, generation in ((bytes(32), SESSION), (KEY, 7)):  # a generation's key; a hello to a generation's server
         with pytest.raises(CommunicationError, match="cannot be reached"):

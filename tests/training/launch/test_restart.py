@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.storage.errors import LockstepError
-from tests.training._ranks import lives, living_ranks, rank_path
-from training.control.failures import LauncherError, RankFailedError, RankState
+from tests.training._ranks import living_ranks, rank_path
+from training.control.failures import LauncherError, RankFailedError
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.task import Limits, RankTask
@@ -64,61 +63,6 @@ def test_frozen_rank_is_restarted_in_place() -> None:
         assert [result["world"]["generation"] for result in results] == [2, 2]
         assert session.usable()
         assert len(session._threads) == 2 and all(thread.is_alive() for thread in session._threads)
-
-
-@pytest.mark.parametrize("spare_dies", [False, True])
-def test_spare_becomes_the_next_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_dies: bool) -> None:
-    """It has imported behind the ranks' back, and then runs with their priority; a dead one is replaced."""
-    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
-    go = tmp_path / "go"
-    task = RankTask("_ranks:steps_then_killed", {"go": str(go)}, preload="_ranks:preload")
-
-    def spares() -> list[Path]:
-        return [file for file in tmp_path.glob("spare-*") if file.read_text()]
-
-    def kill(states: Sequence[RankState]) -> None:
-        try:
-            wait_for(lambda: len(spares()) == 2)
-            if spare_dies:
-                pids = [int(file.name.removeprefix("spare-")) for file in spares()]
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-                wait_for(lambda: not any(map(lives, pids)))
-        finally:
-            go.touch()
-
-    with LocalSession(2, QUICK) as session:
-        with pytest.raises(RankFailedError, match="SIGKILL"):
-            session.run(task, 1, answer, kill)
-        waiting = {int(file.name.removeprefix("spare-")): int(file.read_text()) for file in spares()}
-        assert session.usable()
-        results = session.run(task, 2, answer)
-        if spare_dies:
-            assert [result["preloaded"] for result in results] == [[], []]
-        else:
-            assert {result["pid"] for result in results} == waiting.keys()
-            assert [result["preloaded"] for result in results] == [[result["pid"]] for result in results]
-            # Lower than the ranks while it imported, the same as every process of ours once it is a rank.
-            mine = os.getpriority(os.PRIO_PROCESS, 0)
-            assert {result["nice"] for result in results} == {mine} and set(waiting.values()) == {10}
-    assert not any(lives(pid) for pid in waiting)
-
-
-def test_spare_that_is_not_needed_ends_with_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
-    task = RankTask("_ranks:steps_then_killed", {"go": str(tmp_path / "go")}, preload="_ranks:preload")
-
-    def end(states: Sequence[RankState]) -> None:
-        try:
-            wait_for(lambda: len(list(tmp_path.glob("spare-*"))) == 1)
-        finally:
-            (tmp_path / "go").touch()
-
-    with LocalSession(1, QUICK) as session:
-        session.run(task, 5, answer, end)
-        (spare,) = (int(file.name.removeprefix("spare-")) for file in tmp_path.glob("spare-*"))
-        assert lives(spare)
-    assert not lives(spare)
 
 
 def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) -> None:
