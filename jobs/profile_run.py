@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    if args.launcher == "local":
+    if config.launcher == "local":
         result = measured(config, args, run_local)
     else:
         with spark_session("lockstep profile", args.master) as spark:

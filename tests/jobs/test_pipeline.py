@@ -61,7 +61,7 @@ def test_lists_are_what_flags_with_commas_are(conf: Path) -> None:
         ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is no pipeline"),  # two sources of one dataset
         ("num_ranks = 2", "num_ranks = 2\nranks = 2", "(perhaps `num_ranks`)"),
         ("epochs = 1", "epochs = 'many'", "the command line cannot be right"),
-        ("epochs = 1", "epochs = 0", "`epochs` cannot be right"),
+        ("epochs = 1", "epochs = 0", "`epochs` of the training configuration is invalid"),
         ('metric = "auc"', "", "the command line cannot be right"),
         ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "the command line cannot be right"),
         ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "the command line cannot be right"),

@@ -49,6 +49,18 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         assert f"--{name} " in text or f"--{name}\n" in text or f"[--{name}]" in text, field.name
 
 
+def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
+    """A flag has the type, the sentence and the default of its field; what is not given is left to the field."""
+    text = " ".join(parser().format_help().split())
+    assert "--window-bytes N Memory of a rank in which samples are shuffled, over all lanes (default 8 MiB)" in text
+    assert "--start-limit S Seconds in which all ranks must start (default 300)" in text
+    assert "--tls {on,off} Encrypt" in text and "(default: the model's own)" in text and "crop:pixels" in text
+    given = flags(tmp_path, "--mix", "3", "1", "--warm-up-epochs", "0.5", "--canonical", "--augment", "flip", "crop:4")
+    args = vars(parser().parse(given))
+    assert (args["mix"], args["warm_up_epochs"], args["canonical"]) == ([3, 1], 0.5, True)
+    assert args["augment"] == "flip crop:4" and not args.keys() & {"seed", "audit", "launcher", "split"}
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
