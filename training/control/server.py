@@ -25,7 +25,41 @@ from training.control.protocol import (
     is_final,
     try_send,
 )
-from training.control.task import Handler, Limits
+from training.control.task import Limits
+
+Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
+"""answer(rank, kind, fields) -> reply."""
+
+
+class Handler:
+    """The driver's side of one generation. Its methods are called by several threads.
+
+    This one answers by a function, if it has one, and ignores all else; others override the methods.
+    """
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self._answer = answer
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a rank's request; for a notice it is dropped. What it raises ends the launch."""
+        if self._answer is None:
+            raise CommunicationError(
+                f"rank {rank} asked for `{kind}`, which this launch does not serve",
+                got=kind,
+                allowed="rendezvous",
+                next_step="Give the launcher a handler.",
+            )
+        return self._answer(rank, kind, fields)
+
+    def on_step(self, step: int) -> None:
+        """Rank 0 has made its step `step`."""
+
+    def on_output(self, rank: int, lines: list[str]) -> None:
+        """A rank of a task with `stream` has printed these lines."""
+
+    def overtaken(self) -> BaseException | None:
+        """The error with which the launch must end, since another driver has taken over; asked every 0.2 s."""
+        return None
 
 
 class Rendezvous:
@@ -70,9 +104,9 @@ class Rendezvous:
 
 
 class Answers:
-    """Of one generation; `fault(error)` is told what the handler has raised. Thread-safe where the handler is."""
+    """The replies of one generation; `fault(error)` gets what the handler raises. Thread-safe if the handler is."""
 
-    def __init__(self, handler: Handler | None, num_ranks: int, fault: Callable[[BaseException], None]) -> None:
+    def __init__(self, handler: Handler, num_ranks: int, fault: Callable[[BaseException], None]) -> None:
         self._handler, self._fault = handler, fault
         self._rendezvous = Rendezvous(num_ranks)
 
@@ -94,14 +128,7 @@ class Answers:
     def handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What the handler says. What it raises is raised, and ends the launch."""
         try:
-            if self._handler is None:
-                raise CommunicationError(
-                    f"rank {rank} asked for `{kind}`, which this launch does not serve",
-                    got=kind,
-                    allowed="rendezvous",
-                    next_step="Give the launcher a handler.",
-                )
-            return self._handler(rank, kind, fields)
+            return self._handler.answer(rank, kind, fields)
         except Exception as error:
             self._fault(error)
             raise
@@ -133,15 +160,13 @@ class ControlServer:
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> None:
         self._limits = limits
-        self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
+        self._handler = handler or Handler()
         self._on_steps = on_steps  # called once, when every rank has made a step
-        self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
-        self._overtaken: Callable[[], BaseException | None] | None = getattr(handler, "overtaken", None)
         self._states = [RankState(rank) for rank in range(num_ranks)]
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
         self._changed = threading.Condition()
-        self._answers = Answers(handler, num_ranks, self._fault_of_handler)
+        self._answers = Answers(self._handler, num_ranks, self._fault_of_handler)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
         self._started = time.monotonic()
@@ -190,8 +215,8 @@ class ControlServer:
         with self._changed:
             while True:
                 now = time.monotonic()
-                if self._fault is None and self._overtaken is not None:
-                    self._fault = self._overtaken()  # ranks that do well serve a driver that another one has replaced
+                if self._fault is None:
+                    self._fault = self._handler.overtaken()
                 failures = self._failures(now)
                 if self._fault is None and not failures:
                     # All is well, or well again: a silent rank was heard before anything was done.
@@ -293,8 +318,8 @@ class ControlServer:
             first = state.moves_to(step, str(document["phase"]), state.beat_at)
             if first and self._on_steps is not None and all(other.marks.first_step_at for other in self._states):
                 threading.Thread(target=self._on_steps, args=(tuple(self._states),), daemon=True).start()
-            if moved and state.rank == 0 and self._on_step is not None:
-                self._on_step(step)
+            if moved and state.rank == 0:
+                self._handler.on_step(step)
             if tag is Tag.RESULT:
                 state.result_parts.append(str(document["part"]))
                 if not document["more"]:
@@ -322,8 +347,8 @@ class ControlServer:
         try:
             while True:
                 tag, document = channel.receive()
-                if tag is Tag.OUTPUT and self._on_output is not None:
-                    self._on_output(rank, [str(line) for line in document["lines"]])
+                if tag is Tag.OUTPUT:
+                    self._handler.on_output(rank, [str(line) for line in document["lines"]])
                 with self._changed:
                     if tag is Tag.OUTPUT:
                         state.spoke_at = time.monotonic()

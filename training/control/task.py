@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.storage.errors import ConfigError
-
-Handler = Callable[[int, str, dict[str, Any]], dict[str, Any]]
-"""The driver's answer to a rank: handler(rank, kind, fields) -> reply; what it returns for a notice is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class RankTask:
     logs: str | None = None
     """URL of a directory for the ranks' logs; None keeps only the last lines, in memory."""
     stream: bool = False
-    """Whether each line that a rank prints goes to the driver, for its handler's `on_output(rank, lines)`."""
+    """Whether each line that a rank prints goes to the driver's `Handler.on_output`."""
     tls: bool = False
     """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
 

@@ -19,6 +19,7 @@ from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
 from training.config import Keep, check_metric
+from training.control.server import Handler
 from training.driver.retention import MetricValues, empty_trash, retire
 from training.launch.executors import ExecutorMemory
 from training.run import notes
@@ -229,8 +230,8 @@ def _digest(file: dict[str, Any]) -> dict[str, Any]:
 LOOK_EVERY_S = 1.0
 
 
-class RunHandler:
-    """Called by the control server: `handler(rank, kind, fields)`; used as a context manager around the launch."""
+class RunHandler(Handler):
+    """The driver's side of one generation of a run; used as a context manager around the launch."""
 
     def __init__(
         self,
@@ -243,8 +244,8 @@ class RunHandler:
         memory: ExecutorMemory | None = None,
     ) -> None:
         """`memory`: what an executor has for its ranks, where that is enforced; rank 0 says what a rank takes."""
-        self.commits, self._memory = commits, memory
-        self.overtaken = overtaken  # asked by the control server: the error with which the launch must end
+        super().__init__()
+        self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
         self._note = ""
@@ -265,7 +266,11 @@ class RunHandler:
         self._uploader.join()
         self._metrics.try_flush()
 
-    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def overtaken(self) -> LockstepError | None:
+        """The error with which the launch must end."""
+        return self._overtaken()
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer one request or take one notice; an unknown kind raises CommunicationError."""
         if kind == "restore":
             return {

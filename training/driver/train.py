@@ -28,7 +28,7 @@ from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Standing
 from training.driver.preflight import finished_result, open_dataset, plan_for
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
-from training.launch.session import Launch, Launches, ended_in_order
+from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
 from training.models import may_follow_length
 from training.plan.mixture import Plan
 from training.run.comm_plans import read_plans
@@ -115,8 +115,9 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
         return finished
     if first_weights is not None and not fs.exists(paths.run_json):
         weights_at(first_weights)  # what is not there is told before anything is started
-    ready = getattr(launch, "ready", None)
-    memory = ready(config.num_ranks, config.start_limit_s) if ready is not None else None
+    memory = None
+    if isinstance(launch, SessionLauncher):
+        memory = launch.ready(config.num_ranks, config.start_limit_s)
     standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), standing:
         open_run(fs, paths, config, manifest, plan, confirm=standing.confirm)

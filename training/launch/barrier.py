@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import Handler
+from training.control.task import Limits, RankTask
 from training.devices import shares_of_host
 from training.launch.executors import (
     RANK_MIB,

@@ -15,6 +15,7 @@ from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundErr
 from lockstep.storage.urls import join, several
 from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import MemoryKillError, RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.output import OutputPrinter, Which
 from training.launch.script_rank import Script
@@ -110,14 +111,19 @@ def compile_script(path: str) -> bytes:
     return text
 
 
-class ScriptHandler:
-    """The driver's side of a launched script: its output; a script asks the driver nothing."""
+class ScriptHandler(Handler):
+    """The driver's side of a launched script: it prints the ranks' output, and answers nothing."""
 
     def __init__(self, printer: OutputPrinter) -> None:
-        self.on_output = printer.take
+        super().__init__()
+        self._printer = printer
 
-    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Refuse: nothing of a script's libraries asks."""
+    def on_output(self, rank: int, lines: list[str]) -> None:
+        """Print the lines."""
+        self._printer.take(rank, lines)
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Refuse: a script asks the driver nothing."""
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,

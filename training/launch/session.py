@@ -18,8 +18,9 @@ from training.comm.tls import issue
 from training.control.failures import LauncherError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
-from training.control.server import ControlServer
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import ControlServer, Handler
+from training.control.task import Limits, RankTask
+from training.launch.executors import ExecutorMemory
 from training.launch.process import order_to_json
 from training.run.result import ANEW, IN_PLACE, told
 
@@ -91,9 +92,10 @@ class Session(ABC):
         is left alive in any case, and supervisors that can be reached wait for the next run.
         """
 
+        handler = handler or Handler()
+
         def ended() -> BaseException | None:
-            overtaken = getattr(handler, "overtaken", None)
-            return self._fault or (overtaken() if overtaken is not None else None)
+            return self._fault or handler.overtaken()
 
         if self._roster is None:
             self._check(task, ended)
@@ -159,6 +161,14 @@ class SessionLauncher(ABC):
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay; they begin with the first run."""
 
+    def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
+        """Raise ConfigError unless all ranks fit at once; a driver asks before it writes anything.
+
+        Waits up to `wait_s` seconds for executors that are still starting. Returns the memory that an executor has for
+        its ranks, None where nothing enforces it.
+        """
+        return None
+
     def __call__(
         self,
         task: RankTask,
@@ -170,7 +180,7 @@ class SessionLauncher(ABC):
     ) -> list[dict[str, Any]]:
         """Run `task` on `num_ranks` new ranks, once; returns what each rank's entry returned, in order of rank.
 
-        `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
+        `handler` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
         left alive in any case.
         """
         with self.session(num_ranks, limits or Limits()) as session:

@@ -31,7 +31,7 @@ from training.control.protocol import (
     try_send,
 )
 from training.control.roster import Roster, open_order, seal_order
-from training.control.server import ControlServer, Rendezvous
+from training.control.server import ControlServer, Handler, Rendezvous
 from training.control.task import Limits
 from training.world import World
 
@@ -41,7 +41,8 @@ PATIENCE_S = 120.0  # only against a hang
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    handler = Handler(lambda rank, kind, fields: {"kind": kind})
+    found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), handler, "127.0.0.1")
     yield found
     found._door.close()
 
@@ -181,7 +182,7 @@ def test_noise_is_refused_without_allocating(server: ControlServer) -> None:
 def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.comm.auth.MAX_CALLERS", 4)
     monkeypatch.setattr("training.control.protocol.HELLO_DEADLINE_S", PATIENCE_S)
-    server = ControlServer(KEY, 7, 2, Limits(), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    server = ControlServer(KEY, 7, 2, Limits(), Handler(lambda rank, kind, fields: {"kind": kind}), "127.0.0.1")
     strangers = [dial(server) for _ in range(6)]
     # Though none of them leaves by itself.
     assert client(server).request("anything", PATIENCE_S) == {"kind": "anything"}
@@ -260,7 +261,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
         asked.set()
         return {"done": gate.wait(PATIENCE_S)}
 
-    server = ControlServer(KEY, 7, 1, Limits(), handler, "127.0.0.1")
+    server = ControlServer(KEY, 7, 1, Limits(), Handler(handler), "127.0.0.1")
 
     def lose() -> None:
         asked.wait(PATIENCE_S)
@@ -275,7 +276,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
 
 
 def test_request_has_a_deadline(server: ControlServer) -> None:
-    server._answers._handler = lambda rank, kind, fields: {"done": threading.Event().wait(2)}
+    server._answers._handler = Handler(lambda rank, kind, fields: {"done": threading.Event().wait(2)})
     with pytest.raises(CommunicationError, match=r"did not answer the request `slow`"):
         client(server).request("slow", 0.3)
 

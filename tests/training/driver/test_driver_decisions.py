@@ -22,6 +22,7 @@ from tests.training._tiny import write_table
 from tests.training.test_audit_run import TinyRun
 from training.config import TrainConfig
 from training.control.failures import LauncherError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.ownership import Standing
 from training.driver.train import Hooks, train
@@ -160,11 +161,8 @@ class NeverThere(Session):
 
 @pytest.mark.parametrize("by", ["the lease", "fail"])
 def test_a_driver_that_waits_for_slots_hears_that_it_must_end(by: str) -> None:
-    class Overtaken:
+    class Overtaken(Handler):
         error: BaseException | None = None
-
-        def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-            return {}
 
         def overtaken(self) -> BaseException | None:
             return self.error

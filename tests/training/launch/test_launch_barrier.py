@@ -16,6 +16,7 @@ from tests.training._tiny import write_table
 from tests.training.test_horovod import DATA, SCRIPTS, check_loop
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
 from training.launch.barrier import (
@@ -62,7 +63,9 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def test_same_results_as_local(session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # a local master gives its tasks none: shared out as on one host
-    results = run_barrier(session, RankTask("_ranks:hello"), 2, generation=3, handler=lambda r, k, f: {"rank": r})
+    results = run_barrier(
+        session, RankTask("_ranks:hello"), 2, generation=3, handler=Handler(lambda r, k, f: {"rank": r})
+    )
     assert [result["reply"] for result in results] == [{"rank": 0}, {"rank": 1}]
     assert results[1]["world"] == {
         "rank": 1,
@@ -92,7 +95,7 @@ def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSess
             RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")),
             2,
             limits=QUICK,
-            handler=lambda r, k, f: {},
+            handler=Handler(lambda r, k, f: {}),
         )
     assert str(caught.value).endswith("  | line 59")
     assert caught.value.host not in ("", "an unknown host")
@@ -146,7 +149,7 @@ def test_cancelled_stage_takes_its_ranks_along(
 
     task = RankTask("_ranks:tells_pid", {"folder": str(tmp_path)})
     with pytest.raises(RankFailedError, match="no progress for 3 s"):
-        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=handler)
+        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=Handler(handler))
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if lives(pid)]

@@ -17,6 +17,7 @@ from tests.training._ranks import living_ranks, rank_path
 from training.control.failures import LauncherError, RankFailedError
 from training.control.protocol import new_key
 from training.control.roster import Roster
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import LocalSession, OnHost, run_local
 from training.launch.process import Place
@@ -59,7 +60,7 @@ def test_frozen_rank_is_restarted_in_place() -> None:
         assert caught.value.rank == 0
         assert living_ranks(os.getpid()) == []
         assert session.usable()
-        results = session.run(RankTask("_ranks:hello"), 2, answer)
+        results = session.run(RankTask("_ranks:hello"), 2, Handler(answer))
         assert [result["world"]["generation"] for result in results] == [2, 2]
         assert session.usable()
         assert len(session._threads) == 2 and all(thread.is_alive() for thread in session._threads)
@@ -77,9 +78,9 @@ def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) 
 
     with Launches(run_local, 2, QUICK, tell=tell) as launches:
         with pytest.raises(RankFailedError, match="SIGKILL"):
-            launches.run(task, 1, answer)
+            launches.run(task, 1, Handler(answer))
         go.unlink()
-        launches.run(task, 2, answer)
+        launches.run(task, 2, Handler(answer))
     (restart,) = launches.restarts
     assert (restart.generation, restart.level) == (2, 1)
     assert restart.seconds is not None and sum(restart.parts.values()) == pytest.approx(restart.seconds)
@@ -123,7 +124,7 @@ def test_failure_from_outside_ends_what_runs_and_what_would_follow(tmp_path: Pat
         threading.Timer(1.0, launches.fail, (LockstepError("another driver has the run"),)).start()
         for generation in (1, 2):
             with pytest.raises(LockstepError, match="another driver has the run"):
-                launches.run(RankTask("_ranks:tells_pid", {"folder": str(tmp_path)}), generation, answer)
+                launches.run(RankTask("_ranks:tells_pid", {"folder": str(tmp_path)}), generation, Handler(answer))
     assert len(list(tmp_path.iterdir())) <= 1
 
 
