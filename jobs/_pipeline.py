@@ -18,7 +18,6 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
-from training.driver.preflight import check as check_training
 from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -143,7 +142,6 @@ class Pipeline:
         manifest = self._step("etl", lambda: self.etl(spark))
         self._step("verify", self._verify)
         config = _train.config_of(self.train_args)
-        check_training(config)
         launch = OnSpark(spark)
         take_over = self.train_args.take_over
         trains = launch if config.launcher == "barrier" else run_local

@@ -16,7 +16,7 @@ from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
-from training.driver.preflight import check
+from training.driver.preflight import preflight_before_spark
 from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -34,13 +34,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    result = check(config)
-    if result is None and config.launcher == "local":
-        result = train(config, run_local, take_over=args.take_over)
-    elif result is None:
+    checked = preflight_before_spark(config)
+    if checked is not None and checked.finished is not None:
+        result = checked.finished
+    elif config.launcher == "local":
+        result = train(config, run_local, take_over=args.take_over, checked=checked)
+    else:
         with spark_session("lockstep train", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark), take_over=args.take_over)
+            result = train(config, OnSpark(spark), take_over=args.take_over, checked=checked)
     print(result.summary())
     report(result)
     return 0

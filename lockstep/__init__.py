@@ -137,7 +137,7 @@ def train(
     (6, True)
     """
     from training.config import TrainConfig
-    from training.driver.preflight import check
+    from training.driver.preflight import preflight_before_spark
     from training.driver.train import train
 
     known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
@@ -152,7 +152,8 @@ def train(
         datasets=several(datasets), run=os.fspath(run), model=_model_name(model), num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
-    return check(config) or train(config, _launch(spark), take_over=take_over)
+    checked = preflight_before_spark(config)
+    return train(config, _launch(spark), take_over=take_over, checked=checked)
 
 
 def evaluate(

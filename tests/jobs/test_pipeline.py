@@ -92,7 +92,6 @@ def test_two_pipelines_of_one_name_are_refused(conf: Path) -> None:
 
 
 def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: {"metrics": {"accuracy": 0.5}})
     with pytest.raises(ConfigError, match="no metric `auc`") as caught:
         Pipeline.load(str(conf), "out").run(cast(Any, None))
@@ -115,7 +114,6 @@ def test_the_training_s_launcher_is_the_file_s(
 ) -> None:
     conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
     launches = []
-    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
     monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, take_over: launches.append(type(launch)))
     nothing = {"metrics": {"accuracy": 0.5}}
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)

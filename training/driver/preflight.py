@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.urls import split_url
+from lockstep.storage.urls import absolute, split_url
 from training.batches.augmenting import augmentation_of, check_mixup
 from training.config import TrainConfig, lane_groups
 from training.models import check_name, scales_learning_rate
@@ -21,7 +23,7 @@ from training.reading.open import load_encoder
 from training.run.paths import RunPaths
 from training.run.result import RunResult, find_result
 from training.run.run_json import check_run
-from training.run.weights_source import weights_at
+from training.run.weights_source import check_weights
 
 
 def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
@@ -74,25 +76,70 @@ def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) ->
         )
 
 
-def check(config: TrainConfig) -> RunResult | None:
-    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run that may be started, and what was opened and planned to check it."""
 
-    Other file systems may need Spark's settings, so there `train` itself tells.
+    config: TrainConfig
+    """With absolute URLs."""
+    manifest: DatasetManifest
+    plan: Plan
+    finished: RunResult | None
+    """The result of a run that has ended already."""
+
+
+def preflight(config: TrainConfig) -> CheckedRun:
+    """Check a run before anything is started or written.
+
+    Raises ConfigError for a configuration that does not fit the dataset, the model or the run; DataError for a dataset
+    or run whose bytes are wrong.
+    """
+    config = replace(
+        config,
+        datasets=tuple(map(absolute, config.datasets)),
+        run=absolute(config.run),
+        init_from=None if config.init_from is None else absolute(config.init_from),
+    )
+    manifest, _, plan = open_and_plan(config)
+    plan.steps(config.epochs)
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    finished = finished_result(fs, paths, config) if check_run(fs, paths, config, plan) else None
+    if config.init_from is not None and not fs.exists(paths.run_json):
+        check_weights(config.init_from)
+    return CheckedRun(config, manifest, plan, finished)
+
+
+def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
+    """`preflight` where all URLs are local; else None, since other file systems may need Spark's settings.
+
+    The model's name is checked in both cases.
     """
     check_name(config.model, here=config.launcher == "local")
-    if all(map(_is_local, config.datasets)):
-        plan = plan_for(open_dataset(config)[0], config)
-        plan.steps(config.epochs)
-        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
-            return finished_result(filesystem(config.run), RunPaths(config.run), config)
-        if config.init_from is not None and _is_local(config.init_from) and _is_local(config.run):
-            weights_at(config.init_from)
-    return None
+    urls = (*config.datasets, config.run, config.init_from or config.run)
+    return preflight(config) if all(map(_is_local, urls)) else None
+
+
+class PlannedData(NamedTuple):
+    """What is trained on, opened and planned."""
+
+    manifest: DatasetManifest
+    encoder: Encoder
+    plan: Plan
+
+
+def open_and_plan(config: TrainConfig) -> PlannedData:
+    """`open_dataset` and `plan_for`, which the augmentation is checked against too."""
+    manifest, encoder = open_dataset(config)
+    plan = plan_for(manifest, config)
+    if config.augment:
+        augmentation_of(config, plan, encoder.signature)
+    return PlannedData(manifest, encoder, plan)
 
 
 def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
-    """Manifest and encoder of what is trained on; what its ranks would refuse in it is refused here: one fold of three,
-    images to skip or to augment where there are none.
+    """Manifest and encoder of what is trained on.
+
+    Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
     open_them = open_parts if config.mix is None else open_mixture
     parts, manifest = open_them(config.datasets, config.split)
@@ -101,13 +148,11 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
     if config.bad_images == "skip":
         encoder.skipping_bad_images()
-    if config.augment:
-        augmentation_of(config, plan_for(manifest, config), encoder.signature)
     return manifest, encoder
 
 
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
-    """The result that counts, where it is of as many epochs as are asked for."""
+    """The result that counts, if it has as many epochs as the configuration."""
     done = find_result(fs, paths)
     if done is None or int(done["epochs"]) < config.epochs:
         return None

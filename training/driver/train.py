@@ -17,7 +17,6 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute
 from training.comm.options import CommOptions
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, MemoryKillError, RankFailedError
@@ -25,7 +24,7 @@ from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.commit import CommitHandler, RunHandler
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Standing
-from training.driver.preflight import finished_result, open_dataset, plan_for
+from training.driver.preflight import CheckedRun, preflight
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
 from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
@@ -35,8 +34,8 @@ from training.run.comm_plans import read_plans
 from training.run.lineage import CheckpointRef, Claim, SupersededError, checkpoints, epochs_asked, find_tip, read_claims
 from training.run.paths import RunPaths
 from training.run.result import RunResult
-from training.run.run_json import check_run, open_run
-from training.run.weights_source import located, weights_at
+from training.run.run_json import open_run
+from training.run.weights_source import located
 
 
 def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
@@ -94,36 +93,38 @@ class Hooks:
     """Deadlines other than the configured ones."""
 
 
-def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None) -> RunResult:
+def train(
+    config: TrainConfig,
+    launch: Launch,
+    *,
+    take_over: bool = False,
+    hooks: Hooks | None = None,
+    checked: CheckedRun | None = None,
+) -> RunResult:
     """Train to the end of `config.epochs`, through restarts; a run that is complete already returns its result.
 
-    `take_over`: a driver that is at work on the run is not waited for; it is replaced, and ends when it notices.
+    `take_over` replaces another driver of the run, which ends when it notices. `checked` is `preflight(config)` where
+    the caller has it already.
     Raises ConfigError where the call cannot be right or contradicts the run, and where executors were killed twice for
     their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed more than
     `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
     SupersededError where another driver has taken the run over.
     """
     hooks = hooks or Hooks()
-    first_weights = None if config.init_from is None else absolute(config.init_from)
-    datasets = tuple(map(absolute, config.datasets))
-    config = replace(config, datasets=datasets, run=absolute(config.run), init_from=first_weights)
-    manifest, _ = open_dataset(config)
-    plan = plan_for(manifest, config)
-    steps = plan.steps(config.epochs)
+    checked = checked or preflight(config)
+    if checked.finished is not None:
+        return checked.finished
+    config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
-    if check_run(fs, paths, config, plan) and (finished := finished_result(fs, paths, config)):
-        return finished
-    if first_weights is not None and not fs.exists(paths.run_json):
-        weights_at(first_weights)  # what is not there is told before anything is started
     memory = None
     if isinstance(launch, SessionLauncher):
         memory = launch.ready(config.num_ranks, config.start_limit_s)
     standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), standing:
-        open_run(fs, paths, config, manifest, plan, confirm=standing.confirm)
+        open_run(fs, paths, config, checked.manifest, plan, confirm=standing.confirm)
         limits = limits_of(config, hooks.limits)
         with (
-            Progress("training", steps, "steps") as progress,
+            Progress("training", plan.steps(config.epochs), "steps") as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, progress, standing, launches, memory).run()

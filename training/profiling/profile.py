@@ -16,7 +16,7 @@ from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.config import TrainConfig
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
-from training.driver.preflight import open_dataset, plan_for
+from training.driver.preflight import open_and_plan
 from training.driver.train import limits_of
 from training.launch.session import SessionLauncher, ended_in_order
 from training.profiling.verdict import (
@@ -99,8 +99,7 @@ def profile(
                 next_step=f"Correct --{name}.",
             )
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
-    manifest, encoder = open_dataset(config)
-    plan = plan_for(manifest, config)
+    _, encoder, plan = open_and_plan(config)
     plan.steps(config.epochs)
     options = CommOptions(
         backend=config.backend, algorithm=config.algorithm, trust_network=config.trust_network, plans=()

@@ -9,7 +9,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
-from training.run.lineage import find_tip
+from training.run.lineage import chain_of, find_tip
 from training.run.paths import RunPaths
 from training.run.result import find_model
 
@@ -39,13 +39,17 @@ def newest_of(run: str) -> tuple[str | None, str | None]:
     except NotFoundError:
         tip = find_tip(fs, paths)
     if tip is None:
-        raise DataError(
-            f"{run} has neither a model nor a checkpoint",
-            got="an unfinished run before its first checkpoint",
-            allowed="a run that has written a checkpoint",
-            next_step="Let the run go on: `python -m jobs.train` with the same flags.",
-        )
+        raise _no_checkpoint(run)
     return None, tip.url
+
+
+def _no_checkpoint(run: str) -> DataError:
+    return DataError(
+        f"{run} has neither a model nor a checkpoint",
+        got="an unfinished run before its first checkpoint",
+        allowed="a run that has written a checkpoint",
+        next_step="Continue the run: `python -m jobs.train` with the same flags.",
+    )
 
 
 def located(url: str) -> str:
@@ -59,28 +63,46 @@ def located(url: str) -> str:
     return model or checkpoint or url
 
 
+def check_weights(url: str) -> None:
+    """Raise ConfigError or DataError where `url` holds no weights, without reading them: the ranks check each byte."""
+    fs, paths = filesystem(url), RunPaths(url)
+    if url.endswith(FILES):
+        if not fs.exists(url):
+            raise _none(url, "nothing there")
+    elif not fs.exists(paths.run_json):
+        _kind_at(url)
+    else:
+        try:
+            find_model(fs, paths)
+        except NotFoundError:
+            if not chain_of(fs, paths)[0]:
+                raise _no_checkpoint(url) from None
+
+
 def weights_at(url: str) -> WeightsSource:
-    """What lies at `url`; a model's file is held against its digest where a manifest tells it.
+    """The weights at `url`; the file of an exported model is checked by its digest.
 
     Raises ConfigError for anything that holds no weights, CorruptionError for a changed file.
     """
-    fs = filesystem(url)
     if url.endswith(FILES):
         try:
-            return WeightsSource(file=fs.read_bytes(url))
+            return WeightsSource(file=filesystem(url).read_bytes(url))
         except NotFoundError:
             raise _none(url, "nothing there") from None
     url = located(url)
+    return WeightsSource(url) if _kind_at(url) == "checkpoint" else WeightsSource(file=checked_model(url))
+
+
+def _kind_at(url: str) -> str:
+    """`checkpoint` or `model`, by the manifest at `url`; raises ConfigError for anything else."""
     where = join(url, MANIFEST_NAME)
     try:
-        kind = unseal(fs.read_bytes(where), where).get("kind")
+        kind = unseal(filesystem(url).read_bytes(where), where).get("kind")
     except NotFoundError:
         raise _none(url, "no manifest there") from None
-    if kind == "checkpoint":
-        return WeightsSource(url)
-    if kind == "model":
-        return WeightsSource(file=checked_model(url))
-    raise _none(url, f"a manifest of kind {kind!r}")
+    if kind not in ("checkpoint", "model"):
+        raise _none(url, f"a manifest of kind {kind!r}")
+    return str(kind)
 
 
 def checked_model(url: str) -> bytes:

@@ -24,6 +24,7 @@ from training.config import TrainConfig
 from training.control.failures import LauncherError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
+from training.driver import preflight
 from training.driver.ownership import Standing
 from training.driver.train import Hooks, train
 from training.launch.session import Launches, Session, SessionLauncher
@@ -72,6 +73,28 @@ def test_first_weights_of_a_run_that_still_trains_are_the_same_for_all_ranks_and
     assert [line for line in capfd.readouterr().err.splitlines() if "first weights" in line] == [
         f"first weights: {url}" for url in (at_4, at_6)
     ]
+
+
+def test_a_run_is_opened_and_planned_once_before_its_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, opened, read = TinyRun(tmp_path), [], []
+    source.generation(None, 1, [2])
+    real_open, real_read = preflight.open_parts, LocalFileSystem.open_read
+    monkeypatch.setattr(preflight, "open_parts", lambda *args: opened.append(args) or real_open(*args))
+    monkeypatch.setattr(LocalFileSystem, "open_read", lambda fs, url: read.append(url) or real_read(fs, url))
+    config = config_of(source, tmp_path / "mine", init_from=source.paths.checkpoint(2, 1))
+    checked = preflight.preflight_before_spark(config)
+    assert checked is not None and checked.finished is None and not (tmp_path / "mine").exists()
+    # The ranks check the weights' bytes; here it is enough that they are there.
+    assert not [url for url in read if url.endswith(".safetensors")]
+    with pytest.raises(ConfigError, match="that is all"):
+        train(config, launches(lambda task: None), hooks=Hooks(lease_watch_s=0.1), checked=checked)
+    assert len(opened) == 1
+    assert preflight.preflight_before_spark(replace(config, run="hdfs://nowhere:1/run")) is None
+    for wrong in ("nothing", "data"):
+        with pytest.raises(ConfigError, match="holds no weights"):
+            preflight.preflight(replace(config, run=str(tmp_path / "new"), init_from=str(tmp_path / wrong)))
 
 
 def dies_after_each_checkpoint(context: Any) -> dict[str, Any]:
