@@ -26,8 +26,8 @@ from training.comm.tcp.link import held, receive_some, send_some
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.config import TrainConfig
 from training.control.task import Limits, RankTask
-from training.launch.barrier import KeepPostOnTask
-from training.launch.process import Order, Place
+from training.launch.barrier import SuperviseOnTask
+from training.launch.process import Order, SupervisorSpec
 from training.world import World
 
 GENERATION = 7
@@ -236,8 +236,8 @@ def test_an_order_tells_no_secret() -> None:
     key = b"a secret of the generation 123456"
     place = ("127.0.0.1", 1)
     order = Order(RankTask("a:b"), World.local(0, 1), "host", place, key, Limits(), tls=LAUNCH[0])
-    stage = KeepPostOnTask(place, key, Limits(), [()] * 3)
-    post = Place(0, ("host",), place, key, Limits())
+    stage = SuperviseOnTask(place, key, Limits(), [()] * 3)
+    post = SupervisorSpec(0, ("host",), place, key, Limits())
     for text in (repr(order), repr(stage), repr(post), str(order)):
         assert "secret" not in text and "BEGIN" not in text
     assert "Credentials()" in repr(order)

@@ -237,7 +237,7 @@ class SupervisorClient:
                     time.sleep(min(1.0, self._lost_s / 10))
 
 
-class Line:
+class RosterClient:
     """A supervisor's line to the driver's roster, on which orders come; open until `close`.
 
     Raises CommunicationError when the driver cannot be reached within `deadline_s`.

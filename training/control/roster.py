@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.door import Door
+from training.control.listener import Listener
 from training.control.protocol import SESSION, Channel, Role, Tag, try_send
 
 NONCE_BYTES = 12
@@ -66,8 +66,8 @@ class Roster:
         self._orders: dict[int, dict[str, object]] = {}  # not handed out yet
         self._closed = False
         self._changed = threading.Condition()
-        self._door = Door(bind_host, secret, SESSION, num_ranks, self._serve)
-        self.port = self._door.port
+        self._listener = Listener(bind_host, secret, SESSION, num_ranks, self._serve)
+        self.port = self._listener.port
         threading.Thread(target=self._ping, name="roster-ping", daemon=True).start()
 
     def give(self, orders: Sequence[dict[str, object]]) -> None:
@@ -98,7 +98,7 @@ class Roster:
             lines = list(self._lines.values())
         for line in lines:
             try_send(line, Tag.END, {})
-        self._door.close()
+        self._listener.close()
 
     def gone(self) -> set[int]:
         """The ranks whose supervisors were there and are lost."""
@@ -152,7 +152,7 @@ class Roster:
                 self._on_lost(rank)
 
     def _ping(self) -> None:
-        while self._door.open:
+        while self._listener.open:
             with self._changed:
                 lines = list(self._lines.values())
             for line in lines:

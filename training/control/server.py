@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.door import Door
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, all_alike, failure_of
+from training.control.listener import Listener
 from training.control.protocol import (
     HOROVOD,
     SCRIPT,
@@ -172,8 +172,8 @@ class ControlServer:
         self._started = time.monotonic()
         self.failed_at: float | None = None
         """When the failure that ended the launch was first seen (monotonic seconds)."""
-        self._door = Door(bind_host, key, generation, num_ranks, self._serve)
-        self.port = self._door.port
+        self._listener = Listener(bind_host, key, generation, num_ranks, self._serve)
+        self.port = self._listener.port
         threading.Thread(target=self._ping, name="control-ping", daemon=True).start()
 
     def __enter__(self) -> ControlServer:
@@ -183,7 +183,7 @@ class ControlServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop("the launch ended" if error is None else str(error))
-        self._door.close()
+        self._listener.close()
         with self._changed:
             channels = [*self._ranks.values(), *self._supervisors.values()]
         for channel in channels:
@@ -371,7 +371,7 @@ class ControlServer:
             channel.close()
 
     def _ping(self) -> None:
-        while self._door.open:
+        while self._listener.open:
             with self._changed:
                 channels = [c for r, c in self._supervisors.items() if not self._states[r].ended]
             for channel in channels:

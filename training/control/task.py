@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
+
 from lockstep.storage.errors import ConfigError
 
 
@@ -68,6 +70,14 @@ class Limits:
     """From SIGTERM to SIGKILL."""
     lost_s: float = 30.0
     """A supervisor without the driver for so long kills its rank."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False  # it has ended
 
 
 MARK = "LOCKSTEP_PROCESS"

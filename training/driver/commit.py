@@ -227,7 +227,7 @@ def _digest(file: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
 
 
-LOOK_EVERY_S = 1.0
+METRICS_LOOK_S = 1.0
 
 
 class RunHandler(Handler):
@@ -334,5 +334,5 @@ class RunHandler(Handler):
         check_newest(filesystem(self._paths.root), self._paths, self._claim.generation)
 
     def _upload(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
+        while not self._ended.wait(METRICS_LOOK_S):
             self._metrics.flush_if_due()

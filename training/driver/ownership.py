@@ -40,7 +40,7 @@ from training.run.paths import RunPaths, generation_of
 log = logging.getLogger(__name__)
 REWRITE_EVERY_S = 5.0
 WATCH_S = 15.0
-LOOK_EVERY_S = 0.5
+LEASE_LOOK_S = 0.5
 
 
 def _nothing() -> None:
@@ -95,7 +95,7 @@ class Lease:
         try:
             document = self._read()
             if document is None or document.get("nonce") == self._nonce:
-                self._write(closed=True, confirm=self.stand)
+                self._write(closed=True, confirm=self.check_held)
         except LockstepError as failure:
             log.warning("the lease is left open: %s", failure.what)  # the next driver watches it for a while
 
@@ -104,7 +104,7 @@ class Lease:
         """Why this driver must end: another one has taken the run over; None while it has not, as far as was heard."""
         return self._lost
 
-    def stand(self) -> None:
+    def check_held(self) -> None:
         """Read the lease; raise SupersededError where it is a later taker's."""
         if self._lost is not None:
             raise self._lost
@@ -133,7 +133,7 @@ class Lease:
         now: dict[str, Any] | None = first
         end = time.monotonic() + self._watch_s
         while time.monotonic() < end:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LEASE_LOOK_S)
             now = self._read()
             if now is None or now.get("closed"):
                 break
@@ -160,7 +160,7 @@ class Lease:
         while not self._ended.wait(self._every_s):
             try:
                 self._look()
-                self._write(closed=False, confirm=self.stand)
+                self._write(closed=False, confirm=self.check_held)
             except SupersededError as error:
                 self._lost = error  # nothing is written any more: two drivers must not fight over a sign
                 return
@@ -223,7 +223,7 @@ def _start_time(pid: int) -> str | None:
     return status.rpartition(")")[2].split()[19]
 
 
-class Standing:
+class Ownership:
     """Held from `with` to its end. Entering raises what Lease raises; leaving with an error of which a newer driver is
     the cause raises SupersededError in its place.
     """
@@ -242,7 +242,7 @@ class Standing:
         self._newest: int | None = None
         self._claiming = False
 
-    def __enter__(self) -> Standing:
+    def __enter__(self) -> Ownership:
         self._lease.__enter__()
         self._newest = newest_claimed(self._fs, self._paths)
         return self
@@ -264,7 +264,7 @@ class Standing:
 
     def confirm(self) -> None:
         """Read lease and claims; raises SupersededError where either tells of a newer driver."""
-        self._lease.stand()
+        self._lease.check_held()
         self._check_claims()
 
     def claim(self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim | None:
@@ -273,7 +273,7 @@ class Standing:
         None where a driver that this one has overtaken has just claimed it: what to start from is then to be looked
         up again. Raises SupersededError where this driver is the one that was overtaken.
         """
-        self._lease.stand()  # after the newest claim was looked up: whoever claims later is told by its number
+        self._lease.check_held()  # after the newest claim was looked up: whoever claims later is told by its number
         self._claiming = True
         try:
             claim = claim_next(self._fs, self._paths, parent, epochs=epochs, num_ranks=num_ranks, after=self._newest)
@@ -281,7 +281,7 @@ class Standing:
         except SupersededError:
             if not self._fs.exists(self._paths.lease):
                 raise  # nothing tells which of the two came later
-            self._lease.stand()
+            self._lease.check_held()
             self._newest = newest_claimed(self._fs, self._paths)
             return None
         finally:

@@ -23,7 +23,7 @@ from training.control.failures import LauncherGoneError, MemoryKillError, RankFa
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.commit import CommitHandler, RunHandler
-from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Standing
+from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
@@ -119,15 +119,15 @@ def train(
     memory = None
     if isinstance(launch, SessionLauncher):
         memory = launch.ready(config.num_ranks, config.start_limit_s)
-    standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
-    with ended_in_order(), standing:
-        open_run(fs, paths, config, checked.manifest, plan, confirm=standing.confirm)
+    ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
+    with ended_in_order(), ownership:
+        open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         with (
             Progress("training", plan.steps(config.epochs), "steps") as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
-            return _Driver(config, plan, fs, paths, hooks, progress, standing, launches, memory).run()
+            return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
 
 
 class _Driver:
@@ -139,12 +139,12 @@ class _Driver:
         paths: RunPaths,
         hooks: Hooks,
         progress: Progress,
-        standing: Standing,
+        ownership: Ownership,
         launches: Launches,
         memory: ExecutorMemory | None,
     ) -> None:
         self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
-        self._hooks, self._progress, self._standing, self._launches = hooks, progress, standing, launches
+        self._hooks, self._progress, self._ownership, self._launches = hooks, progress, ownership, launches
         self._memory = memory
         self._first_weights: str | None = None  # where they lie: the same for all ranks, and after a restart
 
@@ -160,7 +160,7 @@ class _Driver:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
                 claims = read_claims(self._fs, self._paths)
                 self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
-            claim = self._standing.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
+            claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
             if claim is None:
                 continue  # an overtaken driver claimed in the meantime: its last commit may be a newer tip
             if began is not None and began not in checkpoints(self._fs, self._paths):
@@ -170,14 +170,14 @@ class _Driver:
             void = None
             # What an older driver that was stopped has prepared is taken away before it can wake and publish it, and
             # what it has published until now is then put in order.
-            self._standing.sweep()
+            self._ownership.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
             tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
             if tip is not None:
                 print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
-                overtaken = self._standing.overtaken
+                overtaken = self._ownership.overtaken
                 with RunHandler(self._paths, claim, tip, commits, self._progress, overtaken, self._memory) as handler:
                     results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
@@ -242,7 +242,7 @@ class _Driver:
             keep=self._config.keep,
             deadline_s=self._config.stall_limit_s,
             before_rename=self._hooks.before_rename,
-            confirm=self._standing.confirm,
+            confirm=self._ownership.confirm,
         )
 
     def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
@@ -264,9 +264,9 @@ class _Driver:
             class_counts=first.get("class_counts"),
             left_over=[str(sample) for sample in first.get("left_over", [])],
         )
-        write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._standing.confirm)
+        write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
-        empty_trash(self._fs, self._paths, generation, self._standing.confirm)
+        empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
         return result
 
     def _too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:

@@ -26,15 +26,15 @@ from training.launch.executors import (
     lost_executors,
     ranks_of_executor,
 )
-from training.launch.process import Place
+from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
-from training.launch.supervisor import keep_post
+from training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-LOOK_EVERY_S = 1.0
+SLOTS_LOOK_S = 1.0
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
@@ -94,7 +94,7 @@ def check_slots(
                 next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(SLOTS_LOOK_S)
 
 
 def slots_now(context: SparkContext) -> int:
@@ -132,7 +132,7 @@ REASON_S = 10.0  # for the stage to fail with a lost executor: the cluster manag
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPostOnTask:
+class SuperviseOnTask:
     """The function of the barrier stage; picklable by reference, so that executors import it."""
 
     control: tuple[str, int]
@@ -152,8 +152,8 @@ class KeepPostOnTask:
         rank = context.partitionId()
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
-        place = Place(rank, hosts, self.control, self.secret, self.limits, devices)
-        yield rank, keep_post(place, _take_hadoop_settings)
+        place = SupervisorSpec(rank, hosts, self.control, self.secret, self.limits, devices)
+        yield rank, supervise(place, _take_hadoop_settings)
 
 
 def _take_hadoop_settings(task: RankTask) -> None:
@@ -227,13 +227,13 @@ class BarrierSession(Session):
 
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
-        keep = KeepPostOnTask(control, secret, self.limits, shares)
+        keep = SuperviseOnTask(control, secret, self.limits, shares)
         with jvm_lives():
             self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
 
-    def _run_stage(self, keep: KeepPostOnTask) -> None:
+    def _run_stage(self, keep: SuperviseOnTask) -> None:
         context, num_ranks = self._context, self.num_ranks
         context.setJobGroup(self._group, f"{num_ranks} training ranks", interruptOnCancel=True)
         try:

@@ -80,7 +80,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SupervisorSpec:
     """Where one supervisor of a session stands; what stays the same through its generations."""
 
     rank: int

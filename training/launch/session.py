@@ -147,7 +147,7 @@ class Session(ABC):
 
     @abstractmethod
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:
-        """Start the supervisors: `keep_post` for each rank, with a Place of these. Returns at once."""
+        """Start the supervisors: `supervise` for each rank, with a SupervisorSpec of these. Returns at once."""
 
     @abstractmethod
     def _end(self) -> None:

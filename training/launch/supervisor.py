@@ -13,19 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO
 
-from training.control.client import Line, SupervisorClient, open_channel
+from training.control.client import RosterClient, SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
-from training.control.task import RankTask
+from training.control.task import RankTask, is_stopped
 from training.launch.output import LineBuffer, read_lines
-from training.launch.process import Order, Place, RankProcess, end_left, start_rank
-from training.rank.__main__ import is_stopped
+from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, start_rank
 from training.run.metrics import PartWriter
 from training.run.paths import rank_name
 
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
 POLL_S = 0.05
-LOOK_EVERY_S = 1.0  # whether the rank is stopped by a signal
+STOPPED_LOOK_S = 1.0  # whether the rank is stopped by a signal
 CONNECT_DEADLINE_S = 60.0
 DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
 
@@ -102,7 +101,7 @@ class Supervisor:
             elif kill_at is not None and now >= kill_at:
                 process.kill()
             if now >= look_at:
-                look_at = now + LOOK_EVERY_S
+                look_at = now + STOPPED_LOOK_S
                 if is_stopped(process.pid) is not stopped:
                     stopped = not stopped
                     client.report(Tag.STOPPED, {"stopped": stopped})
@@ -130,19 +129,19 @@ class Supervisor:
                 time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
 
 
-def keep_post(place: Place, prepare: Callable[[RankTask], None] | None = None) -> int:
+def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None = None) -> int:
     """Carry out the driver's orders, one generation after the other, until it says that none follows.
 
     `prepare(task)` is called before each. A driver that is gone, or silent for `limits.lost_s`, ends the post too,
     once the rank has ended (which its own connection sees to). Returns the last rank's exit code, 0 before the first.
     Raises CommunicationError when the driver cannot be reached at the start of the session or of a generation.
     """
-    limits, code = place.limits, 0
+    limits, code = spec.limits, 0
     deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
-    line = Line(place.control, place.secret, place.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
+    line = RosterClient(spec.control, spec.secret, spec.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
     try:
         while (document := line.next_order()) is not None:
-            order = place.order(document)
+            order = spec.order(document)
             if prepare is not None:
                 prepare(order.task)
             code = Supervisor(order).run()

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
@@ -28,27 +27,18 @@ from training.comm.tls import Credentials
 from training.control.client import ControlClient, open_channel
 from training.control.context import RankContext
 from training.control.protocol import Role, Tag, error_to_json, is_final
-from training.control.task import RankTask
+from training.control.task import RankTask, is_stopped
 from training.world import World
 
-LOOK_EVERY_S = 1.0
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped by a signal or a debugger."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False  # it has ended
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+PARENT_LOOK_S = 1.0
 
 
 def end_with_stopped_parent(parent: int, limit_s: float) -> None:
     """End this process at once when `parent` has been stopped for `limit_s` seconds; never returns."""
     stopped_s = 0.0  # by our own looks: a rank that was stopped too begins to count when it wakes
     while stopped_s < limit_s:
-        time.sleep(min(LOOK_EVERY_S, limit_s))
-        stopped_s = stopped_s + min(LOOK_EVERY_S, limit_s) if is_stopped(parent) else 0.0
+        time.sleep(min(PARENT_LOOK_S, limit_s))
+        stopped_s = stopped_s + min(PARENT_LOOK_S, limit_s) if is_stopped(parent) else 0.0
     if select.select([], [sys.stderr], [], 0.0)[1]:  # a pipe that nobody empties may be full
         print(f"[rank: its parent process {parent} has been stopped for {limit_s:.0f} s]", file=sys.stderr, flush=True)
     os._exit(1)

@@ -25,7 +25,7 @@ from training.run.paths import RunPaths
 from training.run.result import find_result
 
 FORMAT_VERSION = 1
-PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
+RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
 # With the plan, what decides every weight. A run from before a field was there had its default.
 MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
 LATER_FIELDS = {
@@ -174,7 +174,7 @@ def _document(config: TrainConfig, manifest: DatasetManifest, plan: Plan) -> dic
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.client import ControlClient, Line, open_channel
+from training.control.client import ControlClient, RosterClient, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
 from training.control.protocol import (
     HEADER,
@@ -44,7 +44,7 @@ def server() -> Iterator[ControlServer]:
     handler = Handler(lambda rank, kind, fields: {"kind": kind})
     found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), handler, "127.0.0.1")
     yield found
-    found._door.close()
+    found._listener.close()
 
 
 def dial(server: ControlServer) -> socket.socket:
@@ -187,7 +187,7 @@ def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytes
     # Though none of them leaves by itself.
     assert client(server).request("anything", PATIENCE_S) == {"kind": "anything"}
     assert [ended_now(sock) for sock in strangers] == [True, True, True, False, False, False]
-    server._door.close()
+    server._listener.close()
     for sock in strangers:
         sock.close()
 
@@ -218,8 +218,8 @@ def test_a_roster_lets_in_the_session_s_supervisors_alone_and_each_once() -> Non
     address = ("127.0.0.1", roster.port)
     orders: list[dict[str, object]] = [{"key": "a"}, {"key": "b"}]
 
-    def line(rank: int) -> Line:
-        return Line(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
+    def line(rank: int) -> RosterClient:
+        return RosterClient(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
 
     for key, generation in ((bytes(32), SESSION), (KEY, 7)):  # a generation's key; a hello to a generation's server
         with pytest.raises(CommunicationError, match="cannot be reached"):
@@ -272,7 +272,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
     with pytest.raises(CommunicationError, match="before `slow` was answered"):
         rank.request("slow", PATIENCE_S)
     gate.set()
-    server._door.close()
+    server._listener.close()
 
 
 def test_request_has_a_deadline(server: ControlServer) -> None:
@@ -363,7 +363,7 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     threading.Timer(3.2, lambda: rank.give_result({"done": 1})).start()
     threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
-    server._door.close()
+    server._listener.close()
 
 
 def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end() -> None:
@@ -376,7 +376,7 @@ def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end()
     late.start()
     assert server.wait() == [{"done": 1}]
     late.cancel()
-    server._door.close()
+    server._listener.close()
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_how_a_lost_rank_ended_is_waited_for_while_somebody_is_there_to_tell(
     with pytest.raises(RankFailedError, match=told):
         server.wait()
     timer.cancel()
-    server._door.close()
+    server._listener.close()
     ranks[1].close()
 
 

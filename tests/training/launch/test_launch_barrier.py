@@ -21,8 +21,8 @@ from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
 from training.launch.barrier import (
     BarrierSession,
-    KeepPostOnTask,
     OnSpark,
+    SuperviseOnTask,
     check_slots,
     classic_context,
     run_barrier,
@@ -163,7 +163,7 @@ def test_training_survives_a_killed_rank_and_a_killed_task(
     stages: list[int] = []
     real = BarrierSession._run_stage
 
-    def run_stage(self: BarrierSession, keep: KeepPostOnTask) -> None:
+    def run_stage(self: BarrierSession, keep: SuperviseOnTask) -> None:
         stages.append(1)
         real(self, keep)
 
@@ -229,7 +229,7 @@ class FakeContext:
 
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.barrier.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in

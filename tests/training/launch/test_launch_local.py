@@ -223,7 +223,7 @@ def test_supervisor_kills_its_rank_when_the_driver_is_gone(tmp_path: Path) -> No
     deadline = time.monotonic() + 120
     while not (tmp_path / "pid-0").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    server._door.close()
+    server._listener.close()
     for channel in (*server._supervisors.values(), *server._ranks.values()):
         channel.close()
     thread.join(120)

@@ -20,9 +20,9 @@ from training.control.roster import Roster
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import LocalSession, OnHost, run_local
-from training.launch.process import Place
+from training.launch.process import SupervisorSpec
 from training.launch.session import Launches, Session
-from training.launch.supervisor import keep_post
+from training.launch.supervisor import supervise
 
 pytestmark = pytest.mark.slow
 
@@ -134,9 +134,11 @@ def test_supervisor_without_a_driver_ends_by_itself(monkeypatch: pytest.MonkeyPa
     for lost in (True, False):
         secret = new_key()
         roster = Roster(secret, 1, "127.0.0.1", lambda rank: None)
-        place = Place(0, ("127.0.0.1",), ("127.0.0.1", roster.port), secret, Limits(lost_s=60.0 if lost else 1.0))
+        place = SupervisorSpec(
+            0, ("127.0.0.1",), ("127.0.0.1", roster.port), secret, Limits(lost_s=60.0 if lost else 1.0)
+        )
         codes: list[int] = []
-        post = threading.Thread(target=lambda place=place, codes=codes: codes.append(keep_post(place)), daemon=True)
+        post = threading.Thread(target=lambda place=place, codes=codes: codes.append(supervise(place)), daemon=True)
         post.start()
         assert roster.whole(120.0)
         if lost:

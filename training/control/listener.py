@@ -14,7 +14,7 @@ from training.control.protocol import Channel, Role, greet
 SEND_DEADLINE_S = 10
 
 
-class Door:
+class Listener:
     """Listens from its making to `close`; calls `serve(role, rank, channel)` for each caller of `generation`."""
 
     def __init__(
@@ -22,20 +22,18 @@ class Door:
     ) -> None:
         self._key, self._generation, self._num_ranks, self._serve = key, generation, num_ranks, serve
         self._reception = Reception("the driver", self._greet, float("inf"))
-        self._listener = socket.create_server((bind_host, 0), backlog=BACKLOG)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(
-            target=self._reception.serve, args=(self._listener,), name="control-accept", daemon=True
-        ).start()
+        self._socket = socket.create_server((bind_host, 0), backlog=BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._reception.serve, args=(self._socket,), name="control-accept", daemon=True).start()
 
     @property
     def open(self) -> bool:
         """Whether callers are still let in."""
-        return self._listener.fileno() >= 0
+        return self._socket.fileno() >= 0
 
     def close(self) -> None:
         """Let nobody in any more; connections that are there stay."""
-        self._listener.close()
+        self._socket.close()
 
     def _greet(self, sock: socket.socket, until: float) -> None:
         address = sock.getpeername()
