@@ -19,6 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
+from jobs._train import config_of
 from jobs.train import parser
 from lockstep.storage.errors import ConfigError
 from training.comm.auth import HandshakeError
@@ -246,7 +247,7 @@ def test_an_order_tells_no_secret() -> None:
 def test_the_production_profile_turns_it_on() -> None:
     numbers = ["--num-ranks=2", "--global-batch=8", "--epochs=1"]
     call = ["--dataset=d", "--run=r", "--model=logistic", *numbers]
-    assert parser().parse(call).tls == "off"
-    assert parser().parse([*call, "--config", "conf/production.toml"]).tls == "on"
+    assert config_of(parser().parse(call)).tls == "off"
+    assert config_of(parser().parse([*call, "--config", "conf/production.toml"])).tls == "on"
     with pytest.raises(ConfigError, match="tls"):
         TrainConfig.from_json({**dict.fromkeys(("run", "model"), "r"), "datasets": ["d"], "tls": "yes", **NUMBERS})

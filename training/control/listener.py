@@ -1,4 +1,4 @@
-"""A port of the driver's: whoever proves the key is handed on, each in a thread of its own."""
+"""A port of the driver: each peer that proves the key is served by its own thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEND_DEADLINE_S = 10
 
 
 class Listener:
-    """Listens from its making to `close`; calls `serve(role, rank, channel)` for each caller of `generation`."""
+    """Listens until `close`; calls `serve(role, rank, channel)` for each peer of `generation`."""
 
     def __init__(
         self, bind_host: str, key: bytes, generation: int, num_ranks: int, serve: Callable[[Role, int, Channel], None]
@@ -28,11 +28,11 @@ class Listener:
 
     @property
     def open(self) -> bool:
-        """Whether callers are still let in."""
+        """Whether new peers are accepted."""
         return self._socket.fileno() >= 0
 
     def close(self) -> None:
-        """Let nobody in any more; connections that are there stay."""
+        """Accept no more peers; open connections stay."""
         self._socket.close()
 
     def _greet(self, sock: socket.socket, until: float) -> None:
@@ -45,7 +45,7 @@ class Listener:
         except CommunicationError as error:
             raise HandshakeError(str(error).replace("\n", ";")) from error
         sock.settimeout(None)
-        # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
+        # Reads wait as long as heartbeats allow; a write to a peer that reads nothing must not block the driver.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         threading.Thread(
             target=self._serve, args=(role, rank, channel), name=f"control-{channel.whom}", daemon=True

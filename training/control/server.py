@@ -1,4 +1,4 @@
-"""The driver's control server: who is there, what they ask, whether they live."""
+"""The driver's control server: it answers ranks and watches whether they live."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Handler:
 
 
 class Rendezvous:
-    """Rounds of meetings: the n-th call of a rank belongs to the n-th round."""
+    """Ranks exchange addresses in rounds: the n-th call of a rank belongs to the n-th round."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -97,7 +97,7 @@ class Rendezvous:
             return [table[r] for r in range(self._num_ranks)]
 
     def abort(self, reason: str) -> None:
-        """Wake all who wait, with an error."""
+        """Wake all waiting ranks with an error."""
         with self._changed:
             self._aborted = reason
             self._changed.notify_all()
@@ -111,7 +111,7 @@ class Answers:
         self._rendezvous = Rendezvous(num_ranks)
 
     def reply(self, rank: int, channel: Channel, document: dict[str, Any]) -> None:
-        """Answer one request, however long that takes; an error is told to the rank."""
+        """Answer one request, however long that takes; an error is sent to the rank."""
         kind, fields = str(document["kind"]), dict(document["fields"])
         answer: dict[str, Any] = {"id": int(document["id"])}
         try:
@@ -121,12 +121,12 @@ class Answers:
                 answer["reply"] = {"table": table}
             else:
                 answer["reply"] = self.handle(rank, kind, fields)
-        except Exception as error:  # told to the rank; the driver's own faults also end the launch, in `handle`
+        except Exception as error:  # sent to the rank; a fault of the driver also ends the launch, in `handle`
             answer["error"] = error_to_json(error)
         try_send(channel, Tag.REPLY, answer)
 
     def handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """What the handler says. What it raises is raised, and ends the launch."""
+        """The handler's answer. An error that it raises ends the launch too."""
         try:
             return self._handler.answer(rank, kind, fields)
         except Exception as error:
@@ -134,16 +134,16 @@ class Answers:
             raise
 
     def abort(self, reason: str) -> None:
-        """Wake all who wait for other ranks, with an error."""
+        """Wake all ranks that wait for others, with an error."""
         self._rendezvous.abort(reason)
 
 
 log = logging.getLogger(__name__)
 PING_EVERY_S = 2.0
-SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
-SAME_S = 3.0  # before the first step others may come to the same error: a user's model that raises on all ranks
+SETTLE_S = 1.0  # neighbours of a dead rank sometimes report first: wait for the cause
+SAME_S = 3.0  # before the first step all ranks may raise the same error: a mistake in a user's model
 UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
-TELL_S = 10.0  # for a supervisor that is there to tell how its rank ended: it waits for the rank's last lines
+EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 
 
 class ControlServer:
@@ -190,17 +190,17 @@ class ControlServer:
             channel.close()
 
     def started(self, rank: int) -> bool:
-        """Whether the supervisor of `rank` has said that the rank's process is there."""
+        """Whether the supervisor of `rank` has reported that its process was started."""
         with self._changed:
             return self._states[rank].marks.started_at is not None
 
     def all_ended(self) -> bool:
-        """Whether every supervisor has told the end of its rank."""
+        """Whether every supervisor has reported the end of its rank."""
         with self._changed:
             return all(state.ended for state in self._states)
 
     def fail(self, error: BaseException) -> None:
-        """End the launch with an error of the driver's own side; `wait` raises it."""
+        """End the launch with an error of the driver; `wait` raises it."""
         with self._changed:
             self._fault = self._fault or error
             self._changed.notify_all()
@@ -209,7 +209,7 @@ class ControlServer:
         """Wait for every rank's result, in order of rank.
 
         Raises the error of the rank that failed first: the same ConfigError or DataError if the rank raised one,
-        else RankFailedError; or the error of the driver's own side. All ranks are stopped by then.
+        else RankFailedError; or an error of the driver. All ranks are stopped by then.
         """
         done_at: float | None = None  # all have given their results
         with self._changed:
@@ -219,7 +219,7 @@ class ControlServer:
                     self._fault = self._handler.overtaken()
                 failures = self._failures(now)
                 if self._fault is None and not failures:
-                    # All is well, or well again: a silent rank was heard before anything was done.
+                    # No failure, or none any more: a silent rank was heard again before anything was done.
                     self.failed_at = None
                 elif self.failed_at is None:
                     self.failed_at = now
@@ -229,13 +229,13 @@ class ControlServer:
                     break
                 if self.failed_at is None and all(s.result is not None for s in self._states):
                     done_at = now if done_at is None else done_at
-                    # The word of a rank's end may be lost with a connection; what is left of it is ended in `stop`.
+                    # The report of a rank's end may be lost with a connection; `stop` ends its remaining processes.
                     if now - done_at > self._limits.lost_s or all(s.ended for s in self._states):
                         return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         self.stop(first.reason if first else str(self._fault))
-        # A lost executor ends its rank and the launcher's stage: the rank's own story says more than the stage's.
+        # A lost executor ends its rank and the launcher's stage: the rank's own error says more than the stage's.
         if self._fault is not None and (first is None or not isinstance(self._fault, LauncherError)):
             raise self._fault
         assert first is not None
@@ -244,9 +244,9 @@ class ControlServer:
         raise RankFailedError(first, len(self._states), alike=all_alike(self._states)) from first.state.error
 
     def stop(self, reason: str) -> None:
-        """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s).
+        """Order every supervisor to end its rank, and wait until all have reported its end (grace and 5 s).
 
-        Once is enough: a host that the network has lost answers a second call no more than the first.
+        A second call does nothing: a host that is cut off from the network would not answer it either.
         """
         self._answers.abort(reason)
         with self._changed:
@@ -259,7 +259,7 @@ class ControlServer:
                 try_send(channel, Tag.STOP, {"reason": reason[:1000]})
         end = time.monotonic() + self._limits.grace_s + 5.0
         with self._changed:
-            # A supervisor whose connection is lost is not waited for: its host is gone, and its rank with it.
+            # Supervisors whose connection is lost are not waited for: their hosts are gone, and their ranks with them.
             while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
                 self._changed.wait(0.2)
 
@@ -272,13 +272,13 @@ class ControlServer:
         return [failure for failure in found if failure is not None]
 
     def _settle_s(self, failures: Sequence[Failure]) -> float:
-        """For how long after the first failure another one may still be heard that explains it."""
+        """How long after the first failure another one may still arrive that explains it."""
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         began = any(state.marks.first_step_at for state in self._states)
         if first is not None and first.weight is Weight.RAISED and not began and first.state.phase not in UNCOUNTED:
             return SAME_S
-        untold = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
-        return TELL_S if untold and self._fault is None else SETTLE_S
+        unexplained = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
+        return EXIT_REPORT_S if unexplained and self._fault is None else SETTLE_S
 
     def _serve(self, role: Role, rank: int, channel: Channel) -> None:
         if role is Role.RANK:
@@ -302,7 +302,7 @@ class ControlServer:
         except CommunicationError as error:
             if state.result is None and not self._stopping:
                 log.info("%s", str(error).replace("\n", ";"))
-        except Exception as error:  # a frame of the right key and the wrong content: end the launch, not just a thread
+        except Exception as error:  # a frame with the right key and wrong content: end the launch, not only this thread
             self.fail(error)
         finally:
             with self._changed:
@@ -332,7 +332,7 @@ class ControlServer:
         if tag is Tag.NOTICE:
             self._answers.handle(state.rank, str(document["kind"]), dict(document["fields"]))
         elif tag is Tag.REQUEST:
-            # A thread of its own: a request may wait for all ranks while this rank's heartbeats go on.
+            # In its own thread: a request may wait for all ranks while this rank's heartbeats continue.
             threading.Thread(target=self._answers.reply, args=(state.rank, channel, document), daemon=True).start()
 
     def _serve_supervisor(self, rank: int, channel: Channel) -> None:
@@ -362,7 +362,7 @@ class ControlServer:
                         state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]
                     self._changed.notify_all()
         except CommunicationError:
-            pass  # it may reconnect; if it is gone for good, so is its rank, whose own connection tells
+            pass  # it may reconnect; if not, its rank ends too, and its own connection shows that
         finally:
             with self._changed:
                 if self._supervisors.get(rank) is channel:

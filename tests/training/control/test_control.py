@@ -102,7 +102,7 @@ def test_a_false_driver_is_refused_by_the_rank() -> None:
             sock.sendall(bytes(32))
 
     threading.Thread(target=pretend, daemon=True).start()
-    with pytest.raises(CommunicationError, match="not of this generation"):
+    with pytest.raises(CommunicationError, match="does not belong to this generation"):
         open_channel(listener.getsockname(), KEY, 7, Role.RANK, 0, 5.0)
     listener.close()
 

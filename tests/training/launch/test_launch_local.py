@@ -173,7 +173,7 @@ def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     judge_when(monkeypatch, rank_0_has_come)
     monkeypatch.setattr(supervisor, "start_rank", start)
-    with pytest.raises(RankFailedError, match="did not come within 2 s") as caught:
+    with pytest.raises(RankFailedError, match="did not connect within 2 s") as caught:
         run_local(RankTask("_ranks:one_stalled"), 2, limits=Limits(start_s=2.0, grace_s=1.0))
     assert (caught.value.rank, caught.value.phase) == (1, "starting")
 
