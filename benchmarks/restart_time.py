@@ -39,7 +39,7 @@ from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.session import Restart, Session, SessionLauncher
-from training.run.result import ANEW, IN_PLACE
+from training.run.result import IN_PLACE, NEW_SUPERVISORS
 
 RANKS = 2
 EPOCHS = 10_000  # more than there is time for: the run ends with its last kill
@@ -86,7 +86,7 @@ class Killer(SessionLauncher):
         def watched(task: Any, generation: int, handler: Any = None, on_steps: Any = None) -> list[dict[str, Any]]:
             restart: Restart | None = None
             if self.killed_at:
-                level = IN_PLACE if session.began else ANEW
+                level = IN_PLACE if session.began else NEW_SUPERVISORS
                 restart = Restart(generation, level, *self._failed, self._called_at, time.monotonic())
 
             def stepped(states: Sequence[RankState]) -> None:
@@ -144,7 +144,7 @@ def measure(launch: OnHost | OnSpark, config: TrainConfig, kills: int, *, superv
     killer = Killer(launch, kills, 2.0, supervisors)
     with suppress(Measured):
         train(config, killer)
-    for level in (IN_PLACE, ANEW):
+    for level in (IN_PLACE, NEW_SUPERVISORS):
         pairs = [
             (at, restart)
             for at, restart in zip(killer.killed_at, killer.restarts, strict=True)

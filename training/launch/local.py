@@ -42,7 +42,7 @@ class LocalSession(Session):
     def _supervise(self, spec: SupervisorSpec) -> None:
         try:
             supervise(spec)
-        except LockstepError as error:  # a supervisor that cannot work is the launch's failure
+        except LockstepError as error:  # a supervisor that fails ends the launch
             self.fail(error)
         except Exception as error:
             self.fail(LauncherError(f"the supervisor of rank {spec.rank} failed", got=repr(error)))
@@ -53,7 +53,7 @@ class OnHost(SessionLauncher):
     """`run_local`, and the sessions that the driver restarts ranks in."""
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """Supervisors that stay."""
+        """Supervisors that run several generations."""
         return LocalSession(num_ranks, limits)
 
 

@@ -1,4 +1,4 @@
-"""Starting the process of a rank, and handing it its order."""
+"""A rank's process: its order, its start, and the end of all that it started."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from training.comm.tls import Credentials
 from training.control.task import MARK, Limits, RankTask, scratch_folder
 from training.world import World
 
-_PASSES = 5  # a process may start another one while they are looked for
+_PASSES = 5  # a process may start another one during the search
 _BETWEEN_S = 0.02
 
 
 def new_mark() -> str:
-    """A value of `MARK` that no other rank on this host has."""
+    """A value of `MARK` that is unique on this host."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def end_left(group: int, mark: str) -> None:
-    """Kill what is left of a rank that has ended, its process group and all that bears its mark; remove its scratch."""
+    """Kill the remaining processes of a rank, by its process group and its mark; remove its temporary files."""
     _kill_left(group, mark)
     shutil.rmtree(scratch_folder(mark), ignore_errors=True)
 
 
 def _kill_left(group: int, mark: str) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
+    with contextlib.suppress(ProcessLookupError):  # usually all have ended
         os.killpg(group, signal.SIGKILL)
     end_marked(MARK, mark)
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill every process of this user in whose environment the variable `name` has this value."""
+    """Kill every process of this user whose environment has the variable `name` with this value."""
     for _ in range(_PASSES):
         if not (found := _marked(f"{name}={value}".encode())):
             return
@@ -55,7 +55,7 @@ def end_marked(name: str, value: str) -> None:
 def _marked(wanted: bytes) -> list[int]:
     found = []
     for place in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted in place.read_bytes().split(b"\0"):
                 found.append(int(place.parent.name))
     return found
@@ -63,7 +63,7 @@ def _marked(wanted: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that a supervisor needs; `host` is what the launcher calls this host, for messages."""
+    """All that a supervisor needs to run a rank; `host` is the launcher's name of this host, for messages."""
 
     task: RankTask
     world: World
@@ -72,30 +72,30 @@ class Order:
     key: bytes = field(repr=False)
     limits: Limits
     devices: tuple[str, ...] = ()
-    """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
+    """The only GPUs that the rank sees (training.devices)."""
     tls: Credentials | None = None
-    """What the rank shows to ranks on other hosts; None: they talk in the clear."""
+    """The rank's certificate for ranks on other hosts; None: without encryption."""
     mark: str = field(default_factory=new_mark)
-    """In the rank's environment, and so in that of all that it starts (training.launch.process)."""
+    """A variable in the environment of the rank and of all processes that it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSpec:
-    """Where one supervisor of a session stands; what stays the same through its generations."""
+    """What one supervisor knows throughout its session; orders bring the rest."""
 
     rank: int
     hosts: tuple[str, ...]
-    """Of all ranks, as the launcher calls them."""
+    """The hosts of all ranks, by the launcher's names."""
     control: tuple[str, int]
-    """Where the driver's roster listens; its servers of generations have the same host."""
+    """The address of the driver's roster; control servers of generations have the same host."""
     secret: bytes = field(repr=False)
-    """Of the session: it opens orders, and no rank gets it."""
+    """The session's secret, which decrypts orders; no rank gets it."""
     limits: Limits
     devices: tuple[str, ...] = ()
     """As in Order."""
 
     def order(self, document: Mapping[str, Any]) -> Order:
-        """The order of one generation, from what `order_to_json` has made."""
+        """The order of one generation, from the document of `order_to_json`."""
         world = World.from_hosts(self.rank, self.hosts, int(document["generation"]))
         tls = Credentials.from_json(document["tls"]) if document["tls"] else None
         return Order(
@@ -111,7 +111,7 @@ class SupervisorSpec:
 
 
 def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: Credentials | None) -> dict[str, Any]:
-    """What differs from generation to generation; holds secrets."""
+    """The part of an order that differs between generations; holds secrets."""
     return {
         "task": task.to_json(),
         "generation": generation,

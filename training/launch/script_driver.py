@@ -1,4 +1,4 @@
-"""Launching a user's script on N ranks from the driver: what the job `launch` does."""
+"""Launch a user's script on N ranks, for the job `launch`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from training.launch.session import Launch, Launches, ended_in_order
 
 log = logging.getLogger(__name__)
 
-MAX_SCRIPT_BYTES = 1 << 20  # a script is text that somebody wrote; data goes by --files
+MAX_SCRIPT_BYTES = 1 << 20  # a script is text; data goes by --files
 FILES = "LOCKSTEP_FILES"
-# A script may import libraries that hold Python's interpreter for tens of seconds, and no heartbeat leaves then. A
-# process that is stopped by a signal is seen by its supervisor within `Limits.stopped_s`.
+# A script may import libraries that block Python's interpreter, and so the heartbeats, for tens of seconds. The
+# supervisor notices a process that is stopped by a signal within `Limits.stopped_s`.
 SILENT_S = 60.0
 
 
@@ -37,7 +37,7 @@ class ScriptConfig:
     script: str
     """Path of the script, on this host."""
     arguments: tuple[str, ...] = ()
-    """Its own, untouched."""
+    """The script's arguments, unchanged."""
     num_ranks: int
     launcher: Literal["barrier", "local"] = "barrier"
     """A Spark barrier stage, or processes of this host."""
@@ -46,20 +46,20 @@ class ScriptConfig:
     output: Which = "all"
     """Whose lines are printed while the script runs."""
     logs: str | None = None
-    """URL of a folder for the whole output of each rank; None keeps the last lines alone."""
+    """URL of a folder for the complete output of each rank; None keeps only the last lines."""
     start_limit_s: float = 300.0
     stall_limit_s: float = 600.0
-    """Of a call that waits for other ranks; and of a rank that has made such calls, for the next call or line."""
+    """For a call that waits for other ranks; and for the next call or line of a rank that has made such calls."""
     tls: Literal["on", "off"] = "off"
-    """Whether ranks on different hosts encrypt what they say to each other."""
+    """Whether ranks on different hosts encrypt their connections."""
     backend: Backend = "auto"
-    """What carries them; `nccl` and `tensorflow` want to be joined before the script's first tensor (docs/gpu.md)."""
+    """What carries them; `nccl` and `tensorflow` must be joined before the script's first tensor (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
     """Of all_reduce."""
     trust_network: str | None = None
     """An interface that may carry what cannot be authenticated."""
     max_restarts: int = 0
-    """How often all ranks are started anew after one has failed."""
+    """How often all ranks are started again after one has failed."""
 
     def __post_init__(self) -> None:
         for name in ("arguments", "files"):
@@ -85,7 +85,7 @@ class ScriptConfig:
 
     @property
     def comm(self) -> CommOptions:
-        """How the ranks shall talk to each other, once the script asks them to."""
+        """The communicator's options, for when the script first uses it."""
         return CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)
 
     @property
@@ -95,7 +95,7 @@ class ScriptConfig:
 
 
 def compile_script(path: str) -> bytes:
-    """Read a script and look whether it is Python. Raises ConfigError naming the line."""
+    """Read a script and check that it is Python. Raises ConfigError naming the line."""
     text = Path(path).read_bytes()
     if len(text) > MAX_SCRIPT_BYTES:
         raise _wrong(path, f"{len(text)} bytes", f"a script of up to {MAX_SCRIPT_BYTES} bytes; data go by --files")
@@ -103,10 +103,10 @@ def compile_script(path: str) -> bytes:
         compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no Python script",
+            f"{path} is not a Python script",
             got=str(error),
-            allowed="what this Python compiles",
-            next_step="Mend the script.",
+            allowed="a script that this Python compiles",
+            next_step="Correct the script.",
         ) from None
     return text
 
@@ -128,14 +128,14 @@ class ScriptHandler(Handler):
             f"rank {rank} asked for `{kind}`",
             got=kind,
             allowed="rendezvous",
-            next_step="A training of Lockstep's own is started by jobs.train.",
+            next_step="Start a training of Lockstep by jobs.train.",
         )
 
 
 def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] | None = None) -> None:
     """Run the script on all ranks by `launch` (run_local or OnSpark) and print their output.
 
-    Raises what `ControlServer.wait` raises, after the restarts that are allowed; the caller's files are in place.
+    Raises what `ControlServer.wait` raises, after the allowed restarts. The caller has made the files available.
     """
     here = config.launcher == "local"
     text = None if here else compile_script(config.script).decode("latin-1")
@@ -159,7 +159,7 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
 
 @contextmanager
 def local_files(paths: tuple[str, ...]) -> Iterator[None]:
-    """A folder of links to the files for ranks of this host, told by $LOCKSTEP_FILES."""
+    """A folder of links to the files for ranks of this host, named by $LOCKSTEP_FILES."""
     if not paths:
         yield
         return
@@ -179,4 +179,4 @@ def _at_least(flag: str, value: int, least: int) -> None:
 
 
 def _wrong(flag: str, got: str, allowed: str) -> ConfigError:
-    return ConfigError(f"{flag} cannot be right", got=got, allowed=allowed, next_step=f"Correct {flag}.")
+    return ConfigError(f"{flag} is invalid", got=got, allowed=allowed, next_step=f"Correct {flag}.")

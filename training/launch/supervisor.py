@@ -1,4 +1,4 @@
-"""One rank's supervisor: starts the rank's process, keeps its log, ends it when it must end.
+"""One rank's supervisor: it starts the rank's process, stores its log, and ends it.
 
 Runs in a thread of the driver (local launcher) or in a Spark task (barrier launcher).
 """
@@ -22,11 +22,11 @@ from training.run.metrics import PartWriter
 from training.run.paths import rank_name
 
 TAIL_LINES = 40
-TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
+TAIL_LINE_CHARS = 2000  # so that the last lines always fit into one frame
 POLL_S = 0.05
-STOPPED_LOOK_S = 1.0  # whether the rank is stopped by a signal
+STOPPED_LOOK_S = 1.0  # between two checks whether the rank is stopped by a signal
 CONNECT_DEADLINE_S = 60.0
-DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
+DRAIN_S = 2.0  # for the last lines of a dead rank whose children keep its output open
 
 
 class Supervisor:
@@ -40,7 +40,7 @@ class Supervisor:
         self._stream = LineBuffer() if order.task.stream else None
 
     def run(self) -> int:
-        """Start the rank and watch it to its end; returns its exit code (negative: the signal that killed it).
+        """Run the rank to its end; returns its exit code (negative: the signal that killed it).
 
         Raises CommunicationError when the driver cannot be reached at the start.
         """
@@ -92,7 +92,7 @@ class Supervisor:
             now = time.monotonic()
             if kill_at is None and client.stop.is_set():
                 process.terminate()
-                process.send_signal(signal.SIGCONT)  # a stopped process would take its end only then
+                process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only then
                 kill_at = now + limits.grace_s
             elif kill_at is None and (client.dead.is_set() or client.silent_s() > limits.lost_s):
                 self._tail.append(f"[supervisor: no driver for {limits.lost_s:.0f} s, the rank is killed]")
@@ -119,22 +119,22 @@ class Supervisor:
                 if self._stream is not None:
                     self._stream.put(text)
                 more = len(text) - TAIL_LINE_CHARS
-                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} characters more]")
+                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} more characters]")
                 if self._parts is not None:
                     self._parts.add(text)
 
     def _forward(self, client: SupervisorClient) -> None:
         while self._stream is not None and (lines := self._stream.take()) is not None:
             while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
-                time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
+                time.sleep(POLL_S)  # until it reconnects the buffer fills, and dropped lines are counted
 
 
 def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None = None) -> int:
-    """Carry out the driver's orders, one generation after the other, until it says that none follows.
+    """Carry out the driver's orders, one generation after the other, until the driver ends the session.
 
-    `prepare(task)` is called before each. A driver that is gone, or silent for `limits.lost_s`, ends the post too,
-    once the rank has ended (which its own connection sees to). Returns the last rank's exit code, 0 before the first.
-    Raises CommunicationError when the driver cannot be reached at the start of the session or of a generation.
+    `prepare(task)` is called before each. It also returns when the driver has ended or is silent for `limits.lost_s`,
+    which ends the rank too, through its own connection. Returns the last rank's exit code, 0 before the first. Raises
+    CommunicationError when the driver cannot be reached at the start of the session or of a generation.
     """
     limits, code = spec.limits, 0
     deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)

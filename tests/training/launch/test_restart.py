@@ -76,7 +76,7 @@ def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) 
         told.append(line)
         go.touch()
 
-    with Launches(run_local, 2, QUICK, tell=tell) as launches:
+    with Launches(run_local, 2, QUICK, report=tell) as launches:
         with pytest.raises(RankFailedError, match="SIGKILL"):
             launches.run(task, 1, Handler(answer))
         go.unlink()
@@ -100,7 +100,7 @@ def test_lost_supervisor_is_replaced(seen: bool, monkeypatch: pytest.MonkeyPatch
         return begun[-1]
 
     monkeypatch.setattr(OnHost, "session", session)
-    with Launches(run_local, 1, QUICK, tell=lambda line: None) as launches:
+    with Launches(run_local, 1, QUICK, report=lambda line: None) as launches:
         launches.run(RankTask("_ranks:solo"), 1)
         roster = begun[0]._roster
         assert roster is not None and begun[0].usable()
