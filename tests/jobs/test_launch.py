@@ -216,4 +216,4 @@ def test_a_reader_that_is_gone_is_told_once_and_ends_nothing(capfd: pytest.Captu
         for _ in range(3):
             printer.take(0, ["a"])
             time.sleep(0.02)
-    assert capfd.readouterr().err.count("cannot be printed any more") == 1
+    assert capfd.readouterr().err.count("can no longer be printed") == 1

@@ -1,4 +1,4 @@
-"""Commits: ranks upload and report, the driver writes the manifest and renames."""
+"""Commits of checkpoints: ranks upload and report, the driver writes the manifest and renames (decision 081)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ MODEL_FORMAT_VERSION = 1
 
 
 def _nothing() -> None:
-    """The default between manifest and rename; tests hold a driver there."""
+    """The default of `before_rename`; tests pause a driver there."""
 
 
 class CommitHandler:
-    """Commits of one generation; its methods are called by the control server's threads, one for each rank."""
+    """Commits of one generation; the control server's threads call its methods, one for each rank."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class CommitHandler:
         before_rename: Callable[[], None] = _nothing,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        """`confirm` raises SupersededError where this driver must delete nothing more; None: by the claims alone."""
+        """`confirm` raises SupersededError when this driver must delete nothing more; None reads only the claims."""
         self.tip = claim.parent
         self._fs, self._paths, self._claim, self._plan = fs, paths, claim, plan
         self._staging = paths.staging(claim.generation, claim.nonce)
@@ -66,16 +66,16 @@ class CommitHandler:
         self._changed = threading.Condition()
 
     def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """One rank's report: {step, files, tensors, audit, state}. Returns when all have reported and it is committed.
+        """Take a rank's report: {step, files, tensors, audit, state}. Returns when all ranks' checkpoint is committed.
 
-        Raises CommunicationError naming the ranks that did not report in time, or the error of the commit.
+        Raises CommunicationError naming ranks that did not report in time, or the error of the commit.
         """
         step, end = int(fields["step"]), time.monotonic() + self._deadline_s
         with self._changed:
             if self.tip is not None and self.tip.step == step:
-                return {"committed": True}  # the end of a run that was resumed at its end
+                return {"committed": True}  # a run that was resumed at its end
             if self._failed is not None:
-                raise self._failed  # a rank that is slow to end must not complete what the driver has given up
+                raise self._failed  # a late rank must not complete a checkpoint that the driver has given up
             reports = self._reports.setdefault(step, {})
             reports[rank] = fields
             last = len(reports) == self._claim.num_ranks
@@ -90,7 +90,7 @@ class CommitHandler:
             finally:
                 with self._changed:
                     self._busy = False
-                    self._reports.pop(step)  # a run has thousands of checkpoints, and each may have a MiB of reports
+                    self._reports.pop(step)  # each of thousands of checkpoints may have a MiB of reports
                     self._changed.notify_all()
             return {"committed": True}
         with self._changed:
@@ -101,14 +101,14 @@ class CommitHandler:
                     absent = ", ".join(str(r) for r in range(self._claim.num_ranks) if r not in reports)
                     raise CommunicationError(
                         f"the checkpoint of step {step} was not committed within {self._deadline_s:.0f} s",
-                        got=f"no report of rank {absent}" if absent else "a storage that takes longer",
+                        got=f"no report of rank {absent}" if absent else "a slower storage",
                         allowed="reports of all ranks",
                         next_step="Look at the log of those ranks.",
                     )
         return {"committed": True}
 
     def model(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's final export: {files}. Publishes models/gNNNN; returns when it has its name."""
+        """Publish rank 0's final export, {files}, as models/gNNNN."""
         staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
         files = _files([fields], staged)
         manifest = {
@@ -123,13 +123,13 @@ class CommitHandler:
         return {"committed": True, "model": target}
 
     def abort(self, error: LockstepError) -> None:
-        """Wake the ranks' waiting threads with an error."""
+        """Wake the waiting threads of ranks with an error."""
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()
 
     def close(self, wait_s: float) -> None:
-        """Wait for a commit that is under way; one that takes longer becomes an orphan of its generation."""
+        """Wait for a running commit; one that takes longer becomes an orphan of its generation."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, wait_s)
 
@@ -139,7 +139,7 @@ class CommitHandler:
                 f"a checkpoint of step {step} does not follow {self.tip}",
                 got=f"step {step}",
                 allowed=f"a step above {self.tip.step}",
-                next_step="Look at the ranks' logs: they went back.",
+                next_step="Look at the ranks' logs: they repeated steps.",
             )
         generation = self._claim.generation
         staged = staged_checkpoint(self._staging, step)
@@ -165,7 +165,7 @@ class CommitHandler:
         state = manifest["state"]
         if not state.get("in_epoch", True):
             check_metric(self._keep.best, state["metrics"])
-        # What the commits before this one have moved there: whoever reads a checkpoint has an interval to end.
+        # Delete what earlier commits moved there: a process that reads such a checkpoint had an interval to finish.
         empty_trash(self._fs, self._paths, generation, self._confirm)
         retire(self._fs, self._paths, generation, self._keep, self._values)
 
@@ -176,16 +176,16 @@ class CommitHandler:
         write_file(self._fs, join(staged, MANIFEST_NAME), sealed)
         self._fs.mkdirs(target.rpartition("/")[0])
         self._before_rename()
-        # What was written before this look is swept away by a newer claimant, so a driver that is stopped after it
-        # renames nothing: see training.driver.retention.drop_stagings.
+        # A newer claimant sweeps away what was written before this check, so a driver that is paused after it has
+        # nothing to rename: see training.driver.retention.drop_stagings.
         check_newest(self._fs, self._paths, self._claim.generation)
         try:
             publish_directory(self._fs, staged, target)
             where = join(target, MANIFEST_NAME)
             unseal(self._fs.read_bytes(where), where)
         finally:
-            # A driver that was held before the rename has left an orphan, or found its uploads swept away: either way
-            # it must not go on to retention or a result.
+            # A driver that was paused before the rename has left an orphan, or found its uploads swept away: it must
+            # not continue with retention or a result.
             check_newest(self._fs, self._paths, self._claim.generation)
 
     def _audits(self, reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -194,7 +194,7 @@ class CommitHandler:
             path = safe_relative(file["path"], where=self._paths.root)
             url, found[path] = join(self._paths.root, path), _digest(file)
             if self._fs.stat(url).size_bytes != found[path]["bytes"]:
-                raise CorruptionError("an audit file is not what its rank reported", file=url, got="another length")
+                raise CorruptionError("an audit file differs from its rank's report", file=url, got="another length")
         return found
 
     def _check_uploads(self, staged: str, files: dict[str, dict[str, Any]]) -> None:
@@ -205,7 +205,7 @@ class CommitHandler:
         for name, info in files.items():
             if there.get(name) != info["bytes"]:
                 raise CorruptionError(
-                    "a rank's upload is not what it reported",
+                    "a rank's upload differs from its report",
                     file=join(staged, name),
                     got=f"{there.get(name, 'no')} bytes",
                     allowed=f"{info['bytes']} bytes",
@@ -218,7 +218,7 @@ def _files(reports: Iterable[dict[str, Any]], where: str) -> dict[str, dict[str,
         for file in report["files"]:
             name = safe_relative(file["name"], where=where)
             if name in files:
-                raise CorruptionError("two ranks uploaded a file of one name", file=join(where, name))
+                raise CorruptionError("two ranks uploaded files of the same name", file=join(where, name))
             files[name] = _digest(file)
     return files
 
@@ -243,13 +243,13 @@ class RunHandler(Handler):
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
     ) -> None:
-        """`memory`: what an executor has for its ranks, where that is enforced; rank 0 says what a rank takes."""
+        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs."""
         super().__init__()
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
         self._note = ""
-        self._doubted: set[str] = set()  # what has been said of the numbers
+        self._doubted: set[str] = set()  # metrics that a note was printed about
         self._bar = threading.Lock()
         self._ended = threading.Event()
         self._uploader = threading.Thread(target=self._upload, name="metrics-upload", daemon=True)
@@ -271,7 +271,7 @@ class RunHandler(Handler):
         return self._overtaken()
 
     def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Answer one request or take one notice; an unknown kind raises CommunicationError."""
+        """Answer one request or take one notice. Raises CommunicationError for an unknown kind."""
         if kind == "restore":
             return {
                 "checkpoint": self._tip.url if self._tip else None,
@@ -281,7 +281,7 @@ class RunHandler(Handler):
                 "parent": self._claim.parent.to_json() if self._claim.parent else None,
             }
         if kind == "checkpoint":
-            if rank == 0:  # before its report, so before the commit: nobody makes these steps again
+            if rank == 0:  # before its report, so before the commit, after which these steps are never repeated
                 self._metrics.try_flush()
             return self.commits.checkpoint(rank, fields)
         if kind == "model":
@@ -297,17 +297,17 @@ class RunHandler(Handler):
         if kind == "comm_plan":
             fs = filesystem(self._paths.root)
             url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
-            print(f"how ranks add up is frozen in {url}", file=sys.stderr, flush=True)
+            print(f"the order in which ranks add gradients is frozen in {url}", file=sys.stderr, flush=True)
             return {}
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
             allowed="restore, checkpoint, metrics, model, comm_plan, memory",
-            next_step="Ranks and driver run different versions; ship one.",
+            next_step="Ship one version to ranks and driver.",
         )
 
     def on_step(self, step: int) -> None:
-        """Show that rank 0 has done so many steps."""
+        """Show rank 0's steps in the progress bar."""
         with self._bar:
             self._progress.set(step, self._note)
 
@@ -321,7 +321,7 @@ class RunHandler(Handler):
                 self._note = f"loss {loss:.4f}"
 
     def _doubt(self, row: dict[str, Any]) -> None:
-        """Say once what puts the numbers of an epoch in doubt."""
+        """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""
         fresh = {name: value for name, value in row["metrics"].items() if name not in self._doubted}
         found = notes.of_metrics(fresh, f"the metrics of epoch {row['epoch'] + 1}")
         self._doubted |= {name for name in fresh if notes.of_metrics({name: fresh[name]}, "")}

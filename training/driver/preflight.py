@@ -27,7 +27,7 @@ from training.run.weights_source import check_weights
 
 
 def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
-    """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
+    """The plan of `config` over the dataset. Raises ConfigError if lanes, groups and ranks do not fit together."""
     _check_learning_rate(config)
     groups = lane_groups(config)
     plan = make_plan(
@@ -56,20 +56,20 @@ def _check_learning_rate(config: TrainConfig) -> None:
     scaled = config.learning_rate_scaling != "none" and config.learning_rate is None
     if scaled or config.warm_up_epochs:
         raise ConfigError(
-            f"the model {config.model} scales its learning rate and warms up by itself",
+            f"the model {config.model} has its own learning-rate scaling and warm-up",
             got="--warm-up-epochs" if config.warm_up_epochs else "--learning-rate-scaling without --learning-rate",
-            allowed="its own, or --learning-rate with a rule of scaling",
-            next_step="Leave these flags out, or say --learning-rate.",
+            allowed="none of these flags, or --learning-rate with --learning-rate-scaling",
+            next_step="Leave these flags out, or give --learning-rate.",
         )
 
 
 def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:
-    """Raise ConfigError where a rank's rows are not equal micro-batches: a mean of unequal means would be wrong."""
+    """Raise ConfigError unless a rank's rows form equal micro-batches: a mean of unequal means would be wrong."""
     rows = [plan.rows(rank, config.num_ranks, groups) for rank in range(config.num_ranks)]
     if any(count % config.micro_batches for count in rows):
         common = math.gcd(*rows)
         raise ConfigError(
-            f"a rank's rows are no {config.micro_batches} equal micro-batches",
+            f"a rank's rows do not divide into {config.micro_batches} equal micro-batches",
             got=f"--micro-batches {config.micro_batches}, ranks of {min(rows)} to {max(rows)} rows",
             allowed=f"divisors of {common}",
             next_step=f"Use --micro-batches {largest_divisor(common, config.micro_batches)} or another --global-batch.",

@@ -1,4 +1,4 @@
-"""The driver of a run: claims a generation, launches its ranks, begins again from the chain's tip when one fails."""
+"""The driver of a run: it claims a generation, launches ranks, and restarts from the last checkpoint on a failure."""
 
 from __future__ import annotations
 
@@ -37,9 +37,14 @@ from training.run.result import RunResult
 from training.run.run_json import open_run
 from training.run.weights_source import located
 
+log = logging.getLogger(__name__)
+ENTRY = "training.rank.runtime:main"
+COMMIT_WAIT_S = 60.0
+HOUR_S = 3600.0
+
 
 def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
-    """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
+    """The task of the generation of `claim`, with the communication plans that are frozen already."""
     options = CommOptions(
         backend=config.backend,
         algorithm=config.algorithm,
@@ -61,7 +66,7 @@ def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, cl
 
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
-    """`base` with the deadlines that the configuration names."""
+    """`base` with the configured deadlines."""
     silent = config.heartbeat_limit_s
     return replace(
         base,
@@ -71,24 +76,18 @@ def limits_of(config: TrainConfig, base: Limits) -> Limits:
     )
 
 
-log = logging.getLogger(__name__)
-ENTRY = "training.rank.runtime:main"
-COMMIT_WAIT_S = 60.0
-HOUR_S = 3600.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """What tests and unusual storages change."""
+    """Settings that tests and unusual storages change."""
 
     entry: str = ENTRY
     """The ranks' entry."""
     before_rename: Callable[[], None] = lambda: None
-    """Called between the manifest and the rename of each commit."""
+    """Called between writing the manifest and the rename of each commit."""
     lease_watch_s: float = WATCH_S
     """Seconds for which an open lease is watched."""
     lease_every_s: float = REWRITE_EVERY_S
-    """Seconds between two looks at the lease and the claims."""
+    """Seconds between two checks of lease and claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
 
@@ -105,10 +104,10 @@ def train(
 
     `take_over` replaces another driver of the run, which ends when it notices. `checked` is `preflight(config)` where
     the caller has it already.
-    Raises ConfigError where the call cannot be right or contradicts the run, and where executors were killed twice for
-    their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed more than
-    `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
-    SupersededError where another driver has taken the run over.
+    Raises ConfigError for an invalid configuration, for one that contradicts the run, and if executors were killed
+    twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
+    more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
+    SupersededError if another driver has taken the run over.
     """
     hooks = hooks or Hooks()
     checked = checked or preflight(config)
@@ -131,6 +130,8 @@ def train(
 
 
 class _Driver:
+    """The loop over generations."""
+
     def __init__(
         self,
         config: TrainConfig,
@@ -146,35 +147,35 @@ class _Driver:
         self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
         self._hooks, self._progress, self._ownership, self._launches = hooks, progress, ownership, launches
         self._memory = memory
-        self._first_weights: str | None = None  # where they lie: the same for all ranks, and after a restart
+        self._first_weights: str | None = None  # their URL, the same for all ranks and after a restart
 
     def run(self) -> RunResult:
-        failures = 0  # in a row, without a new checkpoint between
+        failures = 0  # in a row, without a new checkpoint
         recent: deque[float] = deque()  # when generations failed within the last hour
         killed_before = False
-        void: int | None = None  # a claim of this driver whose parent is gone
+        void: int | None = None  # a claim of this driver whose parent is deleted
         while True:
             tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
             if began is not None and not failures:
-                # What was asked for after that checkpoint, without a step of its own, no step has followed.
+                # Later claims asked for epochs too, but no step followed them.
                 claims = read_claims(self._fs, self._paths)
-                self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
+                self._note_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
             claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
             if claim is None:
-                continue  # an overtaken driver claimed in the meantime: its last commit may be a newer tip
+                continue  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
             if began is not None and began not in checkpoints(self._fs, self._paths):
-                # An older driver went on between the look-up and the claim, until its retention deleted that one.
+                # Between the look-up and the claim, an older driver's retention deleted that checkpoint.
                 void = claim.generation
                 continue
             void = None
-            # What an older driver that was stopped has prepared is taken away before it can wake and publish it, and
-            # what it has published until now is then put in order.
+            # Remove what a paused older driver has staged, so that it cannot publish it when it resumes; then tidy up
+            # what it has published until now.
             self._ownership.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
             tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
             if tip is not None:
-                print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
+                print(f"resuming from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
                 overtaken = self._ownership.overtaken
@@ -184,7 +185,7 @@ class _Driver:
                 return self._finish(claim, commits.tip, results[0])
             except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
                 commits.close(COMMIT_WAIT_S)
-                self._tell_saved(commits.tip)
+                self._print_saved(commits.tip)
                 raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
@@ -194,7 +195,7 @@ class _Driver:
                     raise
                 if isinstance(error, MemoryKillError):
                     if killed_before:
-                        raise self._too_small(error, commits.tip) from error
+                        raise self._memory_too_small(error, commits.tip) from error
                     killed_before = True
                 failures = 1 if commits.tip != began else failures + 1
                 if failures > self._config.max_restarts:
@@ -203,23 +204,23 @@ class _Driver:
                 while recent[0] < recent[-1] - HOUR_S:
                     recent.popleft()
                 if len(recent) > self._config.max_restarts_per_hour:
-                    raise self._creeps(error) from error
+                    raise self._too_many_failures(error) from error
                 where = commits.tip or "the start"
-                print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
+                print(f"generation {claim.generation} failed, resuming from {where}: {error}", file=sys.stderr)
 
-    def _tell_longer(self, asked: int) -> None:
-        """Say so where the steps that are done may have followed a shorter schedule than the rest will."""
+    def _note_longer(self, asked: int) -> None:
+        """Print a note if the steps done so far may have followed a shorter schedule than the rest will."""
         epochs, model = self._config.epochs, self._config.model
         if asked < epochs and may_follow_length(model):
             print(
-                f"note: {epochs} epochs, where this run was asked for {asked}. What `{model}` schedules over the run, "
-                f"such as its learning rate, spans {epochs} from here on; the steps that are done followed a span of "
-                f"{asked}: the result is not that of {epochs} epochs in one go (docs/control.md).",
+                f"note: {epochs} epochs, but this run was started with {asked}. A schedule of `{model}` over the run, "
+                f"such as its learning rate, spans {epochs} epochs from now on; the steps so far followed a span of "
+                f"{asked}: the result differs from that of {epochs} epochs in one call (docs/control.md).",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _tell_saved(self, tip: CheckpointRef | None) -> None:
+    def _print_saved(self, tip: CheckpointRef | None) -> None:
         steps = self._plan.steps(self._config.epochs)
         saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
         then = "resumes from there" if tip else "starts from the beginning"
@@ -269,7 +270,7 @@ class _Driver:
         empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
         return result
 
-    def _too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:
+    def _memory_too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:
         where = f"checkpoint {tip}" if tip else "the start"
         return ConfigError(
             f"executors of {self._paths.root} were killed for their memory a second time",
@@ -278,7 +279,7 @@ class _Driver:
             next_step=f"{error.next_step} The same call then resumes from {where}.",
         )
 
-    def _creeps(self, error: LockstepError) -> TrainingFailedError:
+    def _too_many_failures(self, error: LockstepError) -> TrainingFailedError:
         limit = self._config.max_restarts_per_hour
         return TrainingFailedError(
             f"{self._paths.root} failed more often than {limit} times in an hour",
@@ -293,8 +294,8 @@ class _Driver:
         if isinstance(error, TrainingFailedError):
             return error
         return TrainingFailedError(
-            f"{self._paths.root} failed {limit + 1} times without a new checkpoint between",
+            f"{self._paths.root} failed {limit + 1} times in a row without a new checkpoint",
             got=str(error),
-            allowed=f"up to {limit} restarts in a row",
-            next_step="Mend the cause and start again with the same flags: the run goes on from its last checkpoint.",
+            allowed=f"up to {limit} restarts in a row (--max-restarts)",
+            next_step="Remove the cause and start again with the same flags: the run resumes from its last checkpoint.",
         )

@@ -88,7 +88,7 @@ def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
 def test_report_that_is_not_what_was_uploaded_is_refused(paths: RunPaths) -> None:
     claim, commits = generation(paths, ranks=1)
     file = upload(paths, claim, 10, 0)
-    with pytest.raises(CorruptionError, match="not what it reported"):
+    with pytest.raises(CorruptionError, match="differs from its report"):
         commits.checkpoint(0, {"step": 10, "files": [{**file, "bytes": 3}]})
     _, commits = generation(paths, ranks=1)
     with pytest.raises(LockstepError, match="leads out"):

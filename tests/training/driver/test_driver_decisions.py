@@ -239,7 +239,7 @@ def test_no_room_is_a_wrong_call_at_the_start_and_a_failed_run_later() -> None:
             made.run(RankTask("m:f"), 1)
         with pytest.raises(LauncherError, match="cannot be started again: num_ranks=2 exceeds") as caught:
             made.run(RankTask("m:f"), 2)
-    assert caught.value.exit_code == 1 and "call again" in caught.value.next_step
+    assert caught.value.exit_code == 1 and "start again" in caught.value.next_step
 
 
 def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(

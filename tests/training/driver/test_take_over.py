@@ -116,7 +116,7 @@ def test_driver_that_wakes_changes_nothing(config: TrainConfig, start: Start, me
     os.kill(old.pid, signal.SIGCONT)
     told = old.communicate(timeout=WAIT_S)[0]
     refused = "lease" in pattern
-    assert ("ConfigError: another driver is at work" if refused else "SupersededError: this driver of") in told
+    assert ("ConfigError: another driver is working" if refused else "SupersededError: this driver of") in told
     assert old.returncode == (2 if refused else 1)
     assert everything(config.run) == before
     assert find_result(fs, paths) == counts
@@ -150,7 +150,7 @@ def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start:
     config = dataclasses.replace(config, epochs=400, checkpoint_every=100_000)
     old = start(pace="train_slowly", config=config)
     until(Path(config.run, "generations", "000001.json").exists)
-    with pytest.raises(ConfigError, match="another driver is at work") as caught:
+    with pytest.raises(ConfigError, match="another driver is working") as caught:
         drive(config)
     assert "--take-over" in caught.value.next_step
     assert caught.value.exit_code == 2 and old.poll() is None

@@ -375,7 +375,7 @@ def test_lease_of_a_living_driver_is_respected(paths: RunPaths) -> None:
     Path(paths.root).mkdir()
     with Lease(fs, paths.lease, every_s=0.1):
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="another driver is at work") as caught, Lease(fs, paths.lease, 120.0):
+        with pytest.raises(ConfigError, match="another driver is working") as caught, Lease(fs, paths.lease, 120.0):
             pass
         assert time.monotonic() - began < 60
         assert str(os.getpid()) in caught.value.got
