@@ -326,7 +326,7 @@ class RunHandler(Handler):
         found = notes.of_metrics(fresh, f"the metrics of epoch {row['epoch'] + 1}")
         self._doubted |= {name for name in fresh if notes.of_metrics({name: fresh[name]}, "")}
         if "class_counts" not in self._doubted:
-            found += notes.of_classes(row.get("class_counts"), "what is trained on")
+            found += notes.of_classes(row.get("class_counts"), "the training data")
         self._doubted.add("class_counts")
         notes.show(found)
 

@@ -1,4 +1,4 @@
-"""Every name inside a run directory; no other module spells one."""
+"""All names inside a run directory; no other module spells one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def claim_of(name: str) -> int | None:
 
 
 def comm_plan_name(num_ranks: int, key: str) -> str:
-    """The file of the plan of so many ranks."""
+    """The file name of a plan for so many ranks."""
     return f"ranks-{num_ranks:05d}-{key}.json"
 
 
@@ -90,7 +90,7 @@ class RunPaths:
 
     @property
     def lease(self) -> str:
-        """The living driver's sign, rewritten every few seconds."""
+        """The sign of a living driver, rewritten every few seconds."""
         return f"{self.root}/lease.json"
 
     @property
@@ -126,7 +126,7 @@ class RunPaths:
         return f"{self.root}/.staging"
 
     def staging(self, generation: int, nonce: str) -> str:
-        """Where a generation's ranks upload what the driver will rename."""
+        """Where a generation's ranks upload files, which the driver renames."""
         return f"{self.stagings}/{generation_name(generation)}-{nonce}"
 
     @property
@@ -156,7 +156,7 @@ class RunPaths:
         return f"{self.logs(generation)}/{rank_name(rank)}"
 
     def audits(self, generation: int) -> str:
-        """Directory of a generation's audits, one directory a rank in it."""
+        """Directory of a generation's audits, with one directory a rank."""
         return f"{self.root}/audit/{generation_name(generation)}"
 
     def audit(self, generation: int, rank: int, step: int) -> str:
@@ -184,7 +184,7 @@ class RunPaths:
         """`url` relative to the run's root, as manifests name files."""
         if not url.startswith(self.root + "/"):
             raise StorageError(
-                "a file is not in the run that is to list it",
+                "a file is outside the run that lists it",
                 got=url,
                 allowed=f"a path below {self.root}",
                 next_step="Resume the run by the URL that it was started with.",

@@ -1,4 +1,4 @@
-"""Where a model's weights may come from: a finished run, a checkpoint, an exported model, a file of Keras' own."""
+"""Sources of a model's first weights: a run, a checkpoint, an exported model, or a Keras file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """One of the two is set."""
+    """Weights that were found; exactly one field is set."""
 
     checkpoint: str | None = None
     """URL of a checkpoint directory."""
@@ -31,7 +31,7 @@ class WeightsSource:
 def newest_of(run: str) -> tuple[str | None, str | None]:
     """A run's (model, checkpoint), one of them None: its newest claim's model, else the chain's tip.
 
-    Raises DataError where it has neither.
+    Raises DataError if it has neither.
     """
     fs, paths = filesystem(run), RunPaths(run)
     try:
@@ -53,9 +53,9 @@ def _no_checkpoint(run: str) -> DataError:
 
 
 def located(url: str) -> str:
-    """Where the weights that `url` names lie now: of a run its model or newest checkpoint, else `url` itself.
+    """The URL of the weights of `url`: for a run its model or newest checkpoint, else `url` itself.
 
-    A run that still trains has another newest checkpoint soon, and ranks that each looked it up would begin apart.
+    The driver looks it up once: the newest checkpoint of a run that still trains changes, and ranks would start apart.
     """
     if url.endswith(FILES) or not filesystem(url).exists(RunPaths(url).run_json):
         return url
@@ -106,12 +106,12 @@ def _kind_at(url: str) -> str:
 
 
 def checked_model(url: str) -> bytes:
-    """The model.keras of an exported model. Raises CorruptionError where it is not what its manifest says."""
+    """The model.keras of an exported model. Raises CorruptionError if it does not match its manifest."""
     return checked_file(url, MODEL_FILE)
 
 
 def checked_file(url: str, name: str) -> bytes:
-    """A file of an exported model, by its digest. Raises CorruptionError for a changed one."""
+    """A file of an exported model, checked by its digest. Raises CorruptionError for a changed one."""
     fs, where = filesystem(url), join(url, MANIFEST_NAME)
     files = unseal(fs.read_bytes(where), where)["files"]
     data = fs.read_bytes(join(url, name))

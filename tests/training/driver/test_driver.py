@@ -259,7 +259,7 @@ def test_run_json_of_another_form_is_refused(config: TrainConfig, changes: dict[
 
 def test_run_that_is_a_file_is_refused(config: TrainConfig) -> None:
     Path(config.run).write_text("mine")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         go(config)
     assert Path(config.run).read_text() == "mine"
 
@@ -267,7 +267,7 @@ def test_run_that_is_a_file_is_refused(config: TrainConfig) -> None:
 def test_strange_directory_is_refused(config: TrainConfig) -> None:
     Path(config.run).mkdir()
     Path(config.run, "thesis.doc").write_text("mine")
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         go(config)
     assert [path.name for path in Path(config.run).iterdir()] == ["thesis.doc"]  # nothing of ours was put there
 
