@@ -1,4 +1,4 @@
-"""One pipeline: the steps of the jobs, called as functions in one session."""
+"""One pipeline: the steps of several jobs, called as functions in one session."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ TABLES = ("pipeline", "etl_logs", "etl_images", "train", "evaluate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one pipeline did, for the table at the end."""
+    """The results of one pipeline, for the table at the end."""
 
     name: str
     manifest: DatasetManifest
     result: RunResult
     evaluation: dict[str, Any]
     metric: str
-    """The metric that is held against `bar`."""
+    """The metric that is compared with `bar`."""
     bar: float
     bar_name: str
-    """What the bar is: a baseline's name, or `configured`."""
+    """A baseline's name, or `configured`."""
     seconds: float
     dataset: str
     report: str
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """One configuration file: its steps' own command lines, with dataset and run inside `folder`."""
+    """One configuration file: the command lines of its steps, with dataset and run inside `folder`."""
 
     name: str
     metric: str
@@ -80,17 +80,17 @@ class Pipeline:
 
     @classmethod
     def load(cls, path: str, folder: str) -> Self:
-        """Read a file. Raises ConfigError for unknown tables, keys and values, before anything is run."""
+        """Read a file. Raises ConfigError for unknown tables, keys and values."""
         document = read_toml(path)
         unknown = sorted(set(document) - set(TABLES))
         etls = [name for name in ("etl_logs", "etl_images") if name in document]
         if unknown or len(etls) != 1:
             raise ConfigError(
-                f"{path} is no pipeline",
+                f"{path} is not a pipeline",
                 got=f"tables {', '.join(sorted(document)) or 'none'}"
                 + "".join(nearest(name, TABLES) for name in unknown),
                 allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
-                next_step="Take conf/demo_weblog.toml as an example.",
+                next_step="See conf/demo_weblog.toml for an example.",
             )
         masters = [name for name in TABLES if "master" in _table(document, name)]
         if masters:
@@ -98,7 +98,7 @@ class Pipeline:
                 f"{path}: `master` does nothing in the steps of a pipeline, which share one session",
                 got=f"master in {' and '.join(f'[{name}]' for name in masters)}",
                 allowed="the master of the call",
-                next_step="Take it out of the file and call jobs.pipeline --master URL.",
+                next_step="Remove it from the file and give jobs.pipeline --master URL.",
             )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
@@ -113,7 +113,7 @@ class Pipeline:
         evaluate_args = evaluate.parser().parse(where)
         if own.at_least == "baseline" and evaluate_args.baseline is None:
             raise ConfigError(
-                f"{path}: the model is to be held against a baseline, but there is none",
+                f"{path}: there is no baseline to compare the model with",
                 got='at_least = "baseline" in [pipeline], no `baseline` in [evaluate]',
                 allowed="both, or a number as at_least",
                 next_step="Add `baseline` to [evaluate], or give at_least a number.",
@@ -131,13 +131,13 @@ class Pipeline:
         )
 
     def check(self) -> None:
-        """What can be checked before Spark starts. Raises ConfigError."""
+        """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
         check_name(config.model, here=config.launcher == "local")
         self.check_etl()
 
     def run(self, spark: SparkSession) -> Outcome:
-        """Every step in order; the first that fails ends the pipeline with its error."""
+        """Run all steps in order; the first failure ends the pipeline with its error."""
         began = time.monotonic()
         manifest = self._step("etl", lambda: self.etl(spark))
         self._step("verify", self._verify)
@@ -206,7 +206,7 @@ class Pipeline:
 
 
 def _table(document: dict[str, object], name: str) -> dict[str, object]:
-    """A file's table; empty where there is none (that another thing stands there is told by who reads it)."""
+    """A file's table; empty if there is none. The parser of the table refuses another kind of value."""
     found = document.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -218,7 +218,9 @@ def _own(path: str) -> Namespace:
     job.add_argument("--at-least", default="baseline")
     own = job.parse(["--config", path])
     if not _NAME.fullmatch(own.name):
-        job.error(f"name = {own.name!r}: it names a folder, so letters, digits and ._- only, a letter or digit first")
+        job.error(
+            f"name = {own.name!r}: only letters, digits and ._-, a letter or digit first, since it names a folder"
+        )
     if own.at_least != "baseline":
         try:
             good = math.isfinite(float(own.at_least))
@@ -230,7 +232,7 @@ def _own(path: str) -> Namespace:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """All outcomes side by side, a row a fact."""
+    """All outcomes side by side, one row a fact."""
     return "\n".join(
         [_line("", [o.name for o in outcomes])]
         + [_line(name, [str(value(o)) for o in outcomes]) for name, value in _FACTS]

@@ -1,4 +1,4 @@
-"""Where the flags of jobs.launch end and a script with its own arguments begins."""
+"""Split the command line of jobs.launch into its flags, the script, and the script's arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TOML = ".toml"
 def split_script(job: ArgumentParser, argv: Sequence[str]) -> tuple[list[str], str, tuple[str, ...]]:
     """(flags, script, the script's arguments): the script is the first word that is no flag of `job` and no value.
 
-    What follows it is never looked at, so the script may have flags of the same names. A bare `--` may stand before
-    it. `--config` takes all TOML files that follow. Without a script the flags are judged first: --help is one.
+    Words after it are not examined, so the script may have flags with the same names. `--` may precede it. `--config`
+    takes all TOML files that follow. Without a script, the flags are parsed first: --help is one.
     """
     takes = {option: action.nargs for action in job._actions for option in action.option_strings}
     place = 0
@@ -23,7 +23,7 @@ def split_script(job: ArgumentParser, argv: Sequence[str]) -> tuple[list[str], s
         if not word.startswith("-") or word == "-":
             return _split(job, argv, place, place)
         place += 1
-        if "=" in word or takes.get(word, 0) == 0:  # an unknown flag is told by the parser
+        if "=" in word or takes.get(word, 0) == 0:  # the parser reports an unknown flag
             continue
         if takes[word] is None:
             place += 1
@@ -38,6 +38,6 @@ def _split(
 ) -> tuple[list[str], str, tuple[str, ...]]:
     flags = list(argv[:end_of_flags])
     if script >= len(argv):
-        job.parse_args(flags)  # --help ends here, and what is wrong with the flags is told first
+        job.parse_args(flags)  # ends with --help, and reports invalid flags first
         job.error("no script: name one after the flags")
     return flags, argv[script], tuple(argv[script + 1 :])

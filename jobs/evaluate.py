@@ -24,7 +24,12 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("evaluate", __doc__ or "", "evaluate")
     add = job.add_argument
-    add("--run", required=True, metavar="URL", help="the run whose newest model, or else checkpoint, is evaluated")
+    add(
+        "--run",
+        required=True,
+        metavar="URL",
+        help="the run whose newest model, or else newest checkpoint, is evaluated",
+    )
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema that the model was trained on")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in what was trained on) | majority")

@@ -1,4 +1,4 @@
-"""Say what bounds a run and what to change: steps on synthetic, cached and cold data, measured on the ranks."""
+"""Find what bounds a run and what to change: measure steps on synthetic, cached and cold data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.launch.local import run_local
 from training.launch.session import Launch
 from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 
-# What belongs to a run and changes no step of it.
+# Flags of a run that change no step.
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
     "--checkpoint-every", "--keep-checkpoints", "--keep-every", "--keep-best",
@@ -32,7 +32,7 @@ NOT_OF_A_STEP = (
 
 
 def parser() -> JobParser:
-    """The command line: jobs.train's, without what changes no step."""
+    """The command line: that of jobs.train, without flags that change no step."""
     job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
     add = job.add_argument
     add("--steps", type=int, metavar="S", help="steps of each kind and round (default: 16 to 512)")
@@ -41,7 +41,7 @@ def parser() -> JobParser:
         type=int,
         default=ROUNDS,
         metavar="R",
-        help=f"rounds that count; one before them does not ({ROUNDS})",
+        help=f"measured rounds, after one that does not count ({ROUNDS})",
     )
     return job
 
@@ -62,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(args: Namespace) -> TrainConfig:
-    """The configuration of the run that is looked at: one epoch of it."""
+    """The configuration of one epoch of the run."""
     known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds")}
     return _train.config_of(Namespace(**known, run=NO_RUN, epochs=1))
 
 
 def measured(config: TrainConfig, args: Namespace, launch: Launch) -> Profile:
-    """The profile, with progress while rounds come."""
+    """The profile, with a progress bar over rounds."""
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
         return profile(
             config, launch, steps=args.steps, rounds=args.rounds, on_round=lambda done, _: progress.set(done)

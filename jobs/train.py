@@ -1,4 +1,4 @@
-"""Train a Keras model on a dataset by N ranks; the same call goes on with a run that was interrupted."""
+"""Train a Keras model on a dataset with N ranks; the same call resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(result: RunResult) -> None:
-    """Write the run's report unless it is there; an error is printed only, since the run itself is complete."""
+    """Write the run's report unless it exists; an error is only printed, since the run is complete."""
     try:
         url = RunPaths(result.run).report(result.generation)
         print(f"report {url if filesystem(url).exists(url) else write_report(result.run)}")

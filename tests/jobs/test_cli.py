@@ -107,7 +107,7 @@ def test_an_unknown_key_is_told_with_the_nearest_one(tmp_path: Path, content: st
 
 @pytest.mark.parametrize("master", ["", "nonsense", "local[0]", "local[x]", "local[", "spark://"])
 def test_a_master_that_is_none_is_told_before_java_starts(master: str) -> None:
-    with pytest.raises(ConfigError, match="--master cannot be right") as caught, spark_session("test", master):
+    with pytest.raises(ConfigError, match="--master is invalid") as caught, spark_session("test", master):
         pass
     assert caught.value.allowed and caught.value.next_step
 

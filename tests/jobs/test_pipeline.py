@@ -58,16 +58,16 @@ def test_lists_are_what_flags_with_commas_are(conf: Path) -> None:
     ("old", "new", "named"),
     [
         ("[evaluate]", "[evaluation]", "tables etl_logs, evaluation, pipeline, train (perhaps `evaluate`)"),
-        ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is no pipeline"),  # two sources of one dataset
+        ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is not a pipeline"),  # two sources of one dataset
         ("num_ranks = 2", "num_ranks = 2\nranks = 2", "(perhaps `num_ranks`)"),
-        ("epochs = 1", "epochs = 'many'", "the command line cannot be right"),
+        ("epochs = 1", "epochs = 'many'", "invalid command line"),
         ("epochs = 1", "epochs = 0", "`epochs` of the training configuration is invalid"),
-        ('metric = "auc"', "", "the command line cannot be right"),
-        ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "the command line cannot be right"),
-        ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "the command line cannot be right"),
+        ('metric = "auc"', "", "invalid command line"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "invalid command line"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "invalid command line"),
         ('name = "log"', 'name = "../log"', "it names a folder"),
         ('name = "log"', 'name = ""', "it names a folder"),
-        ('baseline = "rate:page"', "", "to be held against a baseline"),
+        ('baseline = "rate:page"', "", "there is no baseline to compare"),
         ("[pipeline]", "pipeline = 3\n[other]", "`pipeline`"),
         ("access.log", "absent.log", "absent.log"),
         ("name =", "name", "is not TOML"),
@@ -87,7 +87,7 @@ def test_wrong_configurations_are_refused_before_spark_starts(conf: Path, old: s
 
 def test_two_pipelines_of_one_name_are_refused(conf: Path) -> None:
     Path("other.toml").write_bytes(conf.read_bytes())
-    with pytest.raises(ConfigError, match="two pipelines have one name"):
+    with pytest.raises(ConfigError, match="two pipelines have the same name"):
         pipeline.main(["--config", str(conf), "other.toml"])
 
 

@@ -125,7 +125,9 @@ def test_a_mocked_driver_gets_an_importable_function_by_its_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     build = importlib.import_module("face_model").build
     seen: list[str] = []
-    monkeypatch.setattr("training.driver.train.train", lambda config, launch, take_over: seen.append(config.model))
+    monkeypatch.setattr(
+        "training.driver.train.train", lambda config, launch, take_over, checked: seen.append(config.model)
+    )
     lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
     assert seen == ["face_model:build"]
 
