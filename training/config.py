@@ -23,19 +23,19 @@ BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The rule. A checkpoint stays if any part of it holds."""
+    """Which checkpoints are kept: those that any of these rules selects."""
 
     last: int = 3
-    """The newest ones of the chain."""
+    """The number of newest checkpoints of the chain."""
     every_steps: int | None = None
-    """The first one at or after each multiple of so many steps."""
+    """The first checkpoint at or after each multiple of so many steps."""
     best: str | None = None
-    """METRIC:min or METRIC:max: the best one at the end of an epoch, of equal ones the earliest."""
+    """METRIC:min or METRIC:max: the best at the end of an epoch, the earliest of equal ones."""
 
     def chosen(
         self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
     ) -> set[CheckpointRef]:
-        """Those of `chain` (newest first) that stay. `value_of` is a checkpoint's metric, None where it has none."""
+        """The checkpoints of `chain` (newest first) to keep. `value_of` is a checkpoint's metric, None without one."""
         kept = set(chain[: self.last])
         if self.every_steps is not None:
             reached = 0
@@ -50,7 +50,7 @@ class Keep:
     def best_of(
         self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
     ) -> CheckpointRef | None:
-        """The best checkpoint of `chain` (newest first); None without a rule for it or a value."""
+        """The best checkpoint of `chain` (newest first); None without such a rule or a value."""
         if self.best is None:
             return None
         sign = 1.0 if self.best.endswith(":min") else -1.0
@@ -59,11 +59,11 @@ class Keep:
 
 
 def check_metric(best: str | None, metrics: dict[str, Any]) -> None:
-    """Raise ConfigError where a rule names a metric that an epoch's `metrics` lack."""
+    """Raise ConfigError if `best` names a metric that is missing from an epoch's `metrics`."""
     found = BEST.fullmatch(best) if best is not None else None
     if found is not None and metrics and found["metric"] not in metrics:
         raise ConfigError(
-            f"there is no metric `{found['metric']}` to keep the best checkpoint by",
+            f"the model has no metric `{found['metric']}` to select the best checkpoint by",
             got=f"--keep-best {best}",
             allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
             next_step="Correct --keep-best, or compile the model with that metric.",
@@ -77,14 +77,14 @@ ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvery:
-    """`steps`, or `seconds`, or neither: as often as is best (`auto`)."""
+    """`steps`, or `seconds`, or neither: the interval that loses least time (`auto`)."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, value: int | str) -> CheckpointEvery:
-        """Of 200 or `200`, `60s`, `auto`; ValueError for anything else."""
+        """Parse 200 or `200`, `60s`, `auto`. Raises ValueError for anything else."""
         text = str(value)
         if text == AUTO:
             return cls()
@@ -356,7 +356,7 @@ class TrainConfig:
 
     @property
     def keep(self) -> Keep:
-        """Which checkpoints stay."""
+        """Which checkpoints are kept."""
         return Keep(self.keep_checkpoints, self.keep_every, self.keep_best)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
@@ -397,9 +397,9 @@ def choices_of_fields() -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-LANE_GROUPS = 8  # of ghost BatchNorm: its statistics are over G / 8 samples, whatever the number of ranks
+LANE_GROUPS = 8  # of ghost BatchNorm: its statistics cover G / 8 samples for any number of ranks
 
 
 def lane_groups(config: TrainConfig) -> int | None:
-    """The number of lane groups that ranks own whole; None where ranks may own any lanes."""
+    """The number of lane groups that are not divided between ranks; None if ranks may own any lanes."""
     return LANE_GROUPS if config.batchnorm == "ghost" else None
