@@ -36,7 +36,7 @@ class JobParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            f"{self.prog}: invalid command line",
+            f"{self.prog}: invalid arguments",
             got=message,
             allowed="the flags that --help lists",
             next_step=f"Run `{self.prog} --help`.",

@@ -109,28 +109,25 @@ Verify = Literal["start", "full"]
 NonFinite = Literal["stop", "skip"]
 
 _ANY = object()
-# Fields that older versions stored in run.json, each with the one value that this version can continue a run with.
-# `_ANY` stands for every value, where the field changed only speed.
+# Fields that older versions stored in run.json, each with the one value that this version can resume a run with. `_ANY`
+# stands for every value, where the field changed only speed.
 REMOVED: dict[str, object] = {
     "mean_time_between_failures_s": _ANY,
     "spare": _ANY,
 }
 
 
-def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration without the fields that this version has removed.
-
-    Raises ConfigError for a removed field whose value changed results.
-    """
+def check_removed(stored: Mapping[str, Any], run: str) -> None:
+    """Raise ConfigError if the stored configuration of `run` has a removed field whose value changed its results."""
     for name, only in REMOVED.items():
-        if name in stored and only is not _ANY and stored[name] != only:
+        value = stored.get(name, only)
+        if only is not _ANY and value != only:
             raise ConfigError(
-                f"this version cannot continue a run with its own `{name}`",
-                got=f"{name} = {stored[name]!r}",
-                allowed=f"{name} = {only!r}, the only value since {flag_of(name)} was removed",
-                next_step="Continue the run with the version that began it, or begin a new run.",
+                f"{run} was begun with {flag_of(name)} {value}, which jobs.train no longer has",
+                got=f"{name} = {value!r}",
+                allowed=f"{name} = {only!r}: another value changes the weights",
+                next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
             )
-    return {name: value for name, value in stored.items() if name not in REMOVED}
 
 
 def flag_of(field: str) -> str:
@@ -362,7 +359,7 @@ class TrainConfig:
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:
             raise ConfigError(
-                f"`{name}` of the training configuration is invalid",
+                f"the training configuration's `{name}` is invalid",
                 got=f"{name} = {getattr(self, name)!r}",
                 allowed=allowed,
                 next_step=f"Correct {flag_of(name)}.",
@@ -374,13 +371,13 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`, also for a document of an older version: see `REMOVED`.
+        """The inverse of `to_json`, also for a document of an older version, whose `REMOVED` fields are ignored.
 
         Raises ConfigError for an unknown or missing field.
         """
         known = {field.name for field in fields(cls)}
         try:
-            return cls(**without_removed(document))
+            return cls(**{name: value for name, value in document.items() if name not in REMOVED})
         except TypeError as error:
             raise ConfigError(
                 "a stored training configuration does not fit this version",

@@ -49,7 +49,7 @@ def test_arguments_reach_the_script_as_they_are(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("argv", [["--num-ranks", "2"], ["--num-ranks", "2", "--"], []])
 def test_a_call_without_a_script_is_refused(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="invalid command line"):
+    with pytest.raises(ConfigError, match="invalid arguments"):
         main(argv)
 
 

@@ -60,11 +60,11 @@ def test_lists_are_what_flags_with_commas_are(conf: Path) -> None:
         ("[evaluate]", "[evaluation]", "tables etl_logs, evaluation, pipeline, train (perhaps `evaluate`)"),
         ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is not a pipeline"),  # two sources of one dataset
         ("num_ranks = 2", "num_ranks = 2\nranks = 2", "(perhaps `num_ranks`)"),
-        ("epochs = 1", "epochs = 'many'", "invalid command line"),
-        ("epochs = 1", "epochs = 0", "`epochs` of the training configuration is invalid"),
-        ('metric = "auc"', "", "invalid command line"),
-        ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "invalid command line"),
-        ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "invalid command line"),
+        ("epochs = 1", "epochs = 'many'", "invalid arguments"),
+        ("epochs = 1", "epochs = 0", "the training configuration's `epochs` is invalid"),
+        ('metric = "auc"', "", "invalid arguments"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "invalid arguments"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "invalid arguments"),
         ('name = "log"', 'name = "../log"', "it names a folder"),
         ('name = "log"', 'name = ""', "it names a folder"),
         ('baseline = "rate:page"', "", "there is no baseline to compare"),
@@ -125,7 +125,7 @@ def test_the_training_s_launcher_is_the_file_s(
 def test_missing_files_are_named() -> None:
     with pytest.raises(NotFoundError, match=r"absent\.toml"):
         pipeline.main(["--config", "absent.toml"])
-    with pytest.raises(ConfigError, match="command line"):
+    with pytest.raises(ConfigError, match="invalid arguments"):
         pipeline.main([])
 
 

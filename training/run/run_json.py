@@ -17,7 +17,7 @@ from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import parent
-from training.config import TrainConfig, flag_of, without_removed
+from training.config import TrainConfig, check_removed, flag_of
 from training.plan.datasets import what_differs
 from training.plan.mixture import Plan
 from training.run.lineage import checkpoints, epochs_asked, read_claims
@@ -87,7 +87,8 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but one with gaps proves nothing, which would show only at the end.
-    begun_with = without_removed(found["config"])
+    begun_with = found["config"]
+    check_removed(begun_with, paths.root)
     for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, begun_with.get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
