@@ -144,14 +144,14 @@ def _failed_imports(names: Sequence[str]) -> dict[str, str]:
 
 def check_disk(folder: str | None = None) -> str:
     """Free space for Spark's spilled data and the ranks' temporary files."""
-    place = folder or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
-    free_gib = shutil.disk_usage(place).free / 2**30
+    path = folder or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+    free_gib = shutil.disk_usage(path).free / 2**30
     if free_gib < FREE_DISK_GIB:
         raise CheckFailed(
-            f"{free_gib:.1f} GiB free under {place}; at least {FREE_DISK_GIB} are needed",
+            f"{free_gib:.1f} GiB free under {path}; at least {FREE_DISK_GIB} are needed",
             next_step="Free some space, or point TMPDIR and SPARK_LOCAL_DIRS at a larger disk.",
         )
-    return f"{free_gib:.0f} GiB free under {place}"
+    return f"{free_gib:.0f} GiB free under {path}"
 
 
 def check_gpus() -> str:

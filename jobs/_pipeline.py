@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from etl.images import job as image_sets
+from etl.images.config import ImagesConfig
 from etl.logs import job as logs
+from etl.write.config import LogsConfig
 from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -71,8 +73,7 @@ class Pipeline:
     name: str
     metric: str
     at_least: str
-    etl: Callable[[SparkSession], DatasetManifest]
-    check_etl: Callable[[], object]
+    etl: LogsConfig | ImagesConfig
     train_args: Namespace
     evaluate_args: Namespace
     dataset: str
@@ -102,13 +103,8 @@ class Pipeline:
             )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
-        steps: tuple[Callable[[SparkSession], DatasetManifest], Callable[[], object]]
-        if etls == ["etl_logs"]:
-            logs_config = etl_logs.config_of(etl_logs.parser().parse(["--config", path, "--output", dataset]))
-            steps = (lambda spark: logs.run(spark, logs_config)), (lambda: logs.check(logs_config))
-        else:
-            images_config = etl_images.config_of(etl_images.parser().parse(["--config", path, "--output", dataset]))
-            steps = (lambda spark: image_sets.run(spark, images_config)), (lambda: image_sets.check(images_config))
+        job = etl_logs if etls == ["etl_logs"] else etl_images
+        etl = job.config_of(job.parser().parse(["--config", path, "--output", dataset]))
         where = ["--config", path, "--dataset", dataset, "--run", run_url]
         evaluate_args = evaluate.parser().parse(where)
         if own.at_least == "baseline" and evaluate_args.baseline is None:
@@ -122,8 +118,7 @@ class Pipeline:
             name=own.name,
             metric=own.metric,
             at_least=own.at_least,
-            etl=steps[0],
-            check_etl=steps[1],
+            etl=etl,
             train_args=train.parser().parse(where),
             evaluate_args=evaluate_args,
             dataset=dataset,
@@ -134,12 +129,15 @@ class Pipeline:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
         check_name(config.model, here=config.launcher == "local")
-        self.check_etl()
+        if isinstance(self.etl, LogsConfig):
+            logs.check(self.etl)
+        else:
+            image_sets.check(self.etl)
 
     def run(self, spark: SparkSession) -> Outcome:
         """Run all steps in order; the first failure ends the pipeline with its error."""
         began = time.monotonic()
-        manifest = self._step("etl", lambda: self.etl(spark))
+        manifest = self._step("etl", lambda: self._run_etl(spark))
         self._step("verify", self._verify)
         config = _train.config_of(self.train_args)
         launch = OnSpark(spark)
@@ -172,6 +170,11 @@ class Pipeline:
     def _step(self, name: str, step: Callable[[], T]) -> T:
         print(f"== {self.name}: {name}", flush=True)
         return step()
+
+    def _run_etl(self, spark: SparkSession) -> DatasetManifest:
+        if isinstance(self.etl, LogsConfig):
+            return logs.run(spark, self.etl)
+        return image_sets.run(spark, self.etl)
 
     def _verify(self) -> None:
         findings = verify(self.dataset)

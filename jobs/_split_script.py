@@ -15,22 +15,22 @@ def split_script(job: ArgumentParser, argv: Sequence[str]) -> tuple[list[str], s
     takes all TOML files that follow. Without a script, the flags are parsed first: --help is one.
     """
     takes = {option: action.nargs for action in job._actions for option in action.option_strings}
-    place = 0
-    while place < len(argv):
-        word = argv[place]
+    index = 0
+    while index < len(argv):
+        word = argv[index]
         if word == "--":
-            return _split(job, argv, place, place + 1)
+            return _split(job, argv, index, index + 1)
         if not word.startswith("-") or word == "-":
-            return _split(job, argv, place, place)
-        place += 1
+            return _split(job, argv, index, index)
+        index += 1
         if "=" in word or takes.get(word, 0) == 0:  # the parser reports an unknown flag
             continue
         if takes[word] is None:
-            place += 1
+            index += 1
         else:
-            while place < len(argv) and argv[place].endswith(TOML):
-                place += 1
-    return _split(job, argv, place, place)
+            while index < len(argv) and argv[index].endswith(TOML):
+                index += 1
+    return _split(job, argv, index, index)
 
 
 def _split(

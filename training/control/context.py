@@ -64,8 +64,9 @@ class RankContext(AbstractContextManager["RankContext"]):
         """Another communicator of all ranks, configured by `options`; the caller closes it. A collective."""
         from training.comm import join
 
-        place = (self.world, self.control, self._key)
-        return join(*place, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes)
+        return join(
+            self.world, self.control, self._key, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

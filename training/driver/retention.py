@@ -94,9 +94,9 @@ def take_over(
     everything = checkpoints(fs, paths)
     if tip is not None:
         home = paths.checkpoint(tip.ref.step, tip.ref.generation)
-        if (found := everything.get(tip.ref, home)) != home:
+        if (current := everything.get(tip.ref, home)) != home:
             fs.mkdirs(paths.checkpoints)
-            fs.rename_new(found, home)
+            fs.rename_new(current, home)
             everything[tip.ref] = home
         tip = replace(tip, url=home)
     chain = lineage(read_claims(fs, paths), everything)
@@ -107,8 +107,8 @@ def take_over(
         if owner is None or owner >= generation:
             continue
         for entry in _names(fs, join(paths.trashes, name)):
-            place = checkpoint_of(entry)
-            if entry.startswith(_SWEPT) or (place is not None and CheckpointRef(*place) not in needed):
+            found = checkpoint_of(entry)
+            if entry.startswith(_SWEPT) or (found is not None and CheckpointRef(*found) not in needed):
                 _remove_trash(fs, join(paths.trashes, name, entry))
     for ref, url in _committed(fs, paths).items():
         # A newer generation may have claimed and committed since the chain was read.
@@ -132,9 +132,9 @@ def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
 
 def _committed(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
     return {
-        CheckpointRef(*place): join(paths.checkpoints, name)
+        CheckpointRef(*ref): join(paths.checkpoints, name)
         for name in _names(fs, paths.checkpoints)
-        if (place := checkpoint_of(name)) is not None
+        if (ref := checkpoint_of(name)) is not None
     }
 
 

@@ -152,8 +152,8 @@ class SuperviseOnTask:
         rank = context.partitionId()
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
-        place = SupervisorSpec(rank, hosts, self.control, self.secret, self.limits, devices)
-        yield rank, supervise(place, _take_hadoop_settings)
+        spec = SupervisorSpec(rank, hosts, self.control, self.secret, self.limits, devices)
+        yield rank, supervise(spec, _take_hadoop_settings)
 
 
 def _take_hadoop_settings(task: RankTask) -> None:

@@ -54,10 +54,10 @@ def end_marked(name: str, value: str) -> None:
 
 def _marked(wanted: bytes) -> list[int]:
     found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
+    for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if wanted in place.read_bytes().split(b"\0"):
-                found.append(int(place.parent.name))
+            if wanted in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
     return found
 
 

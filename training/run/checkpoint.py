@@ -58,8 +58,8 @@ class HostBuffer:
         file[: len(head)] = np.frombuffer(head, np.uint8)
         for name, value in tensors.items():
             begin = len(head) + offsets[name]
-            place = file[begin : begin + value.nbytes].view(value.dtype)
-            np.copyto(place.reshape(value.shape), value)
+            target = file[begin : begin + value.nbytes].view(value.dtype)
+            np.copyto(target.reshape(value.shape), value)
         return file
 
 
@@ -127,8 +127,11 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
                 next_step="Keep this state in one of these dtypes.",
             )
         offsets[name], end = end, end + value.nbytes
-        place = [offsets[name], end]
-        header[name] = {"dtype": DTYPES[value.dtype.name], "shape": list(value.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": DTYPES[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [offsets[name], end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = math.ceil((8 + len(text)) / ALIGN_BYTES) * ALIGN_BYTES - 8
     return padded.to_bytes(8, "little") + text.ljust(padded), offsets, 8 + padded + end

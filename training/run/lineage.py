@@ -312,8 +312,8 @@ def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, A
 def _checkpoints_in(fs: FileSystem, directory: str) -> dict[CheckpointRef, str]:
     found = {}
     for name in _directories(fs, directory):
-        if (place := checkpoint_of(name)) is not None:
-            found[CheckpointRef(*place)] = join(directory, name)
+        if (ref := checkpoint_of(name)) is not None:
+            found[CheckpointRef(*ref)] = join(directory, name)
     return found
 
 

@@ -80,14 +80,14 @@ def checked_restarts(restarts: object, where: str) -> list[dict[str, Any]]:
     """A result's list of restarts; raises DataError naming a value of the wrong type."""
     found: list[dict[str, Any]] = []
     for number, value in enumerate(documents.items(restarts, where=where)):
-        place = f"{where}[{number}]"
-        restart = documents.obj(value, ("generation", "level", "seconds", "parts"), where=place)
+        entry = f"{where}[{number}]"
+        restart = documents.obj(value, ("generation", "level", "seconds", "parts"), where=entry)
         for name in ("generation", "level"):
-            documents.count(restart[name], where=f"{place}: {name}")
+            documents.count(restart[name], where=f"{entry}: {name}")
         if restart["seconds"] is not None:
-            documents.number(restart["seconds"], where=f"{place}: seconds")
-        for word, seconds in documents.mapping(restart["parts"], where=f"{place}: parts").items():
-            documents.number(seconds, where=f"{place}: {word}")
+            documents.number(restart["seconds"], where=f"{entry}: seconds")
+        for word, seconds in documents.mapping(restart["parts"], where=f"{entry}: parts").items():
+            documents.number(seconds, where=f"{entry}: {word}")
         found.append(restart)
     return found
 
