@@ -17,6 +17,8 @@ from lockstep.storage.errors import CommunicationError
 from training.control.listener import Listener
 from training.control.protocol import SESSION, Channel, Role, Tag, try_send
 
+log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
 NONCE_BYTES = 12
 
 
@@ -47,10 +49,6 @@ def open_order(secret: bytes, rank: int, sealed: str) -> dict[str, Any]:
 
 def _key(secret: bytes, rank: int) -> bytes:
     return hmac.digest(secret, b"orders of the supervisor of rank %d" % rank, "sha256")
-
-
-log = logging.getLogger(__name__)
-PING_EVERY_S = 2.0
 
 
 class Roster:

@@ -27,6 +27,12 @@ from training.control.protocol import (
 )
 from training.control.task import Limits
 
+log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
+SETTLE_S = 1.0  # neighbours of a dead rank sometimes report first: wait for the cause
+SAME_S = 3.0  # before the first step all ranks may raise the same error: a mistake in a user's model
+UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
+EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
 """answer(rank, kind, fields) -> reply."""
 
@@ -136,14 +142,6 @@ class Answers:
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait for others, with an error."""
         self._rendezvous.abort(reason)
-
-
-log = logging.getLogger(__name__)
-PING_EVERY_S = 2.0
-SETTLE_S = 1.0  # neighbours of a dead rank sometimes report first: wait for the cause
-SAME_S = 3.0  # before the first step all ranks may raise the same error: a mistake in a user's model
-UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
-EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 
 
 class ControlServer:

@@ -30,6 +30,7 @@ from training.run.metrics import PartWriter
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
+METRICS_LOOK_S = 1.0
 FORMAT_VERSION = 2  # of checkpoints: see training.run.checkpoint
 MODEL_FORMAT_VERSION = 1
 
@@ -225,9 +226,6 @@ def _files(reports: Iterable[dict[str, Any]], where: str) -> dict[str, dict[str,
 
 def _digest(file: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-
-
-METRICS_LOOK_S = 1.0
 
 
 class RunHandler(Handler):

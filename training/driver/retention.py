@@ -23,15 +23,14 @@ from training.run.checkpoint import read_manifest
 from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
 from training.run.paths import RunPaths, checkpoint_of, generation_of
 
+log = logging.getLogger(__name__)
+_SWEPT = "swept-"
+
 
 def metric_of(state: dict[str, Any], metric: str) -> float | None:
     """A metric of the epoch that a checkpoint ends; None within an epoch, and for a value that is not finite."""
     value = None if state.get("in_epoch", True) else state.get("metrics", {}).get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-log = logging.getLogger(__name__)
-_SWEPT = "swept-"
 
 
 class MetricValues:

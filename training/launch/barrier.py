@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
+log = logging.getLogger(__name__)
+ANY_HOST = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
+GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
+_TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
+MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have taken is unknown
+REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
 SLOTS_LOOK_S = 1.0
 
 
@@ -120,15 +127,6 @@ def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:
         next_step="Give spark-submit --conf spark.authenticate=true --conf spark.network.crypto.enabled=true, "
         "or leave --tls off (docs/security.md).",
     )
-
-
-log = logging.getLogger(__name__)
-ANY_HOST = "0.0.0.0"
-LOOPBACK = "127.0.0.1"
-GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
-_TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
-MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have taken is unknown
-REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
 
 
 @dataclass(frozen=True, slots=True)

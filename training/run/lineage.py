@@ -31,6 +31,7 @@ from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_file
 from lockstep.storage.urls import join
 from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 
+log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 MAX_GENERATION = (1 << 32) - 1  # the limit of the frames between driver and ranks
 
@@ -184,9 +185,6 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     if claim.generation != generation or (claim.parent and not 0 < claim.parent.generation < generation):
         raise CorruptionError("a claim that contradicts its name", file=url, got=repr(claim))
     return claim
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

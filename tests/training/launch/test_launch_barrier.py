@@ -197,7 +197,7 @@ def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys:
 
 def test_spark_connect_is_refused_by_name() -> None:
     session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
-    with pytest.raises(ConfigError, match=r"over Spark Connect\n.*no SparkContext, and no way"):
+    with pytest.raises(ConfigError, match=r"over Spark Connect\n.*no SparkContext, and executors cannot connect"):
         classic_context(session)
 
 
