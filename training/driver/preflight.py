@@ -120,7 +120,7 @@ def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
 
 
 class PlannedData(NamedTuple):
-    """What is trained on, opened and planned."""
+    """The training data, opened and planned."""
 
     manifest: DatasetManifest
     encoder: Encoder
@@ -137,7 +137,7 @@ def open_and_plan(config: TrainConfig) -> PlannedData:
 
 
 def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
-    """Manifest and encoder of what is trained on.
+    """Manifest and encoder of the training data.
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """

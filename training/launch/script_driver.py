@@ -75,7 +75,7 @@ class ScriptConfig:
                     f"there is no file {path}",
                     got="a folder" if Path(path).is_dir() else "nothing at this path",
                     allowed="the script after the flags, and files of this host after --files",
-                    next_step="Correct the path; flags of jobs.launch stand before the script, its own after it.",
+                    next_step="Correct the path; flags of jobs.launch precede the script, its arguments follow it.",
                 )
         names = [Path(path).name for path in self.files]
         if len(set(names)) < len(names):

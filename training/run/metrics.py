@@ -174,7 +174,9 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
         known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
         if known and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor what was not finite"
+        problem = (
+            "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor a value that is not finite"
+        )
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

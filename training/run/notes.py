@@ -42,7 +42,7 @@ def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
 
 
 def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str) -> list[str]:
-    """The class whose share differs most between the training data and `split`, if any is far apart."""
+    """The class whose share differs most between the training data and `split`, if any differs clearly."""
     if not trained or not evaluated or len(trained) != len(evaluated) or not sum(trained) or not sum(evaluated):
         return []
     far = []
