@@ -1,9 +1,9 @@
 """From SIGKILL of a rank to the next optimizer step of all ranks, and where the seconds go.
 
-    python -m benchmarks.restart_time [--launchers local barrier] [--model resnet20] [--kills 3] [--no-spare]
+    python -m benchmarks.restart_time [--launchers local barrier] [--model resnet20] [--kills 3]
 
-A real run of two ranks by `training.driver.train.train` on a small set of 32x32x3 images, for each launcher without
-and with `--spare`. Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
+A real run of two ranks by `training.driver.train.train` on a small set of 32x32x3 images, for each launcher.
+Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
 generation is killed some steps after its first one. "noticed" is from the kill to the driver's first sight of it; the
 other parts are the driver's own account (training.launch.session). Printed: each part's median over the kills, and the
 whole's median and range. Three minutes on an idle machine; a rank takes a core, so two are wanted.
@@ -39,7 +39,7 @@ from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.session import Restart, Session, SessionLauncher
-from training.run.result import ANEW, IN_PLACE
+from training.run.result import IN_PLACE, NEW_SUPERVISORS
 
 RANKS = 2
 EPOCHS = 10_000  # more than there is time for: the run ends with its last kill
@@ -86,7 +86,7 @@ class Killer(SessionLauncher):
         def watched(task: Any, generation: int, handler: Any = None, on_steps: Any = None) -> list[dict[str, Any]]:
             restart: Restart | None = None
             if self.killed_at:
-                level = IN_PLACE if session.began else ANEW
+                level = IN_PLACE if session.began else NEW_SUPERVISORS
                 restart = Restart(generation, level, *self._failed, self._called_at, time.monotonic())
 
             def stepped(states: Sequence[RankState]) -> None:
@@ -141,11 +141,10 @@ def launcher(name: Launcher) -> Iterator[OnHost | OnSpark]:
 
 def measure(launch: OnHost | OnSpark, config: TrainConfig, kills: int, *, supervisors: bool) -> None:
     """One run; prints its kills."""
-    # A spare imports on what time the ranks leave it: seconds of processor time at the lowest rank.
-    killer = Killer(launch, kills, 20.0 if config.spare else 2.0, supervisors)
+    killer = Killer(launch, kills, 2.0, supervisors)
     with suppress(Measured):
         train(config, killer)
-    for level in (IN_PLACE, ANEW):
+    for level in (IN_PLACE, NEW_SUPERVISORS):
         pairs = [
             (at, restart)
             for at, restart in zip(killer.killed_at, killer.restarts, strict=True)
@@ -159,7 +158,7 @@ def measure(launch: OnHost | OnSpark, config: TrainConfig, kills: int, *, superv
         for word in dict.fromkeys(word for _, restart in pairs for word in restart.parts):
             parts[word] = statistics.median(restart.parts.get(word, 0.0) for _, restart in pairs)
         print(
-            f"{config.launcher}, level {level}{', spare' if config.spare else ''}: {statistics.median(totals):.1f} s "
+            f"{config.launcher}, level {level}: {statistics.median(totals):.1f} s "
             f"({min(totals):.1f} to {max(totals):.1f}, {len(totals)} kills)\n  "
             + ", ".join(f"{word} {seconds:.2f}" for word, seconds in parts.items()),
             flush=True,
@@ -173,7 +172,6 @@ def main() -> None:
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--no-spare", action="store_true", help="without the runs with --spare")
     args = parser.parse_args()
     print(f"{machine('tensorflow', 'keras', 'pyspark')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{args.model}, {RANKS} ranks, global batch {args.global_batch}; level {IN_PLACE}: supervisors stay")
@@ -181,21 +179,19 @@ def main() -> None:
         write_data(Path(folder, "data"))
         for name in args.launchers:
             with launcher(name) as launch:
-                for spare in (False,) if args.no_spare else (False, True):
-                    config = TrainConfig(
-                        datasets=(str(Path(folder, "data")),),
-                        run=str(Path(folder, f"run-{name}-{spare}")),
-                        model=args.model,
-                        num_ranks=RANKS,
-                        global_batch=args.global_batch,
-                        epochs=EPOCHS,
-                        checkpoint_every=5,
-                        max_restarts=100,
-                        max_restarts_per_hour=1000,
-                        launcher=name,
-                        spare=spare,
-                    )
-                    measure(launch, config, args.kills, supervisors=name == "barrier")
+                config = TrainConfig(
+                    datasets=(str(Path(folder, "data")),),
+                    run=str(Path(folder, f"run-{name}")),
+                    model=args.model,
+                    num_ranks=RANKS,
+                    global_batch=args.global_batch,
+                    epochs=EPOCHS,
+                    checkpoint_every=5,
+                    max_restarts=100,
+                    max_restarts_per_hour=1000,
+                    launcher=name,
+                )
+                measure(launch, config, args.kills, supervisors=name == "barrier")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Thin command-line entries over the rooms; nothing happens at import."""
+"""One command-line script for each job; importing one does nothing."""

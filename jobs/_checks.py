@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
-FREE_DISK_GIB = 5  # Spark's shuffle files and a local run; the environments are there already
+FREE_DISK_GIB = 5  # for Spark's shuffle files and a local run
 JAVA_LIMIT_S = 30.0
-CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of those that requirements-gpu.txt brings
+CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of the packages in requirements-gpu.txt
 IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
-NOT_BY_ITSELF = ("petastorm",)  # which needs etl.petastorm first
+NOT_BY_ITSELF = ("petastorm",)  # importable only through etl.petastorm
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
@@ -51,12 +51,12 @@ def check_java() -> str:
     where = "JAVA_HOME" if home else "the PATH"
     next_step = "Install a JDK 17 or 21 (Debian: openjdk-17-jdk-headless), or point JAVA_HOME at one."
     try:
-        told = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=JAVA_LIMIT_S).stderr
+        printed = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=JAVA_LIMIT_S).stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CheckFailed(
             f"the Java of {where} does not start ({type(error).__name__})", next_step=next_step
         ) from error
-    version = re.search(r'version "((\d+)[^"]*)"', told)
+    version = re.search(r'version "((\d+)[^"]*)"', printed)
     if version is None or version.group(2) not in JAVA_MAJORS:
         named = version.group(1) if version else "of an unknown version"
         raise CheckFailed(f"the Java of {where} is {named}; Spark needs 17 or 21", next_step=next_step)
@@ -86,14 +86,14 @@ def allows(ranges: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.1.0 as (2, 1), so that it equals 2.1; what is no number ends it."""
+    """2.1.0 as (2, 1), so that it equals 2.1; parts from the first that is not a number are ignored."""
     found = [int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0])]
     while found and not found[-1]:
         found.pop()
     return tuple(found)
 
 
-# Each by itself, so that all that fail are named; a crash of one ends the process, not the doctor.
+# Each is imported separately, so that all failures are named; a crash ends this process, not the doctor.
 _IMPORT_ALL = """
 import importlib, json, sys
 failed = {}
@@ -107,9 +107,9 @@ print(json.dumps(failed))
 
 
 def check_packages() -> str:
-    """Every package that requirements.txt names can be imported; versions that were never tried are named."""
+    """Every package of requirements.txt can be imported; untested versions are named."""
     if not (ROOT / "requirements.txt").is_file():
-        raise CheckFailed("requirements.txt is not beside jobs/", next_step="Run from a checkout of the repository.")
+        raise CheckFailed("requirements.txt is not next to jobs/", next_step="Run from a checkout of the repository.")
     wanted = requirements()
     wrong, untried = [], []
     for package, ranges in wanted.items():
@@ -143,19 +143,19 @@ def _failed_imports(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_disk(folder: str | None = None) -> str:
-    """Room where Spark spills and ranks keep their scratch files."""
-    place = folder or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
-    free_gib = shutil.disk_usage(place).free / 2**30
+    """Free space for Spark's spilled data and the ranks' temporary files."""
+    path = folder or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+    free_gib = shutil.disk_usage(path).free / 2**30
     if free_gib < FREE_DISK_GIB:
         raise CheckFailed(
-            f"{free_gib:.1f} GiB free under {place}; {FREE_DISK_GIB} are wanted",
-            next_step="Free some, or point TMPDIR and SPARK_LOCAL_DIRS at a larger disk.",
+            f"{free_gib:.1f} GiB free under {path}; at least {FREE_DISK_GIB} are needed",
+            next_step="Free some space, or point TMPDIR and SPARK_LOCAL_DIRS at a larger disk.",
         )
-    return f"{free_gib:.0f} GiB free under {place}"
+    return f"{free_gib:.0f} GiB free under {path}"
 
 
 def check_gpus() -> str:
-    """The GPUs of this host, and whether CUDA's libraries are there for them; none is right too."""
+    """The GPUs of this host, and whether CUDA's libraries are installed; no GPU passes too."""
     found = host_gpus()
     if not found:
         return "no GPU on this host: ranks here compute on the CPU"
@@ -168,7 +168,7 @@ def check_gpus() -> str:
 
 
 def _rank_probe(_: object) -> list[tuple[int, str, list[str]]]:
-    """Runs in each task of the barrier stage: meet the other, tell the Python version and the GPUs given to it."""
+    """Run in each task of the barrier stage: wait for the other, return the Python version and the task's GPUs."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -191,16 +191,16 @@ def check_spark(master: str | None, url: str | None = None) -> str:
             raise CheckFailed(
                 f"{where} has one task slot; a barrier stage of 2 ranks needs two", next_step="Use --master 'local[2]'."
             )
-        told = context.parallelize(range(2), 2).barrier().mapPartitions(_rank_probe).collect()
+        found = context.parallelize(range(2), 2).barrier().mapPartitions(_rank_probe).collect()
         written = _write_probe(spark, url) if url or cluster.startswith("local") else ""
     ours = ".".join(map(str, sys.version_info[:2]))
-    others = sorted({version for _, version, _ in told} - {ours})
+    others = sorted({version for _, version, _ in found} - {ours})
     if others:
         raise CheckFailed(
             f"the executors run Python {', '.join(others)}, the driver {ours}",
             next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the same minor version on every node.",
         )
-    gpus = "; GPUs by task: " + " | ".join(",".join(each) for *_, each in told) if any(told[0][2]) else ""
+    gpus = "; GPUs by task: " + " | ".join(",".join(each) for *_, each in found) if any(found[0][2]) else ""
     return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere{written}{gpus}"
 
 
@@ -235,7 +235,7 @@ def check_storage(url: str) -> str:
             writer.sync()
         fs.rename_new(join(folder, "staged"), join(folder, "published"))
         if fs.read_bytes(join(folder, "published")) != data:
-            raise CheckFailed(f"{url} gave back other bytes than were written", next_step="Check that file system.")
+            raise CheckFailed(f"{url} returned other bytes than were written", next_step="Check that file system.")
     finally:
         fs.discard(folder)
     if fs.exists(folder):

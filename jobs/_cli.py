@@ -1,4 +1,4 @@
-"""What every job's command line shares: TOML files under flags, four-part errors, exit codes."""
+"""The command line of all jobs: TOML files below flags, four-part errors, exit codes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import NoReturn, TextIO
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
 
-INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
-PIPE_CLOSED = 141  # and for one that wrote to a pipe that nobody reads any more
+INTERRUPTED = 130  # as a shell reports for a process that Ctrl-C ended
+PIPE_CLOSED = 141  # and for one that wrote to a pipe without a reader
 
 
 class JobParser(argparse.ArgumentParser):
     """An argument parser whose values may also come from TOML files, table `table`; flags win over files.
 
-    A file is read as if its entries stood first on the command line, so both go through the same checks.
-    Keys are the flags' long names with `_` or `-`; a list gives several values where a flag takes several, in words or
-    with `,` between them (`names`, `joined`); `true` a bare flag. Tables of other jobs may stand in the file too.
+    Entries of a file are parsed as if they came first on the command line, so both pass the same checks. Keys are the
+    flags' long names with `_` or `-`; a list gives several values to a flag that takes several, as words or separated
+    by commas (`names`, `joined`); `true` is a flag without a value. The file may have tables of other jobs too.
     """
 
     def __init__(self, job: str, description: str, table: str) -> None:
         super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
         self.table = table
-        told = f"TOML files, table [{table}]; later files and flags win"
-        self.add_argument("--config", nargs="+", default=[], metavar="FILE.toml", help=told)
+        text = f"TOML files, table [{table}]; later files and flags win"
+        self.add_argument("--config", nargs="+", default=[], metavar="FILE.toml", help=text)
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 
     def error(self, message: str) -> NoReturn:
@@ -43,8 +43,8 @@ class JobParser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse flags over files. Raises ConfigError for an unknown key, a bad value or a file that is not TOML."""
-        # `*` and not `+`: a bare --config is refused below, by the parser whose errors have our form.
+        """Parse files, then flags. Raises ConfigError for unknown keys, invalid values and files that are not TOML."""
+        # `*` and not `+`: the parser below, whose errors have four parts, refuses a bare --config.
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         files.add_argument("--config", nargs="*", default=[])
         known, _ = files.parse_known_args(list(argv))
@@ -67,7 +67,7 @@ class JobParser(argparse.ArgumentParser):
             del known[option]
         flags: list[str] = []
         table = document.get(self.table, {})
-        assert isinstance(table, dict), "looked at above"
+        assert isinstance(table, dict), "checked above"
         for key, value in table.items():
             flag = "--" + key.replace("_", "-")
             if flag not in known:
@@ -76,20 +76,20 @@ class JobParser(argparse.ArgumentParser):
                     f"{path}: unknown key `{key}` in [{self.table}]",
                     got=f"{key} = {value!r}"[:200] + nearest(key.replace("-", "_"), keys),
                     allowed=", ".join(sorted(keys)),
-                    next_step="Correct the key or take it out.",
+                    next_step="Correct the key or remove it.",
                 )
             flags += _words(flag, known[flag], value, f"{path}: `{key}` in [{self.table}]")
         return flags
 
 
 def _words(flag: str, action: argparse.Action, value: object, where: str) -> list[str]:
-    """A key's value as the words of a command line."""
+    """A key's value as words of a command line."""
     values = value if isinstance(value, list) else [value]
     several, listed = action.nargs in ("+", "*"), action.type in (names, joined)
     allowed = "a list of values, or one" if several or listed else "true or false" if action.nargs == 0 else "one value"
     good = not any(isinstance(one, list | dict) or (isinstance(one, bool) and action.nargs != 0) for one in values)
     if listed and isinstance(value, list) and any("," in str(one) for one in value):
-        good, allowed = False, "values without `,`, which stands between them on the command line"
+        good, allowed = False, "values without `,`, which separates them on the command line"
     right = good and bool(values) and (len(values) == 1 or several or listed)
     require(right, where, f"{value!r}"[:200], allowed, "Correct the value.")
     if value is True or value is False:
@@ -100,17 +100,17 @@ def _words(flag: str, action: argparse.Action, value: object, where: str) -> lis
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The type of a flag that takes names with `,` between them; in a file they may be a list."""
+    """The type of a flag that takes names separated by commas; in a file, also a list."""
     return tuple(text.split(",")) if text else ()
 
 
 def joined(text: str) -> str:
-    """The type of a flag whose text may name several things with `,` between them; in a file they may be a list."""
+    """The type of a flag whose text may have several parts separated by commas; in a file, also a list."""
     return text
 
 
 def refuse_idle(flag: str, idle: bool, without: str) -> None:
-    """Raise ConfigError where `flag` was given though it does nothing without another one, which `without` says."""
+    """Raise ConfigError if `flag` was given but does nothing without another one, named by `without`."""
     if idle:
         raise ConfigError(
             f"{flag} does nothing here",
@@ -121,12 +121,12 @@ def refuse_idle(flag: str, idle: bool, without: str) -> None:
 
 
 def check_master(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a Spark master where the ranks are processes of this host."""
+    """Raise ConfigError for a Spark master if the ranks are processes of this host."""
     refuse_idle("--master", args.master is not None and args.launcher == "local", "--launcher barrier")
 
 
 def read_toml(path: str) -> dict[str, object]:
-    """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the place."""
+    """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the line."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,15 +141,15 @@ def read_toml(path: str) -> dict[str, object]:
             f"configuration file {path} is not TOML",
             got=str(error),
             allowed="TOML 1.0, UTF-8",
-            next_step="Mend the file.",
+            next_step="Correct the file.",
         ) from None
 
 
 def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` and end the process with its exit code; an error of ours is told in four parts, without a trace.
+    """Run `main` and end the process with its exit code; a LockstepError is printed in four parts, without a trace.
 
-    Where the reader of our output has gone (`| head`), a job that prints on ends quietly with PIPE_CLOSED; one that was
-    done with its work before, with its own code.
+    If the reader of our output has ended (`| head`), a job that still prints ends silently with PIPE_CLOSED; a job that
+    has finished its work ends with its own code.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -160,13 +160,13 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BrokenPipeError:  # what is left would be told once more while the interpreter ends
+            except BrokenPipeError:  # else Python reports it again at its end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     end_process(code)
 
 
 def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
-    """The exit code of `main`, whose errors are told. Raises BrokenPipeError where nobody reads what is printed."""
+    """The exit code of `main`, whose errors are printed. Raises BrokenPipeError if no process reads our output."""
     try:
         return main(args)
     except LockstepError as error:
@@ -177,15 +177,15 @@ def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # the last net: an unforeseen failure still ends with a sentence and exit code 1
+    except Exception as error:  # an unexpected failure also ends with a sentence and exit code 1
         if isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr))):
-            raise  # not of a socket
+            raise  # of our output, not of a socket
         if "--debug" in args:
             traceback.print_exc()
         first = (str(error).strip() or repr(error)).splitlines()[0]
         print(
             f"error: unexpected {type(error).__name__}: {first}\n"
-            "  next: Run again with --debug for the stack trace, and report it with that trace if the fault is ours.",
+            "  next: Run again with --debug for the stack trace; if this is a bug, report it with that trace.",
             file=sys.stderr,
         )
         return 1
@@ -195,7 +195,7 @@ def _has_no_reader(stream: TextIO) -> bool:
     """Whether a stream is a pipe whose other end is closed."""
     poll = select.poll()
     try:
-        poll.register(stream, 0)  # such a pipe is told without being asked for
-    except (OSError, ValueError):  # no file: a test's, or a notebook's
+        poll.register(stream, 0)  # poll reports a closed pipe without being asked
+    except (OSError, ValueError):  # not a file, as in a test or a notebook
         return False
     return bool(poll.poll(0))

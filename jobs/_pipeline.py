@@ -1,4 +1,4 @@
-"""One pipeline: the steps of the jobs, called as functions in one session."""
+"""One pipeline: the steps of several jobs, called as functions in one session."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from etl.images import job as image_sets
+from etl.images.config import ImagesConfig
 from etl.logs import job as logs
+from etl.write.config import LogsConfig
 from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
-from training.driver.preflight import check as check_training
 from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -39,17 +40,17 @@ TABLES = ("pipeline", "etl_logs", "etl_images", "train", "evaluate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one pipeline did, for the table at the end."""
+    """The results of one pipeline, for the table at the end."""
 
     name: str
     manifest: DatasetManifest
     result: RunResult
     evaluation: dict[str, Any]
     metric: str
-    """The metric that is held against `bar`."""
+    """The metric that is compared with `bar`."""
     bar: float
     bar_name: str
-    """What the bar is: a baseline's name, or `configured`."""
+    """A baseline's name, or `configured`."""
     seconds: float
     dataset: str
     report: str
@@ -67,13 +68,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """One configuration file: its steps' own command lines, with dataset and run inside `folder`."""
+    """One configuration file: the command lines of its steps, with dataset and run inside `folder`."""
 
     name: str
     metric: str
     at_least: str
-    etl: Callable[[SparkSession], DatasetManifest]
-    check_etl: Callable[[], object]
+    etl: LogsConfig | ImagesConfig
     train_args: Namespace
     evaluate_args: Namespace
     dataset: str
@@ -81,17 +81,17 @@ class Pipeline:
 
     @classmethod
     def load(cls, path: str, folder: str) -> Self:
-        """Read a file. Raises ConfigError for unknown tables, keys and values, before anything is run."""
+        """Read a file. Raises ConfigError for unknown tables, keys and values."""
         document = read_toml(path)
         unknown = sorted(set(document) - set(TABLES))
         etls = [name for name in ("etl_logs", "etl_images") if name in document]
         if unknown or len(etls) != 1:
             raise ConfigError(
-                f"{path} is no pipeline",
+                f"{path} is not a pipeline",
                 got=f"tables {', '.join(sorted(document)) or 'none'}"
                 + "".join(nearest(name, TABLES) for name in unknown),
                 allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
-                next_step="Take conf/demo_weblog.toml as an example.",
+                next_step="See conf/demo_weblog.toml for an example.",
             )
         masters = [name for name in TABLES if "master" in _table(document, name)]
         if masters:
@@ -99,22 +99,17 @@ class Pipeline:
                 f"{path}: `master` does nothing in the steps of a pipeline, which share one session",
                 got=f"master in {' and '.join(f'[{name}]' for name in masters)}",
                 allowed="the master of the call",
-                next_step="Take it out of the file and call jobs.pipeline --master URL.",
+                next_step="Remove it from the file and give jobs.pipeline --master URL.",
             )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
-        steps: tuple[Callable[[SparkSession], DatasetManifest], Callable[[], object]]
-        if etls == ["etl_logs"]:
-            logs_config = etl_logs.config_of(etl_logs.parser().parse(["--config", path, "--output", dataset]))
-            steps = (lambda spark: logs.run(spark, logs_config)), (lambda: logs.check(logs_config))
-        else:
-            images_config = etl_images.config_of(etl_images.parser().parse(["--config", path, "--output", dataset]))
-            steps = (lambda spark: image_sets.run(spark, images_config)), (lambda: image_sets.check(images_config))
+        job = etl_logs if etls == ["etl_logs"] else etl_images
+        etl = job.config_of(job.parser().parse(["--config", path, "--output", dataset]))
         where = ["--config", path, "--dataset", dataset, "--run", run_url]
         evaluate_args = evaluate.parser().parse(where)
         if own.at_least == "baseline" and evaluate_args.baseline is None:
             raise ConfigError(
-                f"{path}: the model is to be held against a baseline, but there is none",
+                f"{path}: there is no baseline to compare the model with",
                 got='at_least = "baseline" in [pipeline], no `baseline` in [evaluate]',
                 allowed="both, or a number as at_least",
                 next_step="Add `baseline` to [evaluate], or give at_least a number.",
@@ -123,8 +118,7 @@ class Pipeline:
             name=own.name,
             metric=own.metric,
             at_least=own.at_least,
-            etl=steps[0],
-            check_etl=steps[1],
+            etl=etl,
             train_args=train.parser().parse(where),
             evaluate_args=evaluate_args,
             dataset=dataset,
@@ -132,18 +126,20 @@ class Pipeline:
         )
 
     def check(self) -> None:
-        """What can be checked before Spark starts. Raises ConfigError."""
+        """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
         check_name(config.model, here=config.launcher == "local")
-        self.check_etl()
+        if isinstance(self.etl, LogsConfig):
+            logs.check(self.etl)
+        else:
+            image_sets.check(self.etl)
 
     def run(self, spark: SparkSession) -> Outcome:
-        """Every step in order; the first that fails ends the pipeline with its error."""
+        """Run all steps in order; the first failure ends the pipeline with its error."""
         began = time.monotonic()
-        manifest = self._step("etl", lambda: self.etl(spark))
+        manifest = self._step("etl", lambda: self._run_etl(spark))
         self._step("verify", self._verify)
         config = _train.config_of(self.train_args)
-        check_training(config)
         launch = OnSpark(spark)
         take_over = self.train_args.take_over
         trains = launch if config.launcher == "barrier" else run_local
@@ -174,6 +170,11 @@ class Pipeline:
     def _step(self, name: str, step: Callable[[], T]) -> T:
         print(f"== {self.name}: {name}", flush=True)
         return step()
+
+    def _run_etl(self, spark: SparkSession) -> DatasetManifest:
+        if isinstance(self.etl, LogsConfig):
+            return logs.run(spark, self.etl)
+        return image_sets.run(spark, self.etl)
 
     def _verify(self) -> None:
         findings = verify(self.dataset)
@@ -208,7 +209,7 @@ class Pipeline:
 
 
 def _table(document: dict[str, object], name: str) -> dict[str, object]:
-    """A file's table; empty where there is none (that another thing stands there is told by who reads it)."""
+    """A file's table; empty if there is none. The parser of the table refuses another kind of value."""
     found = document.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -220,7 +221,9 @@ def _own(path: str) -> Namespace:
     job.add_argument("--at-least", default="baseline")
     own = job.parse(["--config", path])
     if not _NAME.fullmatch(own.name):
-        job.error(f"name = {own.name!r}: it names a folder, so letters, digits and ._- only, a letter or digit first")
+        job.error(
+            f"name = {own.name!r}: only letters, digits and ._-, a letter or digit first, since it names a folder"
+        )
     if own.at_least != "baseline":
         try:
             good = math.isfinite(float(own.at_least))
@@ -232,7 +235,7 @@ def _own(path: str) -> Namespace:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """All outcomes side by side, a row a fact."""
+    """All outcomes side by side, one row a fact."""
     return "\n".join(
         [_line("", [o.name for o in outcomes])]
         + [_line(name, [str(value(o)) for o in outcomes]) for name, value in _FACTS]

@@ -1,4 +1,4 @@
-"""The Spark session of a job: settings that results rest on, and the rooms shipped to the executors."""
+"""The Spark session of a job: settings that results depend on, and our code shipped to the executors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
-# Told by us since Spark tells it by Java's stack, of a process that then looks as if Java could not start.
+# Checked here, since Spark reports an unknown master by a Java stack trace that looks as if Java could not start.
 _MASTER = re.compile(
     r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
 )
@@ -29,10 +29,10 @@ LOG4J = ROOT / "conf" / "spark-log4j2.properties"
 ROOMS = ("lockstep", "etl", "training", "pyspark_tfrecord", "jobs")
 
 PINNED = {
-    # Java's serializer keeps all it has written since its last reset: by default 100 batches of cached rows, each MiB
-    # large, for each task that spills its cache to disk. 4 million rows ended a heap of 1 GiB.
+    # Java's serializer keeps all that it wrote since its last reset: by default 100 batches of cached rows, MiB each,
+    # for each task that spills its cache to disk. 4 million rows exhausted a heap of 1 GiB.
     "spark.serializer.objectStreamReset": "1",
-    # Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
+    # Results must not depend on the machine's locale or time zone, and a failed cast must raise.
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "true",
     "spark.ui.showConsoleProgress": "false",
@@ -41,7 +41,7 @@ PINNED = {
 
 
 def ship_rooms(folder: str) -> str:
-    """Zip the rooms' Python files into `folder`; executors import them from there. Returns the zip's path."""
+    """Zip our Python files into `folder` for the executors. Returns the zip's path."""
     target = os.path.join(folder, "lockstep.zip")
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for room in ROOMS:
@@ -51,11 +51,11 @@ def ship_rooms(folder: str) -> str:
 
 
 def java_options(environment: MutableMapping[str, str]) -> None:
-    """Set options of the Java process that this one will start, unless its owner has set them already.
+    """Set options of the Java process that this one will start, unless the user has set them.
 
-    Java's quick compiler alone: the parsing is done by Arrow, so the optimising compiler takes more of a short job's
-    time than it gives back (decision 063). And our log4j2 file, which leaves out what Spark says at each start; an own
-    one in the configuration folder or by a Java option wins.
+    Only Java's quick compiler: Arrow does the parsing, so the optimising compiler costs a short job more time than it
+    saves (decision 063). And our log4j2 file, which hides Spark's messages at each start; a user's file in the
+    configuration folder, or by a Java option, wins.
     """
     home = environment.get("SPARK_HOME")
     folder = environment.get("SPARK_CONF_DIR") or (home and os.path.join(home, "conf"))
@@ -64,17 +64,17 @@ def java_options(environment: MutableMapping[str, str]) -> None:
     if "TieredStopAtLevel" not in options:
         more.append("-XX:TieredStopAtLevel=1")
     if not (folder is not None and any(Path(folder).glob("log4j2*"))) and "log4j" not in options and LOG4J.is_file():
-        # spark-submit puts these before spark.driver.extraJavaOptions, and of two of one name Java takes the last.
+        # spark-submit puts these before spark.driver.extraJavaOptions; of two with one name, Java takes the last.
         more.append(f"-Dlog4j2.configurationFile={LOG4J.as_uri()}")
     environment["SPARK_SUBMIT_OPTS"] = " ".join(more)
 
 
 @contextmanager
 def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """A session with pinned settings, ended with the block.
+    """A session with pinned settings, stopped at the end of the block.
 
-    `master` is used when given; under spark-submit its master wins unless the flag says otherwise; else `local[*]`.
-    Raises ConfigError for a master that Spark does not know, and where Java cannot be started.
+    The master is `master` if given, else that of spark-submit, else `local[*]`. Raises ConfigError for a master that
+    Spark does not know, and if Java cannot be started.
 
     >>> import lockstep
     >>> with lockstep.spark_session("count", "local[2]") as spark:
@@ -93,7 +93,7 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     builder = SparkSession.builder.appName(app_name)
     for key, value in PINNED.items():
         builder = builder.config(key, value)
-    submitted = "SPARK_ENV_LOADED" in os.environ  # what spark-submit's own launcher sets
+    submitted = "SPARK_ENV_LOADED" in os.environ  # set by the launcher of spark-submit
     if not submitted:
         java_options(os.environ)
     if master is not None:
@@ -113,7 +113,9 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         path = list(sys.path)
         spark.sparkContext.addPyFile(ship_rooms(folder))
-        sys.path[:] = path  # Spark puts its copy in front, and deletes it with the session; this process has the rooms
+        sys.path[:] = (
+            path  # Spark puts its copy first, and deletes it with the session; this process has our code already
+        )
         try:
             yield spark
         finally:
@@ -125,12 +127,12 @@ def _stop(spark: SparkSession) -> None:
 
     try:
         spark.stop()
-    except (OSError, Py4JError) as error:  # it must not hide what the block itself has raised
+    except (OSError, Py4JError) as error:  # it must not hide an error of the block
         log.warning("Spark's Java process had ended before its session: %s", str(error).splitlines()[0])
 
 
 def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
-    """The driver's effective fs.* and dfs.* settings, which ranks need to reach the same HDFS."""
+    """The driver's effective fs.* and dfs.* settings, with which ranks reach the same HDFS."""
     context = spark.sparkContext._jsc  # pyspark has no public accessor for the Hadoop configuration
     if context is None:
         raise LockstepError(

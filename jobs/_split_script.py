@@ -1,4 +1,4 @@
-"""Where the flags of jobs.launch end and a script with its own arguments begins."""
+"""Split the command line of jobs.launch into its flags, the script, and the script's arguments."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ TOML = ".toml"
 def split_script(job: ArgumentParser, argv: Sequence[str]) -> tuple[list[str], str, tuple[str, ...]]:
     """(flags, script, the script's arguments): the script is the first word that is no flag of `job` and no value.
 
-    What follows it is never looked at, so the script may have flags of the same names. A bare `--` may stand before
-    it. `--config` takes all TOML files that follow. Without a script the flags are judged first: --help is one.
+    Words after it are not examined, so the script may have flags with the same names. `--` may precede it. `--config`
+    takes all TOML files that follow. Without a script, the flags are parsed first: --help is one.
     """
     takes = {option: action.nargs for action in job._actions for option in action.option_strings}
-    place = 0
-    while place < len(argv):
-        word = argv[place]
+    index = 0
+    while index < len(argv):
+        word = argv[index]
         if word == "--":
-            return _split(job, argv, place, place + 1)
+            return _split(job, argv, index, index + 1)
         if not word.startswith("-") or word == "-":
-            return _split(job, argv, place, place)
-        place += 1
-        if "=" in word or takes.get(word, 0) == 0:  # an unknown flag is told by the parser
+            return _split(job, argv, index, index)
+        index += 1
+        if "=" in word or takes.get(word, 0) == 0:  # the parser reports an unknown flag
             continue
         if takes[word] is None:
-            place += 1
+            index += 1
         else:
-            while place < len(argv) and argv[place].endswith(TOML):
-                place += 1
-    return _split(job, argv, place, place)
+            while index < len(argv) and argv[index].endswith(TOML):
+                index += 1
+    return _split(job, argv, index, index)
 
 
 def _split(
@@ -38,6 +38,6 @@ def _split(
 ) -> tuple[list[str], str, tuple[str, ...]]:
     flags = list(argv[:end_of_flags])
     if script >= len(argv):
-        job.parse_args(flags)  # --help ends here, and what is wrong with the flags is told first
+        job.parse_args(flags)  # ends with --help, and reports invalid flags first
         job.error("no script: name one after the flags")
     return flags, argv[script], tuple(argv[script + 1 :])

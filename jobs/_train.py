@@ -1,245 +1,19 @@
-"""The command line of jobs.train: every field of TrainConfig has a flag."""
+"""The command line of jobs.train: the fields of TrainConfig are its flags, and their docstrings its --help."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import types
 from argparse import SUPPRESS, Action, Namespace
-from collections.abc import Callable, Collection
-from typing import Any, get_args
+from collections.abc import Collection
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jobs._cli import JobParser, check_master, joined, refuse_idle
+from jobs._cli import JobParser, joined, refuse_idle
 from lockstep.features.images.augment import forms
-from training.comm.options import Backend
-from training.config import (
-    AUTO,
-    READ_AHEAD_BYTES,
-    BadImages,
-    BatchNorm,
-    NonFinite,
-    Precision,
-    ScalingRule,
-    TrainConfig,
-    Verify,
-)
-
-
-def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:
-    """The command line of a job that trains, whose TOML table is its name; `without`: flags it has no use for."""
-    job = JobParser(job_name, description, job_name)
-
-    def under(title: str) -> Callable[..., None]:
-        """Adds flags below a title of --help."""
-        group = job.add_argument_group(title)
-
-        def add(flag: str, **options: Any) -> None:
-            if flag not in without:
-                group.add_argument(flag, **options)
-
-        return add
-
-    add = under("what is trained on what")
-    add(
-        "--dataset",
-        nargs="+",
-        dest="datasets",
-        required=True,
-        metavar="URL",
-        help="datasets to train on, in this order; several must fit together, as a dataset and its appends do",
-    )
-    add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
-    add("--model", required=True, metavar="NAME", help="logistic | resnet8, resnet14, resnet20, ... | module:function")
-    add("--num-ranks", type=int, required=True, metavar="N", help="how many training processes")
-    add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
-    add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
-    add(
-        "--split",
-        type=joined,
-        default="train",
-        metavar="NAME",
-        help="the split to train on (default train); folds: fold-1,fold-2",
-    )
-    add(
-        "--mix",
-        type=int,
-        nargs="+",
-        metavar="R",
-        help="each dataset's share of every batch, such as 3 1; epochs are those of the first (default: end to end)",
-    )
-    add(
-        "--init-from",
-        metavar="URL",
-        help="first weights of a new run: of a run, a checkpoint, an exported model, a .keras or .weights.h5 file",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of the samples' order and the first weights (default 0)")
-    add = under("order of samples (docs/epoch-plan.md)")
-    add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
-    add(
-        "--window-bytes",
-        type=int,
-        default=8 << 20,
-        metavar="N",
-        help="memory in which samples are shuffled (default 8 MiB)",
-    )
-    add(
-        "--interleave",
-        type=int,
-        default=1,
-        metavar="B",
-        help="in how many places a lane reads at once, for sorted data: 64 / L (default 1)",
-    )
-    add(
-        "--cache-groups",
-        type=int,
-        metavar="C",
-        help="with --cache, the number of nodes: each reads the same blocks in every epoch (default: no groups)",
-    )
-    add = under("reading (docs/reading.md, docs/batches.md)")
-    add(
-        "--read-ahead-bytes",
-        type=int,
-        default=READ_AHEAD_BYTES,
-        metavar="N",
-        help="how many bytes a rank fetches ahead of their use, at most (default 64 MiB)",
-    )
-    add(
-        "--cache",
-        metavar="DIR",
-        help="a folder on each rank's host that keeps blocks for later epochs and runs (default: none)",
-    )
-    add("--cache-bytes", type=int, default=SUPPRESS, metavar="N", help="the most that DIR holds (default 16 GiB)")
-    add(
-        "--verify",
-        choices=get_args(Verify),
-        default="start",
-        help="before the first step: start, lengths and indexes (default), or full, every byte by its digest",
-    )
-    add(
-        "--bad-images",
-        choices=get_args(BadImages),
-        default="refuse",
-        help="an image that cannot be decoded: ends the run (default) or counts with weight 0",
-    )
-    add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"change training images: {forms()}")
-    add = under("a step (docs/keras.md, docs/learning-rate.md)")
-    add(
-        "--batchnorm",
-        choices=get_args(BatchNorm),
-        default="ghost",
-        help="statistics over an eighth of the batch (ghost, default), all of it (sync) or a rank's part (local)",
-    )
-    add("--learning-rate", type=float, metavar="X", help="default: the model's own")
-    add(
-        "--learning-rate-scaling",
-        choices=get_args(ScalingRule),
-        default="none",
-        help="how the learning rate grows with G / --base-batch (default none)",
-    )
-    add("--base-batch", type=int, metavar="B", help="the global batch that the learning rate was found for")
-    add(
-        "--warm-up-epochs",
-        type=float,
-        default=0.0,
-        metavar="E",
-        help="epochs in which the learning rate rises to its value (default 0)",
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        default=1,
-        metavar="K",
-        help="parts in which a rank computes its batch, for less memory (default 1)",
-    )
-    add("--precision", choices=get_args(Precision), default="float32", help="default float32")
-    add = under("checkpoints (docs/checkpoints.md)")
-    add(
-        "--checkpoint-every",
-        default=200,
-        metavar="N|Ns|auto",
-        help="so many steps (default 200), seconds (60s), or auto: as often as pays",
-    )
-    add(
-        "--mean-time-between-failures",
-        dest="mean_time_between_failures_s",
-        type=float,
-        default=SUPPRESS,
-        metavar="S",
-        help="seconds, of all ranks together: what auto reckons with (default 14400)",
-    )
-    add("--keep-checkpoints", type=int, default=3, metavar="K", help="the newest K stay (default 3)")
-    add("--keep-every", type=int, metavar="M", help="the first at or after each multiple of M steps stays too")
-    add(
-        "--keep-best",
-        metavar="METRIC:max",
-        help="of those at epochs' ends the best stays too; METRIC:max or METRIC:min",
-    )
-    add = under("exactly once (docs/exactly-once.md)")
-    add(
-        "--non-finite",
-        choices=get_args(NonFinite),
-        default="stop",
-        help="a loss or gradient that is not finite: stop the run (default) or skip the step, on all ranks",
-    )
-    add("--canonical", action="store_true", help="the same weights, bit for bit, at 1, 2, 4, ... ranks; slower")
-    add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
-    add = under("ranks and how they talk (docs/scaling.md, docs/security.md)")
-    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
-    add("--tls", choices=["on", "off"], default="off", help="encrypt what leaves a host (default off)")
-    add(
-        "--backend",
-        choices=get_args(Backend),
-        default="auto",
-        help="what carries gradients (default auto); nccl: docs/gpu.md",
-    )
-    add(
-        "--trust-network",
-        metavar="IFACE",
-        help="the interface that may carry what cannot be authenticated (tensorflow, nccl)",
-    )
-    add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add = under("limits and restarts (docs/control.md)")
-    add(
-        "--start-limit",
-        dest="start_limit_s",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds for all ranks to start (300)",
-    )
-    add(
-        "--stall-limit",
-        dest="stall_limit_s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds without a step after which ranks are ended and started again (600)",
-    )
-    add(
-        "--heartbeat-limit",
-        dest="heartbeat_limit_s",
-        type=float,
-        metavar="S",
-        help="seconds of silence after which a rank is lost (10); more where hosts pause or swap",
-    )
-    add("--take-over", action="store_true", help="replace a driver that is at work on this run")
-    add(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="failures in a row without a new checkpoint (default 3)",
-    )
-    add(
-        "--max-restarts-per-hour",
-        type=int,
-        default=20,
-        metavar="N",
-        help="failures within an hour, new checkpoints or not (default 20)",
-    )
-    add(
-        "--spare",
-        action="store_true",
-        help="restart faster: beside each rank a process that has imported TensorFlow waits (300 MB)",
-    )
-    return job
+from training.config import GROUPS, TrainConfig, flag_of
 
 
 class Joined(Action):
@@ -249,15 +23,90 @@ class Joined(Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
-def config_of(args: Namespace) -> TrainConfig:
-    """The configuration that the flags say; `take_over` is of this call alone, no property of the run.
+# What the type of a field does not say.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "split": {"type": joined},
+    "augment": {"nargs": "+", "action": Joined, "help": f"Random changes of the training images: {forms()}"},
+}
+# Flags of one call and not of a run, in the group of this field.
+OF_THE_CALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "launcher": ("--master", {"metavar": "URL", "help": "Spark master, such as local[2] (default: spark-submit's)"}),
+    "start_limit_s": ("--take-over", {"action": "store_true", "help": "Replace another driver of this run"}),
+}
+MIB = 1 << 20
 
-    Raises ConfigError for what cannot be right, and for a flag that does nothing without another one.
+
+def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:
+    """The command line of a job that trains; its TOML table has the job's name. `without`: flags that it leaves out."""
+    job = JobParser(job_name, description, job_name)
+    helps, hints = docstrings(TrainConfig), get_type_hints(TrainConfig, include_extras=True)
+    group: Any = None
+    for field in fields(TrainConfig):
+        if field.name in GROUPS:
+            group = job.add_argument_group(GROUPS[field.name])
+            extra = OF_THE_CALL.get(field.name)
+            if extra is not None and extra[0] not in without:
+                group.add_argument(extra[0], **extra[1])
+        if flag_of(field.name) not in without:
+            options = flag_options(field, hints[field.name], helps[field.name])
+            group.add_argument(flag_of(field.name), dest=field.name, **options)
+    return job
+
+
+def docstrings(of: type) -> dict[str, str]:
+    """The text below each field of a dataclass, on one line."""
+    (definition,) = ast.parse(inspect.getsource(of)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for one, following in pairwise(definition.body):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(following, ast.Expr):
+            found[one.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return found
+
+
+def flag_options(field: Field[Any], hint: Any, text: str) -> dict[str, Any]:
+    """What argparse needs to know of a field. A flag that is not given leaves the field to its default."""
+    hint, metavar = (hint.__origin__, *hint.__metadata__) if get_origin(hint) is Annotated else (hint, None)
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [each for each in get_args(hint) if each is not types.NoneType]
+        hint = str if str in kinds else kinds[0]
+    options: dict[str, Any] = {"help": help_text(field, text)}
+    if field.default is MISSING:
+        options["required"] = True
+    else:
+        options["default"] = SUPPRESS
+    if hint is bool:
+        options["action"] = "store_true"
+    elif get_origin(hint) is Literal:
+        options["choices"] = get_args(hint)
+    else:
+        if get_origin(hint) is tuple:
+            hint, options["nargs"] = get_args(hint)[0], "+"
+        options["type"] = hint
+        options["metavar"] = metavar or ("S" if field.name.endswith("_s") else "X" if hint is float else "N")
+    return options | SPECIAL.get(field.name, {})
+
+
+def help_text(field: Field[Any], text: str) -> str:
+    """A field's docstring as a line of --help, with its default."""
+    text = text.removesuffix(".").replace("`", "").replace("%", "%%")
+    default = field.default
+    if default is MISSING or default is None or default is False or default == "" or "(default" in text:
+        return text
+    if field.name.endswith("_bytes"):
+        default = f"{default // MIB} MiB" if default < 1 << 30 else f"{default >> 30} GiB"
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    return f"{text} (default {default})"
+
+
+def config_of(args: Namespace) -> TrainConfig:
+    """The configuration that the flags give; `take_over` belongs to this call and not to the run.
+
+    Raises ConfigError for invalid values, and for a flag that does nothing without another one.
     """
+    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if hasattr(args, field.name)}
     # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
-    refuse_idle("--cache-bytes", hasattr(args, "cache_bytes") and args.cache is None, "--cache DIR")
-    told = hasattr(args, "mean_time_between_failures_s") and args.checkpoint_every != AUTO
-    refuse_idle("--mean-time-between-failures", told, "--checkpoint-every auto")
-    refuse_idle("--spare", getattr(args, "spare", False) and args.max_restarts == 0, "--max-restarts 1 or more")
-    check_master(args)
-    return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master", "take_over")})
+    refuse_idle("--cache-bytes", "cache_bytes" in given and "cache" not in given, "--cache DIR")
+    refuse_idle("--master", args.master is not None and given.get("launcher") == "local", "--launcher barrier")
+    return TrainConfig(**given)

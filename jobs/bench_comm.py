@@ -1,4 +1,4 @@
-"""Measure all_reduce between N ranks on the hosts at hand: latency and bandwidth by size, backend and algorithm."""
+"""Measure all_reduce between N ranks: latency and bandwidth by size, backend and algorithm."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def parser() -> JobParser:
     add("--sizes", type=size, nargs="+", default=list(map(size, SIZES)), metavar="S", help=f"({' '.join(SIZES)})")
     backends, algorithms = get_args(Backend), get_args(Algorithm)
     add("--backend", nargs="+", dest="backends", choices=backends, default=["auto"], help="(auto) one or more")
-    told = "one or more (default: auto, and all that the backend found has)"
-    add("--algorithm", nargs="+", dest="algorithms", choices=algorithms, default=[], help=told)
-    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: backends tensorflow, nccl")
+    text = "one or more (default: auto, and all of the backend that auto chooses)"
+    add("--algorithm", nargs="+", dest="algorithms", choices=algorithms, default=[], help=text)
+    add("--trust-network", metavar="IFACE", help="may carry unauthenticated traffic (backends tensorflow, nccl)")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
-    add("--rounds", type=int, default=5, metavar="R", help="in turns (default 5); the median is shown")
-    add("--json", metavar="FILE", help="write the rows there as well")
+    add("--rounds", type=int, default=5, metavar="R", help="repetitions, in turns (default 5); the median is shown")
+    add("--json", metavar="FILE", help="also write the rows to this file")
     add("--launcher", choices=["barrier", "local"], default="local", help="this host (default) | Spark barrier stage")
     add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
     return job
@@ -69,13 +69,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(args: Namespace) -> BenchConfig:
-    """The measurement that the flags say."""
+    """The measurement that the flags define."""
     names = ("num_ranks", "sizes", "backends", "algorithms", "trust_network", "tls", "rounds")
     return BenchConfig(**{name: getattr(args, name) for name in names})
 
 
 def measured(config: BenchConfig, launch: Launch) -> list[Row]:
-    """The rows, with progress while they come."""
+    """The rows, with a progress bar."""
     done = 0
 
     def show(row: Row, total: int) -> None:

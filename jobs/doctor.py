@@ -1,4 +1,4 @@
-"""`python -m jobs.doctor`: can this machine, this Spark and this HDFS run Lockstep? One OK or FAIL line a check."""
+"""`python -m jobs.doctor`: check whether this machine, Spark and HDFS can run Lockstep; one OK or FAIL line a check."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jobs._cli import JobParser, run_job
 from lockstep.storage.errors import LockstepError
 
 
-def tell(name: str, check: Callable[[], str]) -> bool:
-    """Run one check and print its line; True where it passed."""
+def passes(name: str, check: Callable[[], str]) -> bool:
+    """Run one check and print its line; True if it passed."""
     try:
         found = check()
     except LockstepError as error:
         first = f"{error.what} ({error.got})" if error.got else error.what
         print(f"FAIL {name}: {' '.join(first.split())}\n     next: {error.next_step or 'See the message.'}", flush=True)
         return False
-    except Exception as error:  # a check that breaks is a check that fails; the next ones still run
+    except Exception as error:  # a check that breaks has failed; the next ones still run
         print(f"FAIL {name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", flush=True)
-        print("     next: Read the message; `python -m jobs.doctor --help` tells what is checked.", flush=True)
+        print("     next: Read the message, and correct what it names.", flush=True)
         return False
     print(f"OK   {name}: {found}", flush=True)
     return True
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if options.hdfs:
         checks.append(("hdfs", lambda: check_storage(options.hdfs)))
-    passed = [tell(name, check) for name, check in checks]
+    passed = [passes(name, check) for name, check in checks]
     if all(passed):
         return 0
     print(f"{passed.count(False)} of {len(passed)} checks failed")

@@ -1,4 +1,4 @@
-"""Run a training script of your own on N ranks; its output comes with the rank before each line."""
+"""Run your own training script on N ranks; each line of its output starts with the rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ def parser() -> JobParser:
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
     add("--files", type=names, default=(), metavar="A,B", help="files and modules for the ranks, in $LOCKSTEP_FILES")
     add("--output", choices=["all", "leader", "none"], default="all", help="whose lines to print (default all)")
-    add("--logs", metavar="URL", help="folder for the whole output of each rank")
-    add("--start-limit", dest="start_limit_s", type=float, default=300.0, metavar="S", help="for all to start (300)")
+    add("--logs", metavar="URL", help="folder for the complete output of each rank")
+    add(
+        "--start-limit",
+        dest="start_limit_s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for all ranks to start (300)",
+    )
     add(
         "--stall-limit",
         dest="stall_limit_s",

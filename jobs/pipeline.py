@@ -25,26 +25,28 @@ from lockstep.storage.urls import absolute, join
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("pipeline", __doc__ or "", "pipeline")
-    job.add_argument("--out", default=".demo", metavar="URL", help="results go to a new folder in it (default .demo)")
+    job.add_argument(
+        "--out", default=".demo", metavar="URL", help="results are written to a new folder in it (default .demo)"
+    )
     job.add_argument("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return job
 
 
 def new_folder(out: str) -> str:
-    """A folder of this call's own in `out`: time (UTC) and a few random digits."""
+    """A new folder in `out` for this call: time (UTC) and a few random digits."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return join(absolute(out), f"{now}-{secrets.token_hex(2)}")
 
 
 def run(args: Namespace, folder: str) -> list[Outcome]:
-    """Run every configured pipeline in one session; all are checked before the first begins."""
+    """Run every configured pipeline in one session, after all were checked."""
     pipelines = [Pipeline.load(path, folder) for path in args.config]
     names = [pipeline.name for pipeline in pipelines]
     if len(set(names)) < len(names):
         raise ConfigError(
-            "two pipelines have one name, so they would share a folder",
+            "two pipelines have the same name, so they would share a folder",
             got=", ".join(names),
-            allowed="a name of its own for each [pipeline]",
+            allowed="a different name for each [pipeline]",
             next_step="Change `name` in one of the files.",
         )
     for pipeline in pipelines:
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     short = [outcome for outcome in outcomes if not outcome.good]
     if short:
         raise DataError(
-            "a model is worse than its configuration asks",
+            "a model is worse than its configuration requires",
             got="; ".join(f"{o.name}: {o.metric} {o.value:.4f}" for o in short),
             allowed="; ".join(f"{o.name}: {o.metric} at least {o.bar:.4f} ({o.bar_name})" for o in short),
             next_step="Look at the report's curves; more epochs or another learning rate may be needed.",

@@ -6,7 +6,6 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -19,7 +18,6 @@ from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.progress import Progress
 from lockstep.storage.settings import set_hadoop_settings
 from training.config import TrainConfig
-from training.driver.preflight import near_ranks
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
@@ -28,8 +26,8 @@ from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 # Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
-    "--checkpoint-every", "--mean-time-between-failures", "--keep-checkpoints", "--keep-every", "--keep-best",
-    "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour", "--spare",
+    "--checkpoint-every", "--keep-checkpoints", "--keep-every", "--keep-best",
+    "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour",
 )  # fmt: skip
 
 
@@ -52,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    if args.launcher == "local":
+    if config.launcher == "local":
         result = measured(config, args, run_local)
     else:
         with spark_session("lockstep profile", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = measured(config, args, OnSpark(spark, partial(near_ranks, config)))
+            result = measured(config, args, OnSpark(spark))
     print(table(result))
     print(json.dumps(result.to_json(), sort_keys=True))
     return 0

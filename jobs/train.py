@@ -1,10 +1,9 @@
-"""Train a Keras model on a dataset by N ranks; the same call goes on with a run that was interrupted."""
+"""Train a Keras model on a dataset with N ranks; the same call resumes an interrupted run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -17,7 +16,7 @@ from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
-from training.driver.preflight import check, near_ranks
+from training.driver.preflight import preflight_before_spark
 from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -35,20 +34,22 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    result = check(config)
-    if result is None and config.launcher == "local":
-        result = train(config, run_local, take_over=args.take_over)
-    elif result is None:
+    checked = preflight_before_spark(config)
+    if checked is not None and checked.finished is not None:
+        result = checked.finished
+    elif config.launcher == "local":
+        result = train(config, run_local, take_over=args.take_over, checked=checked)
+    else:
         with spark_session("lockstep train", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark, partial(near_ranks, config)), take_over=args.take_over)
+            result = train(config, OnSpark(spark), take_over=args.take_over, checked=checked)
     print(result.summary())
     report(result)
     return 0
 
 
 def report(result: RunResult) -> None:
-    """Write the run's report unless it is there; an error is printed only, since the run itself is complete."""
+    """Write the run's report unless it exists; an error is only printed, since the run is complete."""
     try:
         url = RunPaths(result.run).report(result.generation)
         print(f"report {url if filesystem(url).exists(url) else write_report(result.run)}")

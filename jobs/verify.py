@@ -28,7 +28,7 @@ def parser() -> JobParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify; returns 0 where everything is right and 1 where something is not."""
+    """Verify; returns 0 if everything is intact, else 1."""
     url = parser().parse(argv).url
     kind = kind_of(filesystem(url), url)
     total = total_bytes(url)
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit_faults(run: str) -> list[str]:
-    """What chain and audit of a whole run show: nothing where each sample of each epoch counted exactly once.
+    """Faults in chain and audit of an intact run: none if each sample of each epoch counted exactly once.
 
-    Without an audit or the run's dataset there is nothing to hold against each other, which is told and is no fault.
+    Without an audit or the run's dataset, the comparison is skipped with a note, which is no fault.
     """
     try:
         report = check_run_audit(run)
@@ -61,9 +61,9 @@ def audit_faults(run: str) -> list[str]:
         return [error.what]
     except DataError as error:
         return [f"{error.what}: {error.got}"]
-    told = {"missing": report.missing, "repeated": report.repeated, "unknown": report.unknown}
+    samples = {"missing": report.missing, "repeated": report.repeated, "unknown": report.unknown}
     faults = [f"audit: {line}" for line in report.places]
-    faults += [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in told.items() for epoch, name in ids]
+    faults += [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in samples.items() for epoch, name in ids]
     faults += [f"audit: step {step}: not a full global batch" for step in report.short_steps]
     if not faults:
         left = len(report.left_over)

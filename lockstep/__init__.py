@@ -145,7 +145,7 @@ def train(
     (6, True)
     """
     from training.config import TrainConfig
-    from training.driver.preflight import check
+    from training.driver.preflight import preflight_before_spark
     from training.driver.train import Hooks, train
 
     known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
@@ -161,8 +161,9 @@ def train(
         datasets=several(datasets), run=os.fspath(run), model=name, num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
+    checked = preflight_before_spark(config)
     hooks = Hooks(model_function=function)
-    return check(config) or train(config, _launch(spark, config), take_over=take_over, hooks=hooks)
+    return train(config, _launch(spark), take_over=take_over, hooks=hooks, checked=checked)
 
 
 def evaluate(
@@ -230,18 +231,17 @@ def torch_loader(
     return loader(planned, state, num_workers=num_workers, **options)
 
 
-def _launch(spark: SparkSession | None, config: TrainConfig | None = None) -> Launch:
-    """Where ranks run: on this host, or in `spark` (near the blocks that a run of `config` reads)."""
+def _launch(spark: SparkSession | None) -> Launch:
+    """Where ranks run: on this host, or in `spark`."""
     from jobs._session import hadoop_settings_of
     from lockstep.storage.settings import set_hadoop_settings
-    from training.driver.preflight import near_ranks
     from training.launch.barrier import OnSpark
     from training.launch.local import run_local
 
     if spark is None:
         return run_local
     set_hadoop_settings(hadoop_settings_of(spark))
-    return OnSpark(spark, None if config is None else partial(near_ranks, config))
+    return OnSpark(spark)
 
 
 def _name_and_text(model: str | Callable[..., Any]) -> tuple[str, str | None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
@@ -21,19 +23,19 @@ BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The rule. A checkpoint stays if any part of it holds."""
+    """Which checkpoints are kept: those that any of these rules selects."""
 
     last: int = 3
-    """The newest ones of the chain."""
+    """The number of newest checkpoints of the chain."""
     every_steps: int | None = None
-    """The first one at or after each multiple of so many steps."""
+    """The first checkpoint at or after each multiple of so many steps."""
     best: str | None = None
-    """METRIC:min or METRIC:max: the best one at the end of an epoch, of equal ones the earliest."""
+    """METRIC:min or METRIC:max: the best at the end of an epoch, the earliest of equal ones."""
 
     def chosen(
         self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
     ) -> set[CheckpointRef]:
-        """Those of `chain` (newest first) that stay. `value_of` is a checkpoint's metric, None where it has none."""
+        """The checkpoints of `chain` (newest first) to keep. `value_of` is a checkpoint's metric, None without one."""
         kept = set(chain[: self.last])
         if self.every_steps is not None:
             reached = 0
@@ -48,7 +50,7 @@ class Keep:
     def best_of(
         self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
     ) -> CheckpointRef | None:
-        """The best checkpoint of `chain` (newest first); None without a rule for it or a value."""
+        """The best checkpoint of `chain` (newest first); None without such a rule or a value."""
         if self.best is None:
             return None
         sign = 1.0 if self.best.endswith(":min") else -1.0
@@ -57,21 +59,17 @@ class Keep:
 
 
 def check_metric(best: str | None, metrics: dict[str, Any]) -> None:
-    """Raise ConfigError where a rule names a metric that an epoch's `metrics` lack."""
+    """Raise ConfigError if `best` names a metric that is missing from an epoch's `metrics`."""
     found = BEST.fullmatch(best) if best is not None else None
     if found is not None and metrics and found["metric"] not in metrics:
         raise ConfigError(
-            f"there is no metric `{found['metric']}` to keep the best checkpoint by",
+            f"the model has no metric `{found['metric']}` to select the best checkpoint by",
             got=f"--keep-best {best}",
             allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
             next_step="Correct --keep-best, or compile the model with that metric.",
         )
 
 
-# A guess on the careful side for a shared cluster, where executors are preempted and nodes drained. It need not be
-# good: a mean time that is 6 times off, either way, makes the cost of checkpoints and lost steps 1.43 times the least,
-# which itself is sqrt(2 * cost / mean time), 0.8 % of the time for a checkpoint that costs half a second.
-MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
 AUTO = "auto"
 ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
@@ -79,14 +77,14 @@ ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvery:
-    """`steps`, or `seconds`, or neither: as often as is best (`auto`)."""
+    """`steps`, or `seconds`, or neither: the interval that loses least time (`auto`)."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, value: int | str) -> CheckpointEvery:
-        """Of 200 or `200`, `60s`, `auto`; ValueError for anything else."""
+        """Parse 200 or `200`, `60s`, `auto`. Raises ValueError for anything else."""
         text = str(value)
         if text == AUTO:
             return cls()
@@ -99,7 +97,7 @@ class CheckpointEvery:
 
 
 READ_AHEAD_BYTES = 64 << 20
-
+CACHE_BYTES = 16 << 30
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
@@ -108,26 +106,57 @@ Launcher = Literal["barrier", "local"]
 BadImages = Literal["refuse", "skip"]
 Switch = Literal["on", "off"]
 Verify = Literal["start", "full"]
-CACHE_BYTES = 16 << 30
 NonFinite = Literal["stop", "skip"]
 
+_ANY = object()
+# Fields that older versions stored in run.json, each with the one value that this version can resume a run with. `_ANY`
+# stands for every value, where the field changed only speed.
+REMOVED: dict[str, object] = {
+    "algorithm": "auto",
+    "cache_rotation": _ANY,  # it is in the plan, which is refused by name (training.plan.make_plan)
+    "compare_every": _ANY,
+    "mean_time_between_failures_s": _ANY,
+    "spare": _ANY,
+}
 
-# Fields of older versions. A run whose plan had a rotation is refused by its plan (training.plan.make_plan).
-REMOVED = ("cache_rotation",)
+
+def check_removed(stored: Mapping[str, Any], run: str) -> None:
+    """Raise ConfigError if the stored configuration of `run` has a removed field whose value changed its results."""
+    for name, only in REMOVED.items():
+        value = stored.get(name, only)
+        if only is not _ANY and value != only:
+            raise ConfigError(
+                f"{run} was begun with {flag_of(name)} {value}, which jobs.train no longer has",
+                got=f"{name} = {value!r}",
+                allowed=f"{name} = {only!r}: another value changes the weights",
+                next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
+            )
 
 
 def flag_of(field: str) -> str:
-    """The command line's flag for a field of TrainConfig."""
+    """The flag of jobs.train for a field of TrainConfig."""
     return "--dataset" if field == "datasets" else "--" + field.removesuffix("_s").replace("_", "-")
 
 
-REMOVED_FIELDS = ("algorithm", "compare_every")  # in the run.json of an older version
+# The groups of fields in --help, each by its first field.
+GROUPS = {
+    "datasets": "what is trained on what",
+    "lanes": "order of samples (docs/epoch-plan.md)",
+    "read_ahead_bytes": "reading (docs/reading.md, docs/batches.md)",
+    "batchnorm": "a step (docs/keras.md, docs/learning-rate.md)",
+    "checkpoint_every": "checkpoints (docs/checkpoints.md)",
+    "non_finite": "exactly once (docs/exactly-once.md)",
+    "launcher": "ranks and how they talk (docs/scaling.md, docs/security.md)",
+    "start_limit_s": "limits and restarts (docs/control.md)",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """All that a run is made from; saved in run.json and handed to every rank. Its fields are the options of
-    `lockstep.train` and the flags of `jobs.train`. Raises ConfigError for values that do not fit.
+    """All that defines a run; stored in run.json and handed to every rank. Raises ConfigError for invalid values.
+
+    The fields are the options of `lockstep.train` and the flags of `jobs.train`, whose --help is made of the sentence
+    below each field, its type and its default. A text in `Annotated` is how --help names the value.
 
     >>> import lockstep
     >>> config = lockstep.TrainConfig(
@@ -137,175 +166,187 @@ class TrainConfig:
     (0, 200)
     """
 
-    datasets: tuple[str, ...]
-    """URLs of the datasets to train on, in this order: different ones that fit together (training.plan.datasets)."""
-    run: str
-    """URL of the run directory; an existing one is resumed."""
-    model: str
-    """A name of training.models or `module:function`."""
+    datasets: Annotated[tuple[str, ...], "URL"]
+    """Datasets to train on, in this order; several must fit together, as a dataset and its appends do."""
+    run: Annotated[str, "URL"]
+    """Directory of the run, local or hdfs://; an existing run is resumed."""
+    model: Annotated[str, "NAME"]
+    """logistic | resnet8, resnet14, resnet20, ... | module:function."""
     num_ranks: int
-    """Training processes."""
-    global_batch: int
-    """Samples of one optimizer step over all ranks."""
-    epochs: int
-    """Passes over the split, in all (a resumed run counts the epochs it has done)."""
-    split: str = "train"
-    """The split to train on; of folds, those that are not held out, with `,` between them."""
-    mix: tuple[int, ...] | None = None
-    """A weight for each dataset, of which each global batch takes exactly so large a share; None: datasets end to end.
-    An epoch is then a pass of the first dataset."""
-    lanes: int | None = None
-    """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
-    window_bytes: int = 8 << 20
-    """Bytes of the window in which a rank shuffles, over all lanes."""
-    interleave: int = 1
-    """Places of its part of an epoch that a lane reads at once, for data that lie sorted (docs/epoch-plan.md)."""
-    cache_groups: int | None = None
-    """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
-    read_ahead_bytes: int = READ_AHEAD_BYTES
-    """Bytes of shards that a rank fetches ahead of their use, at most."""
-    cache: str | None = None
-    """A folder on a disk of each rank's host: blocks that were read once are kept there, for all ranks of the host."""
-    cache_bytes: int = CACHE_BYTES
-    """The most that the cache of a host holds, of all runs that use it."""
-    verify: Verify = "start"
-    """`full`: before the first step the ranks read every byte of the split and hold it against its digest."""
-    bad_images: BadImages = "refuse"
-    """Whether an image of the training split that cannot be decoded ends the run, or keeps its place with weight 0."""
-    augment: str = ""
-    """Random changes of the training images, such as `crop:4 flip` (docs/batches.md); the empty text is none."""
-    init_from: str | None = None
-    """Where the first weights come from (a run, a checkpoint, an exported model, a .keras); None: drawn by the seed."""
-    batchnorm: BatchNorm = "ghost"
-    """`ghost`: over lane groups, up to 8 ranks; `sync`: over the rows of all ranks; both the same at any number of
-    ranks. `local`: Keras' own, over each rank's part."""
+    """Number of training processes."""
+    global_batch: Annotated[int, "G"]
+    """Samples of one optimizer step, over all ranks."""
+    epochs: Annotated[int, "E"]
+    """Passes over the split in total; a resumed run counts those it has done."""
+    split: Annotated[str, "NAME"] = "train"
+    """The split to train on; several folds with commas between them: fold-1,fold-2."""
+    mix: Annotated[tuple[int, ...] | None, "R"] = None
+    """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
+    datasets end to end)."""
+    init_from: Annotated[str | None, "URL"] = None
+    """First weights of a new run: a run, a checkpoint, an exported model, a .keras or .weights.h5 file (default: drawn
+    by the seed)."""
     seed: int = 0
-    """Of the order of samples and the first weights."""
-    checkpoint_every: int | str = 200
-    """Steps between checkpoints, or seconds (`60s`), or `auto`: as often as their cost and the time between failures
-    make best (docs/control.md). One more is written at the end."""
-    mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
-    """What `auto` reckons with: of all ranks together."""
-    keep_checkpoints: int = 3
-    """The newest checkpoints of the chain, which stay; others go at the next checkpoint but for the next two rules."""
-    keep_every: int | None = None
-    """One checkpoint for so many steps stays too: the first at or after each multiple."""
-    keep_best: str | None = None
-    """METRIC:min or METRIC:max: the best checkpoint at the end of an epoch stays too."""
-    audit: bool = False
-    """Whether ranks list each sample id they train on."""
-    canonical: bool = False
-    """Whether each lane group (or lane) is computed by itself and gradients are added in one fixed tree: the same
-    weights, bit for bit, at any number of ranks that is a power of two and divides these (docs/exactly-once.md)."""
-    non_finite: NonFinite = "stop"
-    """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step on all ranks, up to 10 in a
-    row (docs/exactly-once.md). A scaled loss skips by itself."""
+    """Seed of the order of samples and of the first weights."""
+
+    lanes: Annotated[int | None, "L"] = None
+    """Streams of samples that a global batch is taken from; divides G (default: the largest divisor up to 64)."""
+    window_bytes: int = 8 << 20
+    """Memory of a rank in which samples are shuffled, over all lanes."""
+    interleave: Annotated[int, "B"] = 1
+    """Number of places that a lane reads from at once; for sorted data, 64 / L."""
+    cache_groups: Annotated[int | None, "C"] = None
+    """With --cache, the number of nodes: each reads the same blocks in every epoch; divides L (default: no groups)."""
+
+    read_ahead_bytes: int = READ_AHEAD_BYTES
+    """The most bytes of shards that a rank fetches ahead."""
+    cache: Annotated[str | None, "DIR"] = None
+    """A folder on each rank's host that keeps blocks for later epochs and runs (default: none)."""
+    cache_bytes: int = CACHE_BYTES
+    """The most bytes that the cache of a host keeps, over all runs that use it."""
+    verify: Verify = "start"
+    """What is verified before the first step: lengths and indexes (start), or every byte of the split (full)."""
+    bad_images: BadImages = "refuse"
+    """What a training image that cannot be decoded does: it ends the run (refuse), or counts with weight 0 (skip)."""
+    augment: Annotated[str, "OP"] = ""
+    """Random changes of the training images, such as `crop:4 flip`."""
+
+    batchnorm: BatchNorm = "ghost"
+    """Rows that batch normalisation takes statistics over: an eighth of the global batch (ghost, up to 8 ranks), all of
+    it (sync), or a rank's part (local). With ghost and sync they do not depend on the number of ranks."""
+    learning_rate: float | None = None
+    """The optimizer's learning rate (default: the model's own)."""
+    learning_rate_scaling: ScalingRule = "none"
+    """How the learning rate grows with G / --base-batch."""
+    base_batch: Annotated[int | None, "B"] = None
+    """The global batch that the learning rate was tuned for; with --learning-rate-scaling."""
+    warm_up_epochs: Annotated[float, "E"] = 0.0
+    """Epochs during which the learning rate rises to its full value."""
+    micro_batches: Annotated[int, "K"] = 1
+    """Parts in which a rank computes its batch, for less memory; their gradients are added."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
-    learning_rate: float | None = None
-    """None is the model's own."""
-    learning_rate_scaling: ScalingRule = "none"
-    """How the learning rate grows from `base_batch` to `global_batch` (docs/learning-rate.md)."""
-    base_batch: int | None = None
-    """The global batch that the learning rate was found for."""
-    warm_up_epochs: float = 0.0
-    """Over so many epochs the learning rate rises to its full height."""
-    micro_batches: int = 1
-    """A rank's part of a global batch is computed in so many parts, whose gradients are added: less memory."""
+
+    checkpoint_every: Annotated[int | str, "N|Ns|auto"] = 200
+    """Steps between checkpoints, seconds (60s), or auto: the interval that loses least time by their measured cost. One
+    more is written at the end."""
+    keep_checkpoints: Annotated[int, "K"] = 3
+    """How many of the newest checkpoints are kept."""
+    keep_every: Annotated[int | None, "M"] = None
+    """Also keep the first checkpoint at or after each multiple of M steps."""
+    keep_best: Annotated[str | None, "METRIC:max"] = None
+    """Also keep the checkpoint that is best at the end of an epoch; METRIC:max or METRIC:min."""
+
+    non_finite: NonFinite = "stop"
+    """What a loss or gradient that is not finite does: stop the run, or skip the step on all ranks, up to 10 in a row.
+    A scaled loss is always skipped."""
+    canonical: bool = False
+    """Same weights, bit for bit, at 1, 2, 4, ... ranks; slower. Each lane group (or lane) is computed by itself, and
+    gradients are added in one fixed tree."""
+    audit: bool = False
+    """List the id of each sample that was trained on, in RUN/audit."""
+
     launcher: Launcher = "barrier"
-    """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
+    """How ranks are started: in a Spark barrier stage (barrier), or as processes of this host (local)."""
     tls: Switch = "off"
-    """Whether ranks on different hosts encrypt what they send; conf/production.toml turns it on (docs/security.md)."""
+    """Encrypt connections between ranks on different hosts; conf/production.toml turns it on."""
     backend: Backend = "auto"
-    """What carries gradients: `auto` by where the ranks are; `nccl` between GPUs (docs/gpu.md)."""
-    trust_network: str | None = None
-    """Interface (or ADDRESS/BITS) whose network may carry gRPC and NCCL, which cannot be authenticated."""
+    """What carries gradients: auto chooses by where the ranks are; nccl is for GPUs (docs/gpu.md)."""
+    trust_network: Annotated[str | None, "IFACE"] = None
+    """The interface (or ADDRESS/BITS) whose network may carry gRPC and NCCL, which cannot be authenticated; for the
+    backends tensorflow and nccl."""
+
     start_limit_s: float = 300.0
-    """A rank absent for so long after the start is a failure."""
+    """Seconds in which all ranks must start."""
     stall_limit_s: float = 600.0
-    """A rank that lives but makes no step for so long is a failure."""
+    """Seconds without a step after which ranks are ended and started again."""
     heartbeat_limit_s: float | None = None
-    """A rank that is not heard for so long, once it has opened the dataset, is lost; None is 10."""
+    """Seconds of silence after which a rank is lost; raise it where hosts pause or swap (default 10)."""
     max_restarts: int = 3
-    """Restarts in a row without a new checkpoint before the run gives up."""
+    """Restarts in a row without a new checkpoint before the run fails."""
     max_restarts_per_hour: int = 20
-    """Restarts within an hour, whatever checkpoints they bring: what fails every three minutes only creeps."""
-    spare: bool = False
-    """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
+    """Restarts within an hour before the run fails, with new checkpoints or without."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", several(self.datasets))
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
-        counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints")
-        for name in (*counts, "window_bytes", "interleave"):
-            self._check(name, 1 <= getattr(self, name) < 2**63, "an integer from 1 to 2^63 - 1")
-        self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
-        self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
-        self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
-        self._check("max_restarts_per_hour", self.max_restarts_per_hour >= 0, "an integer from 0 up")
+        if self.mix is not None:
+            object.__setattr__(self, "mix", tuple(self.mix))
+        for name, choices in choices_of_fields().items():
+            self._check(name, getattr(self, name) in choices, " or ".join(choices))
+        self._check_data()
+        self._check_step()
+        self._check_checkpoints()
+        self._check_ranks()
+        if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
+            self._check_canonical()
+
+    def _check_data(self) -> None:
+        count = len(self.datasets)
+        self._check("datasets", count > 0 and all(self.datasets), "one dataset URL or more")
+        self._check("split", bool(self.split), "a split's name")
+        if self.mix is not None:
+            right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
+            self._check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
+        self._check_count("epochs", "global_batch", "window_bytes", "interleave", "read_ahead_bytes", "cache_bytes")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
+        if self.lanes is not None:
+            right = self.lanes >= 1 and self.global_batch % self.lanes == 0
+            self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+        self._check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
+        self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
+
+    def _check_step(self) -> None:
+        self._check("model", bool(self.model), "a model's name or module:function")
+        rate, base, scales = self.learning_rate, self.base_batch, self.learning_rate_scaling != "none"
+        self._check("learning_rate", rate is None or 0 < rate < math.inf, "a finite number above 0")
+        self._check("base_batch", base is None or scales, "unset, unless --learning-rate-scaling is given")
+        self._check("base_batch", base is not None or not scales, "with scaling: the batch that the rate was tuned for")
+        self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
+        self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
+        self._check_count("micro_batches")
+        stops = self.non_finite == "stop" or self.micro_batches == 1
+        self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
+
+    def _check_checkpoints(self) -> None:
+        self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")
+        durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
+        self._check("run", durable, "a local path or hdfs://, which sync durably")
         try:
             every = CheckpointEvery.parse(self.checkpoint_every)
         except ValueError:
             self._check("checkpoint_every", False, ALLOWED)
         else:
             object.__setattr__(self, "checkpoint_every", every.steps or self.checkpoint_every)
-        between = self.mean_time_between_failures_s
-        self._check("mean_time_between_failures_s", 0 < between < float("inf"), "seconds above 0")
-        self._check("start_limit_s", 0 < self.start_limit_s < float("inf"), "seconds above 0")
-        self._check("stall_limit_s", 0 < self.stall_limit_s < float("inf"), "seconds above 0")
-        silent = self.heartbeat_limit_s
-        self._check("heartbeat_limit_s", silent is None or 2 <= silent < float("inf"), "seconds from 2 up: two beats")
-        self._check("datasets", len(self.datasets) > 0 and all(self.datasets), "one dataset URL or more")
-        self._check("run", bool(self.run.strip("/")), "the URL of a directory of its own")
-        durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
-        self._check("run", durable, "a local path or hdfs://, which sync durably")
-        self._check("model", bool(self.model), "a model's name or module:function")
-        self._check("split", bool(self.split), "a split's name")
-        self._check("batchnorm", self.batchnorm in get_args(BatchNorm), " or ".join(get_args(BatchNorm)))
-        self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
-        self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
-        alone = self.non_finite == "stop" or self.micro_batches == 1
-        self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
-        if self.canonical:  # which of these divide its lane groups or lanes, training.plan.lane_count tells
-            power_of_two = self.num_ranks.bit_count() == 1
-            self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
-            self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
-            self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which goes unit by unit anyway")
-            self._check("backend", self.backend not in UNAUTHENTICATED, "with --canonical: auto, tcp or shm")
-        self._check("bad_images", self.bad_images in get_args(BadImages), " or ".join(get_args(BadImages)))
-        self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
-        self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
-        self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
+        self._check_count("keep_checkpoints")
+        self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
+        self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
+
+    def _check_ranks(self) -> None:
+        self._check_count("num_ranks")
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
         CommOptions(backend=self.backend, trust_network=self.trust_network)  # what fits what
-        rules = get_args(ScalingRule)
-        self._check("learning_rate_scaling", self.learning_rate_scaling in rules, " or ".join(rules))
-        scales, base = self.learning_rate_scaling != "none", self.base_batch
-        self._check("base_batch", base is None or scales, "nothing without --learning-rate-scaling, which it is for")
-        self._check("base_batch", base is not None or not scales, "with scaling: the batch that the rate was found for")
-        self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
-        self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
-        self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")
-        rate = self.learning_rate
-        self._check("learning_rate", rate is None or 0 < rate < float("inf"), "a finite number above 0")
-        if self.mix is not None:
-            object.__setattr__(self, "mix", tuple(self.mix))
-            count = len(self.datasets)
-            right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
-            self._check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
-        self._check("read_ahead_bytes", self.read_ahead_bytes >= 1, "an integer from 1 up")
-        self._check("cache_bytes", self.cache_bytes >= 1, "an integer from 1 up")
-        self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
-        self._check("verify", self.verify in get_args(Verify), " or ".join(get_args(Verify)))
-        self._check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
-        if self.lanes is not None:
-            right = self.lanes >= 1 and self.global_batch % self.lanes == 0
-            self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+        self._check("start_limit_s", 0 < self.start_limit_s < math.inf, "seconds above 0")
+        self._check("stall_limit_s", 0 < self.stall_limit_s < math.inf, "seconds above 0")
+        silent = self.heartbeat_limit_s
+        self._check("heartbeat_limit_s", silent is None or 2 <= silent < math.inf, "seconds from 2 up: two beats")
+        self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
+        self._check("max_restarts_per_hour", self.max_restarts_per_hour >= 0, "an integer from 0 up")
+
+    def _check_canonical(self) -> None:
+        power_of_two = self.num_ranks.bit_count() == 1
+        self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
+        self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
+        self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which computes lanes one by one")
+        self._check("backend", self.backend not in UNAUTHENTICATED, "with --canonical: auto, tcp or shm")
+
+    def _check_count(self, *names: str) -> None:
+        for name in names:
+            self._check(name, 1 <= getattr(self, name) < 2**63, "an integer from 1 to 2^63 - 1")
 
     @property
     def keep(self) -> Keep:
-        """Which checkpoints stay."""
+        """Which checkpoints are kept."""
         return Keep(self.keep_checkpoints, self.keep_every, self.keep_best)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
@@ -318,10 +359,13 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`, also of an older version; raises ConfigError for an unknown or missing field."""
+        """The inverse of `to_json`, also for a document of an older version, whose `REMOVED` fields are ignored.
+
+        Raises ConfigError for an unknown or missing field.
+        """
         known = {field.name for field in fields(cls)}
         try:
-            return cls(**{name: value for name, value in document.items() if name not in REMOVED_FIELDS})
+            return cls(**{name: value for name, value in document.items() if name not in REMOVED})
         except TypeError as error:
             raise ConfigError(
                 "a stored training configuration does not fit this version",
@@ -331,9 +375,16 @@ class TrainConfig:
             ) from None
 
 
-LANE_GROUPS = 8  # of ghost BatchNorm: its statistics are over G / 8 samples, whatever the number of ranks
+@functools.cache
+def choices_of_fields() -> dict[str, tuple[str, ...]]:
+    """The allowed words of each field of TrainConfig that is one of a few."""
+    hints = get_type_hints(TrainConfig)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+LANE_GROUPS = 8  # of ghost BatchNorm: its statistics cover G / 8 samples for any number of ranks
 
 
 def lane_groups(config: TrainConfig) -> int | None:
-    """The number of lane groups that ranks own whole; None where ranks may own any lanes."""
+    """The number of lane groups that are not divided between ranks; None if ranks may own any lanes."""
     return LANE_GROUPS if config.batchnorm == "ghost" else None

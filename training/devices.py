@@ -1,7 +1,7 @@
-"""Which GPUs a rank may see, decided before TensorFlow is imported: CUDA_VISIBLE_DEVICES is read once.
+"""The GPUs that a rank may see, set before TensorFlow is imported, since it reads CUDA_VISIBLE_DEVICES once.
 
-A device is written as CUDA and Spark's discovery scripts write it: an index ("0"), a UUID ("GPU-5d2f...") or a MIG
-slice ("MIG-..."). Indices are counted in the order of the PCI bus, as nvidia-smi counts.
+A device is named as by CUDA and Spark's discovery scripts: an index ("0"), a UUID ("GPU-5d2f...") or a MIG slice
+("MIG-..."). Indices follow the order of the PCI bus, as in nvidia-smi.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gpu:
     name: str
     uuid: str
     slices: tuple[str, ...] = ()
-    """UUIDs of the MIG slices that it is cut into."""
+    """UUIDs of its MIG slices."""
 
     def holds(self, device: str) -> bool:
         """Whether `device` is this GPU or a slice of it."""
@@ -45,9 +45,9 @@ class Gpu:
 
 
 def host_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this host; empty where there is no nvidia-smi, which comes with NVIDIA's driver.
+    """The GPUs of this host; empty without nvidia-smi, which NVIDIA's driver installs.
 
-    Raises ConfigError where nvidia-smi is there but fails or does not answer.
+    Raises ConfigError if nvidia-smi fails or does not answer.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -69,7 +69,7 @@ def host_gpus() -> tuple[Gpu, ...]:
 
 
 def listed(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The devices that CUDA_VISIBLE_DEVICES names; None where it is not set. CUDA stops at the first that is none."""
+    """The devices in CUDA_VISIBLE_DEVICES; None if it is not set. CUDA stops at the first invalid name."""
     if VISIBLE not in environment:
         return None
     names: list[str] = []
@@ -81,12 +81,11 @@ def listed(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def expose(devices: Sequence[str], environment: MutableMapping[str, str], where: str) -> None:
-    """Let this process see `devices` and no others; called in a rank before TensorFlow can be imported.
+    """Let this process see only `devices`; called in a rank before TensorFlow is imported.
 
-    `devices` are those that Spark or the local launcher gave to the rank. None hides all: a rank without a GPU must
-    not take one that was given to another. The CUDA_VISIBLE_DEVICES that the rank inherits from its executor may list
-    more (an executor serves several tasks); raises ConfigError where it leaves out a device that was given, and for a
-    name that CUDA cannot read.
+    `devices` are those that Spark or the local launcher gave to the rank. An empty sequence hides all: a rank without a
+    GPU must not use one that another rank has. CUDA_VISIBLE_DEVICES of the executor may list more, since an executor
+    runs several tasks. Raises ConfigError if it lacks a given device, and for a name that CUDA cannot read.
     """
     inherited = listed(environment)
     if strange := [name for name in devices if not _DEVICE.fullmatch(name)]:
@@ -99,18 +98,18 @@ def expose(devices: Sequence[str], environment: MutableMapping[str, str], where:
     if inherited is not None and devices:
         _check(devices, inherited, environment[VISIBLE], where)
     elif inherited:
-        print(f"the devices {', '.join(inherited)} of {where} are hidden from this rank: it was given no GPU")
+        print(f"the devices {', '.join(inherited)} of {where} are hidden from this rank, which was given no GPU")
     elif inherited is None and not devices and (idle := len([*NODES.glob("nvidia[0-9]*")])):
         print(f"{where} has {idle} GPUs, and this rank was given none of them: it computes on the CPU (docs/gpu.md)")
     environment[VISIBLE] = ",".join(devices)
     environment.setdefault(ORDER, "PCI_BUS_ID")  # CUDA's own order is by speed; indices here are nvidia-smi's
-    environment.setdefault(GROWTH, "true")  # also for a script of the user's: by default a process takes all memory
+    environment.setdefault(GROWTH, "true")  # also for a user's script: by default a process allocates all memory
 
 
 def _check(devices: Sequence[str], inherited: Sequence[str], value: str, where: str) -> None:
     known = [*inherited]
     if {_kind(name) for name in inherited} != {_kind(name) for name in devices}:
-        # One side by index, the other by UUID: only the host's own list says which is which.
+        # One side has indices, the other UUIDs: only nvidia-smi relates them.
         for gpu in host_gpus():
             if any(name == gpu.index or _same(name, gpu.uuid) for name in inherited):
                 known += [gpu.index, gpu.uuid]
@@ -118,16 +117,16 @@ def _check(devices: Sequence[str], inherited: Sequence[str], value: str, where: 
         raise ConfigError(
             f"{VISIBLE} on {where} contradicts the GPUs that were given to a rank there",
             got=f"given: {', '.join(devices)}; {VISIBLE}={value!r}",
-            allowed=f"every device that Spark gives among those that {VISIBLE} lists, or {VISIBLE} not set",
+            allowed=f"all devices from Spark in {VISIBLE}, or {VISIBLE} not set",
             next_step=f"Unset {VISIBLE} on the executors (spark.executorEnv.{VISIBLE}, the workers' environment), or "
             "have the discovery script (spark.executor.resource.gpu.discoveryScript) list the same devices.",
         )
 
 
 def of_host(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The devices that a process of this host may use: CUDA_VISIBLE_DEVICES where it is set, else all there are.
+    """The devices that a process of this host may use: those of CUDA_VISIBLE_DEVICES if set, else all.
 
-    A driver that does not answer is one logged line: many a host has the tool and no GPU.
+    A driver that does not answer is only logged: many hosts have nvidia-smi and no GPU.
     """
     named = listed(environment)
     if named is not None:
@@ -140,9 +139,9 @@ def of_host(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """One device a rank, in order; with fewer devices than ranks, neighbouring ranks share one. Empty without any.
+    """One device for each rank, in order; with fewer devices than ranks, neighbouring ranks share one.
 
-    A rank never gets two: its model lies on one, the others' memory would be taken for nothing.
+    Each tuple is empty without devices. A rank never gets two: its model uses one, and would only block the other.
     """
     if not devices:
         return [()] * num_ranks
@@ -152,12 +151,12 @@ def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
 
 
 def shares_of_host(environment: Mapping[str, str], num_ranks: int) -> list[tuple[str, ...]]:
-    """The devices of each rank where all ranks are processes of this host; says so where ranks share one."""
+    """The devices of each rank if all ranks are processes of this host; logs a warning if ranks share one."""
     found = of_host(environment)
     if 0 < len(found) < num_ranks:
         log.warning(
-            "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL cannot have two ranks on "
-            "one GPU",
+            "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL does not allow two ranks "
+            "on one GPU",
             num_ranks,
             len(found),
         )
@@ -165,9 +164,9 @@ def shares_of_host(environment: Mapping[str, str], num_ranks: int) -> list[tuple
 
 
 def identity(environment: Mapping[str, str], hostname: str) -> str:
-    """A name for this process's first GPU that no other GPU has: its UUID, else the host's name and its number.
+    """A unique name of this process's first GPU: its UUID, else host name and index.
 
-    A MIG slice goes by the GPU that it is cut from, as for NCCL. Raises ConfigError as `host_gpus` does.
+    For a MIG slice it is the GPU's name, as in NCCL. Raises ConfigError as `host_gpus` does.
     """
     first = (listed(environment) or ("0",))[0]
     found = next((gpu.uuid for gpu in host_gpus() if gpu.holds(first)), None)
@@ -175,7 +174,7 @@ def identity(environment: Mapping[str, str], hostname: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are of one device; CUDA takes the first characters of a UUID for the whole."""
+    """Whether two names mean one device; CUDA accepts the first characters of a UUID."""
     if _kind(one) == _kind(other) == "uuid":
         return one.startswith(other) or other.startswith(one)
     return one == other
@@ -190,5 +189,5 @@ def _unlisted(got: str) -> ConfigError:
         "nvidia-smi cannot list the GPUs of this host",
         got=got[:500],
         allowed="a driver that answers",
-        next_step=f"Mend the driver, or name the devices in {VISIBLE} ('' for none).",
+        next_step=f"Repair the driver, or name the devices in {VISIBLE} ('' for none).",
     )

@@ -1,4 +1,4 @@
-"""Where one rank stands among all ranks of a generation."""
+"""The position of one rank among all ranks of a generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.storage.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's place: its number of `num_ranks`, its number among the ranks of its host, the generation."""
+    """One rank's number, its number among the ranks of its host, and the generation."""
 
     rank: int
     num_ranks: int
@@ -21,7 +21,7 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks or not 0 <= self.rank_of_node < self.ranks_per_node:
             raise ConfigError(
-                "a world that cannot be",
+                "an invalid World",
                 got=repr(self),
                 allowed="0 <= rank < num_ranks and 0 <= rank_of_node < ranks_per_node",
                 next_step="Build it with World.local or World.from_hosts.",
@@ -29,7 +29,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """True on the one rank that reports for all (rank 0)."""
+        """True on the rank that reports for all (rank 0)."""
         return self.rank == 0
 
     @classmethod

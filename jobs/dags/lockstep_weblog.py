@@ -1,11 +1,11 @@
-"""Every night: a web server's log -> dataset -> verified -> trained -> evaluated, each a spark-submit of its own.
+"""Every night: a web server's log -> dataset -> verified -> trained -> evaluated, each step by its own spark-submit.
 
-Put this file (or a link to it) into Airflow's DAG folder. Importing it needs Airflow and its Spark provider, nothing of
+Put this file (or a link to it) into Airflow's DAG folder. Importing it needs Airflow and its Spark provider, but not
 Lockstep; the tasks run on the machine that the connection `spark_default` names, with the spark-submit of the PATH.
 
 Each value comes from the DAG run's params, else from the Airflow Variable `lockstep_NAME`, else from DEFAULTS. A DAG
-run has a folder of its own under `root`; datasets are immutable, so clearing a finished `etl` task is refused by the
-job, while `train` goes on from its last checkpoint when it is tried again.
+run has its own folder in `root`. Datasets are immutable, so the job refuses a finished `etl` task that is cleared;
+`train` resumes from its last checkpoint when it is tried again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOME = Path(__file__).resolve().parents[2]
 
 DEFAULTS = {
     "home": (str(HOME), "the checkout of Lockstep on the machine that runs spark-submit"),
-    "root": ("hdfs:///lockstep/weblog", "where the folder of each DAG run lies"),
+    "root": ("hdfs:///lockstep/weblog", "where the folder of each DAG run is stored"),
     "input": (
         f"{HOME}/data/weblogs/nasa_access_log_1995-07-09.log.gz",
         "a log file or a folder of them, plain or gzip",
@@ -80,7 +80,7 @@ with DAG(
         "etl_logs", timedelta(hours=2),
         "--input", value("input"), "--output", DATASET, "--split", value("split"), "--max-bad", value("max_bad"),
     )  # fmt: skip
-    # A dataset with a wrong byte stays wrong however often it is read.
+    # Reading a damaged dataset again does not help.
     verify = submit("verify", timedelta(hours=1), DATASET, retries=0)
     train = submit(
         "train", timedelta(hours=8),

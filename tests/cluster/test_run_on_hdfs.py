@@ -99,7 +99,7 @@ def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
 
 @pytest.mark.parametrize(
     ("method", "pattern"),
-    [  # all others on a local disk: tests/training/test_take_over.py
+    [  # all others on a local disk: tests/training/driver/test_take_over.py
         ("rename_new", r"/checkpoints/step-0000000010"),
         ("rename_new", r"/\.trash/g0001/"),
     ],

@@ -46,11 +46,11 @@ def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
 def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def tell(name: str, _: object) -> bool:
+    def passes(name: str, _: object) -> bool:
         told.append(name)
         return True
 
-    monkeypatch.setattr(doctor, "tell", tell)
+    monkeypatch.setattr(doctor, "passes", passes)
     assert doctor.main(["--master", "local[2]"]) == 0
     step = next(step for step in steps_of((ROOT / "README.md").read_text("utf-8")) if "jobs.doctor" in step.commands)
     assert step.seen == [f"OK   {name}: ..." for name in told]
@@ -156,9 +156,9 @@ def test_each_line_begins_with_ok_or_fail_and_a_fail_tells_the_next_step(capsys:
     def surprises() -> str:
         raise ZeroDivisionError("by nought\nsecond line")
 
-    assert doctor.tell("good", lambda: "fine")
-    assert not doctor.tell("bad", breaks)
-    assert not doctor.tell("odd", surprises)
+    assert doctor.passes("good", lambda: "fine")
+    assert not doctor.passes("bad", breaks)
+    assert not doctor.passes("odd", surprises)
     assert capsys.readouterr().out.splitlines()[:4] == [
         "OK   good: fine",
         "FAIL bad: it is broken",

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert (config.files, config.arguments) == ((str(good),), ("--all",))
     assert config.limits.stall_s == 600
     for changed, words in (
-        ({"script": str(script)}, "no Python script"),
+        ({"script": str(script)}, "not a Python script"),
         ({"script": str(large)}, "script of up to"),
         ({"num_ranks": 0}, "--num-ranks"),
         ({"max_restarts": -1}, "--max-restarts"),
@@ -216,4 +216,4 @@ def test_a_reader_that_is_gone_is_told_once_and_ends_nothing(capfd: pytest.Captu
         for _ in range(3):
             printer.take(0, ["a"])
             time.sleep(0.02)
-    assert capfd.readouterr().err.count("cannot be printed any more") == 1
+    assert capfd.readouterr().err.count("can no longer be printed") == 1

@@ -58,16 +58,16 @@ def test_lists_are_what_flags_with_commas_are(conf: Path) -> None:
     ("old", "new", "named"),
     [
         ("[evaluate]", "[evaluation]", "tables etl_logs, evaluation, pipeline, train (perhaps `evaluate`)"),
-        ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is no pipeline"),  # two sources of one dataset
+        ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is not a pipeline"),  # two sources of one dataset
         ("num_ranks = 2", "num_ranks = 2\nranks = 2", "(perhaps `num_ranks`)"),
         ("epochs = 1", "epochs = 'many'", "invalid arguments"),
-        ("epochs = 1", "epochs = 0", "`epochs` is invalid"),
+        ("epochs = 1", "epochs = 0", "the training configuration's `epochs` is invalid"),
         ('metric = "auc"', "", "invalid arguments"),
         ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "invalid arguments"),
         ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "invalid arguments"),
         ('name = "log"', 'name = "../log"', "it names a folder"),
         ('name = "log"', 'name = ""', "it names a folder"),
-        ('baseline = "rate:page"', "", "to be held against a baseline"),
+        ('baseline = "rate:page"', "", "there is no baseline to compare"),
         ("[pipeline]", "pipeline = 3\n[other]", "`pipeline`"),
         ("access.log", "absent.log", "absent.log"),
         ("name =", "name", "is not TOML"),
@@ -87,12 +87,11 @@ def test_wrong_configurations_are_refused_before_spark_starts(conf: Path, old: s
 
 def test_two_pipelines_of_one_name_are_refused(conf: Path) -> None:
     Path("other.toml").write_bytes(conf.read_bytes())
-    with pytest.raises(ConfigError, match="two pipelines have one name"):
+    with pytest.raises(ConfigError, match="two pipelines have the same name"):
         pipeline.main(["--config", str(conf), "other.toml"])
 
 
 def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: {"metrics": {"accuracy": 0.5}})
     with pytest.raises(ConfigError, match="no metric `auc`") as caught:
         Pipeline.load(str(conf), "out").run(cast(Any, None))
@@ -115,7 +114,6 @@ def test_the_training_s_launcher_is_the_file_s(
 ) -> None:
     conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
     launches = []
-    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
     monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, take_over: launches.append(type(launch)))
     nothing = {"metrics": {"accuracy": 0.5}}
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)

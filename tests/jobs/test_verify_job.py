@@ -44,7 +44,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_whole(tmp_path: Path, audit:
         shutil.rmtree(directory)
     assert verify.main([run.paths.root]) == 1
     (fault,) = verify.audit_faults(run.paths.root)
-    assert "no checkpoint of" in fault and "none, where the newest claim or result says that there were some" in fault
+    assert "no checkpoint of" in fault and "none, though the newest claim or result shows that there were some" in fault
 
 
 def test_an_audit_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from tests.network.hosts import DRIVER, Hosts
 from training.comm.tls import issue
 from training.control.protocol import new_key
-from training.control.server import ControlServer
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import ControlServer, Handler
+from training.control.task import Limits, RankTask
 from training.launch.process import Order
 from training.launch.supervisor import Supervisor
 from training.world import World

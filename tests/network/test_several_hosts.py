@@ -20,6 +20,7 @@ from tests.network.run_hosts import run_hosts
 from tests.training._ring import run_ring
 from training.comm.hosts import trusted_address
 from training.control.failures import RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_pulled_cable_names_the_rank_behind_it(hosts: Hosts) -> None:
     task = RankTask("tests.network.entries:reduce_for_long", {"comm": TCP, "seconds": 600})
     try:
         with pytest.raises(RankFailedError, match="no heartbeat for 4 s") as caught:
-            run_hosts(hosts, task, NUM_RANKS, limits=limits, handler=handler)
+            run_hosts(hosts, task, NUM_RANKS, limits=limits, handler=Handler(handler))
     finally:
         hosts.set_link(2, up=True)
     assert (caught.value.rank, caught.value.host) == (2, "host-2")

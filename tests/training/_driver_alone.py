@@ -34,10 +34,10 @@ class _Control:
         self._handler = handler
 
     def request(self, kind: str, _within_s: float, **fields: Any) -> dict[str, Any]:
-        return dict(self._handler(0, kind, fields))
+        return dict(self._handler.answer(0, kind, fields))
 
     def notify(self, kind: str, **fields: Any) -> None:
-        self._handler(0, kind, fields)
+        self._handler.answer(0, kind, fields)
 
     def beat(self, step: int, _phase: str) -> None:
         self._handler.on_step(step)

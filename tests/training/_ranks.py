@@ -82,20 +82,7 @@ def hello(context: RankContext) -> dict[str, Any]:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "session": os.getsid(0),
-        "preloaded": preloaded,
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
-
-
-preloaded: list[int] = []
-
-
-def preload() -> None:
-    """What a spare process of a test does while it waits."""
-    preloaded.append(os.getpid())
-    folder = os.environ.get("PRELOAD_FOLDER")
-    if folder:
-        Path(folder, f"spare-{os.getpid()}").write_text(str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
 
 def steps_then_killed(context: RankContext) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from training.comm import Communicator, SoloCommunicator
 from training.comm.tcp.communicator import connect_tcp
 from training.config import TrainConfig
 from training.control.protocol import json_safe
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import Handler
+from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
 from training.exchange.agreement import NonFiniteError
 from training.rank.runtime import set_precision
@@ -47,7 +48,7 @@ class Control:
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
         """The handler's answer."""
         assert self._handler is not None
-        return self._handler(self._rank, kind, json_safe(fields))
+        return self._handler.answer(self._rank, kind, json_safe(fields))
 
     def notify(self, kind: str, **fields: Any) -> None:
         """As `request`, without an answer."""

@@ -18,9 +18,9 @@ def train(context: RankContext) -> dict[str, Any]:
     """
     import hashlib
 
-    from training.rank.runtime import preload
+    from training.rank.runtime import import_tensorflow
 
-    preload()  # as a spare process does: the settings below would be refused if it made a tensor
+    import_tensorflow()  # the settings below would be refused if it made a tensor
     import keras
     import tensorflow as tf
 

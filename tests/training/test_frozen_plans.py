@@ -57,7 +57,7 @@ def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.Ca
     for generation, told in (("g0001", "calibrated now"), ("g0002", "as frozen before")):
         parts = Path(config.run, "logs", generation, "rank-00000").iterdir()
         assert any(told in part.read_text() for part in parts), generation
-    assert "how ranks add up is frozen in" in capfd.readouterr().err
+    assert "the order in which ranks add gradients is frozen in" in capfd.readouterr().err
     # A flipped bit in the plan is told, by the run's verification and by the next start.
     plans[0].write_bytes(plans[0].read_bytes().replace(b'"asked":"auto"', b'"asked":"autp"'))
     assert [finding.path for finding in verify(config.run)] == [f"comm/{plans[0].name}"]

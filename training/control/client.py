@@ -31,7 +31,7 @@ DRIVER = "the driver's control server"
 def open_channel(
     address: tuple[str, int], key: bytes, generation: int, role: Role, rank: int, deadline_s: float
 ) -> Channel:
-    """Connect and prove the key; raises CommunicationError when that has not worked within `deadline_s`."""
+    """Connect and prove the key. Raises CommunicationError when that fails for `deadline_s` seconds."""
     end = time.monotonic() + deadline_s
     while True:
         try:
@@ -44,7 +44,7 @@ def open_channel(
             except BaseException:
                 sock.close()
                 raise
-        except (OSError, ConnectionLostError) as error:  # also a driver that has too many hellos under way
+        except (OSError, ConnectionLostError) as error:  # also a driver that is busy with too many handshakes
             if time.monotonic() + 0.2 > end:
                 raise CommunicationError(
                     f"{DRIVER} at {address[0]}:{address[1]} cannot be reached",
@@ -56,7 +56,7 @@ def open_channel(
 
 
 class ControlClient:
-    """A rank's control channel: heartbeats by a thread of its own, requests with deadlines.
+    """A rank's control channel: a thread sends heartbeats, requests have deadlines.
 
     `host` is the address at which other ranks reach this one. Thread-safe.
     """
@@ -75,19 +75,19 @@ class ControlClient:
         threading.Thread(target=self._beats, name="control-beat", daemon=True).start()
 
     def rendezvous(self, host: str, port: int, deadline_s: float = 120.0) -> list[tuple[str, int]]:
-        """Say where this rank listens; returns every rank's (host, port) once all have said theirs.
+        """Report where this rank listens; returns every rank's (host, port) once all have reported theirs.
 
         A collective: the n-th call of one rank belongs to the n-th call of all. Raises CommunicationError naming the
-        ranks that did not come within `deadline_s`.
+        ranks that are missing after `deadline_s` seconds.
         """
         reply = self.request("rendezvous", deadline_s + 5.0, host=host, port=port, within_s=deadline_s)
         return [(str(host), int(port)) for host, port in reply["table"]]
 
     def beat(self, step: int, phase: str) -> None:
-        """Say where this rank is: optimizer steps done, and a word for what it does.
+        """Record this rank's progress: optimizer steps done, and a word for what it does.
 
-        A new phase, and the first step in it, is told at once by the heartbeats' thread; what follows with the next
-        beat, so that a step costs no message.
+        The heartbeat thread reports a new phase, and the first step in it, at once; later steps go with the next beat,
+        so that a step costs no message.
         """
         news = phase != self.phase or (step != self.step and self.step == self._entered_at)
         if phase != self.phase:
@@ -97,9 +97,9 @@ class ControlClient:
             self._news.set()
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
-        """Ask the driver and wait for its reply.
+        """Send a request to the driver and wait for its reply.
 
-        Raises the driver's error if it refused, CommunicationError when it is gone or silent for `deadline_s`.
+        Raises the driver's error if it refused, CommunicationError if it has ended or is silent for `deadline_s`.
         """
         box: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         with self._lock:
@@ -116,7 +116,7 @@ class ControlClient:
                 f"the driver did not answer the request `{kind}`",
                 got=f"silence for {deadline_s:.0f} s",
                 allowed="an answer",
-                next_step="Look at the driver's log: it or its storage hangs.",
+                next_step="Look at the driver's log: the driver or its storage hangs.",
             ) from None
         finally:
             with self._lock:
@@ -129,16 +129,16 @@ class ControlClient:
         return found
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Tell the driver something that needs no answer; a loss that is not finite arrives as the string "nan"."""
+        """Send the driver a message without an answer; a loss that is not finite arrives as the string "nan"."""
         self.send(Tag.NOTICE, {"kind": kind, "fields": json_safe(fields)})
 
     def give_result(self, result: dict[str, Any]) -> None:
-        """Hand over what the rank's entry returned, of any size; the last word of a rank."""
+        """Send what the rank's entry returned, of any size; a rank's last message."""
         for part in result_parts(result):
             self.send(Tag.RESULT, part)
 
     def send(self, tag: Tag, document: dict[str, Any]) -> None:
-        """Send a frame; each one tells where the rank is."""
+        """Send a frame; each one carries the rank's step and phase."""
         self._channel.send(tag, {"step": self.step, "phase": self.phase, **document})
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class ControlClient:
                     if box is not None:
                         box.put(document)
         except LockstepError:
-            pass  # told to whoever waits or asks next, below
+            pass  # the requests that wait, and later ones, raise it: see below
         finally:
             with self._lock:
                 self.lost.set()
@@ -176,13 +176,16 @@ class ControlClient:
             try:
                 self.send(Tag.BEAT, {})
             except LockstepError:
-                return  # the reading thread sees the same end and tells it
+                return  # the reading thread sees the same end and reports it
             self._news.wait(self._beat_s)
             self._news.clear()
 
 
 class SupervisorClient:
-    """A supervisor's control channel: reports, and the driver's word to stop. Reconnects until `lost_s` have passed."""
+    """A supervisor's control channel: it sends reports and receives the order to stop.
+
+    It reconnects until the driver has been silent for `lost_s` seconds.
+    """
 
     def __init__(self, connect: Callable[[], Channel], lost_s: float) -> None:
         self.stop = threading.Event()
@@ -195,7 +198,7 @@ class SupervisorClient:
         threading.Thread(target=self._read, name="supervisor-read", daemon=True).start()
 
     def report(self, tag: Tag, document: dict[str, Any]) -> bool:
-        """Send one report; False when the driver cannot be reached now (a first report is repeated at reconnection)."""
+        """Send one report; False if the driver cannot be reached now. STARTED is repeated at reconnection."""
         if tag is Tag.STARTED:
             self._hello = (tag, document)
         try:
@@ -237,30 +240,21 @@ class SupervisorClient:
                     time.sleep(min(1.0, self._lost_s / 10))
 
 
-class Line:
-    """Open from its making to `close`. `on_spare()` is called, by the thread that reads, when a spare is asked for.
+class RosterClient:
+    """A supervisor's connection to the driver's roster, which sends orders; open until `close`.
 
     Raises CommunicationError when the driver cannot be reached within `deadline_s`.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        secret: bytes,
-        rank: int,
-        *,
-        deadline_s: float,
-        lost_s: float,
-        on_spare: Callable[[], None],
-    ) -> None:
-        self._secret, self._rank, self._lost_s, self._on_spare = secret, rank, lost_s, on_spare
+    def __init__(self, address: tuple[str, int], secret: bytes, rank: int, *, deadline_s: float, lost_s: float) -> None:
+        self._secret, self._rank, self._lost_s = secret, rank, lost_s
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._channel = open_channel(address, secret, SESSION, Role.SUPERVISOR, rank, deadline_s)
         self._heard_at = time.monotonic()
         threading.Thread(target=self._read, name="orders-read", daemon=True).start()
 
     def next_order(self) -> dict[str, Any] | None:
-        """Wait for the next order; None when none follows: the driver says so, or is gone, or silent for `lost_s`."""
+        """Wait for the next order; None if none follows: the driver says so, has ended, or is silent for `lost_s`."""
         while True:
             left = self._heard_at + self._lost_s - time.monotonic()
             try:
@@ -270,12 +264,12 @@ class Line:
                     return None
 
     def say_idle(self) -> None:
-        """Say that the order is carried out and nothing is left of its rank."""
+        """Report that the order is done and all processes of its rank have ended."""
         with contextlib.suppress(LockstepError):  # the reading thread sees the same end, and no order follows
             self._channel.send(Tag.IDLE, {})
 
     def close(self) -> None:
-        """End the line."""
+        """End the connection."""
         self._channel.close()
 
     def _read(self) -> None:
@@ -285,11 +279,9 @@ class Line:
                 self._heard_at = time.monotonic()
                 if tag is Tag.ORDER:
                     self._orders.put(open_order(self._secret, self._rank, str(document["order"])))
-                elif tag is Tag.SPARE:
-                    self._on_spare()
                 elif tag is Tag.END:
                     return
         except LockstepError:
-            pass  # the driver is gone: as if it had said that nothing follows
+            pass  # the driver has ended: no order follows
         finally:
             self._orders.put(None)

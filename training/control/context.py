@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from training.comm.base import Communicator
     from training.comm.tls import Credentials
 
-JOIN_S = 120.0  # ranks start at the same time; what differs is the import of their modules
+JOIN_S = 120.0  # ranks start at the same time; only the import of their modules takes longer on some
 
 
 class RankContext(AbstractContextManager["RankContext"]):
-    """World, control channel and payload of one rank; `host` is the address other ranks reach it by.
+    """World, control channel and payload of one rank; `host` is the address at which other ranks reach it.
 
-    `payload["comm"]`, where there is one, says how the ranks shall talk: `options` (training.comm.CommOptions as JSON)
-    and `freeze`, whether rank 0 tells the driver a plan that was made now, by the request `comm_plan`.
+    `payload["comm"]`, if present, configures the communicator: `options` (training.comm.CommOptions as JSON), and
+    `freeze`, whether rank 0 sends a newly made plan to the driver by the request `comm_plan`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RankContext(AbstractContextManager["RankContext"]):
         """The ranks' communicator, connected at the first call and closed when the entry returns.
 
         Its collectives wait as long as the launch's stall limit, since a rank may trace or write a checkpoint while
-        others wait. `arena_bytes` is what each rank of a host will allocate in shared memory at most, the same on all
+        others wait. `arena_bytes` is the most that each rank of a host will allocate in shared memory, the same on all
         of them (None: unknown). Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
@@ -56,16 +56,17 @@ class RankContext(AbstractContextManager["RankContext"]):
             self._communicator = joined.communicator
             if joined.calibrated and comm.get("freeze", False) and self.world.is_leader:
                 assert joined.plan is not None
-                # Answered before this rank takes a step, so before there can be a checkpoint that rests on the plan.
+                # The driver answers before this rank makes a step, so before any checkpoint depends on the plan.
                 self.control.request("comm_plan", self._stall_s, plan=joined.plan.to_json())
         return self._communicator
 
     def join(self, options: CommOptions, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Joined:
-        """One more communicator of all ranks, by `options`, which the caller closes. A collective."""
+        """Another communicator of all ranks, configured by `options`; the caller closes it. A collective."""
         from training.comm import join
 
-        place = (self.world, self.control, self._key)
-        return join(*place, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes)
+        return join(
+            self.world, self.control, self._key, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,28 +85,28 @@ _faults: list[Callable[[], BaseException | None]] = []
 
 
 def set_context(context: RankContext) -> None:
-    """Say that this process is a rank; called before its script runs."""
+    """Mark this process as a rank; called before its script runs."""
     global _context
     _context = context
 
 
 def context() -> RankContext | None:
-    """The rank that this process is; None for a script that was started by itself.
+    """This process' rank; None for a script that was started without a launcher.
 
-    Raises ConfigError in a process that a rank has started: it has the rank's environment, but is no rank.
+    Raises ConfigError in a child process of a rank: it has the rank's environment, but is no rank.
     """
     if _context is None and NUM_RANKS in os.environ:
         raise ConfigError(
-            "this process is no rank, but was started by one",
+            "this process is not a rank, but a child of one",
             got=f"{NUM_RANKS}={os.environ[NUM_RANKS]} and no connection to the driver",
             allowed="calls to other ranks from the process that jobs.launch started",
-            next_step=f"Make these calls in the script itself, or unset {NUM_RANKS} for a child that stands alone.",
+            next_step=f"Make these calls in the script itself, or unset {NUM_RANKS} for a child that trains by itself.",
         )
     return _context
 
 
 def communicator() -> Communicator:
-    """The communicator of all ranks, the same at every call; a script that was started by itself is one rank alone.
+    """The communicator of all ranks, the same at every call; a script started without a launcher is a single rank.
 
     A collective at the first call. Raises what `context` does, and CommunicationError for a rank that does not join.
 
@@ -129,10 +130,10 @@ def communicator() -> Communicator:
 
 
 def report_faults_of(look: Callable[[], BaseException | None]) -> None:
-    """Have `look()` asked when the script fails: TensorFlow repeats only the text of an error raised in its graph."""
+    """Register `look()`, called when the script fails: TensorFlow keeps only the text of an error in its graph."""
     _faults.append(look)
 
 
 def fault() -> BaseException | None:
-    """The error of another library that is behind the script's failure, as it was raised."""
+    """The original error of another library that caused the script's failure."""
     return next((found for look in _faults if (found := look()) is not None), None)

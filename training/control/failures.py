@@ -1,4 +1,4 @@
-"""Which rank failed first, and the error that tells it."""
+"""Which rank failed first, and the error that reports it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from lockstep.storage.errors import CommunicationError, LockstepError, StorageEr
 from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING, is_final
 from training.control.task import Limits
 
-# How native code ends a process. Arrow aborts over some Parquet footers that were forged together with their digests.
+# How native code ends a process. Arrow aborts on some Parquet footers that were forged together with their digests.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _LOOK_AT_DATA = (
-    " Native code ended it, as it may over forged bytes: `python -m jobs.verify DATASET` tells whether a shard is at"
-    " fault, and which."
+    " Native code ended it, which forged bytes can cause: `python -m jobs.verify DATASET` names a shard that is at"
+    " fault."
 )
-_WAIT_LONGER = " Where hosts pause or swap for so long, jobs.train --heartbeat-limit gives them more."
+_WAIT_LONGER = " If hosts pause or swap for that long, raise jobs.train --heartbeat-limit."
 
 
 class Weight(IntEnum):
-    """How likely a failure is the cause of the others around it; the smallest one is told."""
+    """How likely a failure caused the others; the smallest one is reported."""
 
-    FINAL = 0  # the call or the data is at fault: a restart would meet it again
-    ENDED = 1  # killed, or ended without a word
+    FINAL = 0  # the configuration or the data is at fault: a restart would fail again
+    ENDED = 1  # killed, or ended without a report
     RAISED = 2
-    LOST = 3  # its connection broke, and nobody has said why yet
+    LOST = 3  # its connection broke, for a reason not known yet
     SILENT = 4
     CONSEQUENCE = 5  # it lost another rank
 
 
 @dataclass
 class Marks:
-    """When a rank came to what (monotonic seconds), from its start to its first step: what a restart's time went to."""
+    """When a rank reached each phase up to its first step, in monotonic seconds: where a restart's time went."""
 
     started_at: float | None = None
-    """Its process was there."""
+    """Its process was started."""
     phases: list[tuple[str, float]] = field(default_factory=list)
     first_step_at: float | None = None
 
@@ -60,12 +60,12 @@ class RankState:
     exit_code: int | None = None
     result: dict[str, object] | None = None
     result_parts: list[str] = field(default_factory=list)
-    """Of a result that has not come whole."""
+    """Of a result that has not arrived completely."""
     tail: list[str] = field(default_factory=list)
     marks: Marks = field(default_factory=Marks)
 
     def moves_to(self, step: int, phase: str, now: float) -> bool:
-        """Take down where the rank says that it is; True at its first step, which is a step within a phase."""
+        """Record the progress that the rank reports; True at its first step, which is a step within a phase."""
         if step == self.step and phase == self.phase:
             return False
         first = False
@@ -84,38 +84,38 @@ class RankState:
 
     @property
     def heard_out(self) -> bool:
-        """Whether all that it sent has been read: its supervisor's word of its end may be read before its own."""
+        """Whether all that it sent has been read: its supervisor's EXIT may arrive before its own last frame."""
         return self.joined_at is None or self.lost_at is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that went wrong: the rank, the reason in words, how it weighs."""
+    """The failure of one rank: the reason in words, and its weight."""
 
     state: RankState
     reason: str
     weight: Weight
     advice: str = ""
-    """What to do about it in training, where that can be told."""
+    """What to do about it in a training run, if known."""
 
 
 class LauncherError(TrainingFailedError):
-    """What holds the ranks (a Spark stage, a supervisor) failed; each rank's own failure says more, if there is one."""
+    """A Spark stage or a supervisor failed; the failure of a rank, if there is one, says more."""
 
 
 class LauncherGoneError(LauncherError):
-    """Nothing is left that could hold ranks: to launch again in this process is of no use."""
+    """Spark's Java process has ended, so this process cannot launch ranks again."""
 
 
 class MemoryKillError(LauncherError):
-    """An executor was killed, and its ranks with it, for the memory that it held."""
+    """An executor was killed for its memory, and its ranks with it."""
 
 
 class RankFailedError(TrainingFailedError):
-    """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
+    """A rank ended without its result; the text names rank, host, step and phase, then its last log lines."""
 
     def __init__(self, failure: Failure, num_ranks: int, *, alike: bool = False) -> None:
-        """`alike`: every rank has raised this before its first step (see `all_alike`)."""
+        """`alike`: every rank raised this before its first step (see `all_alike`)."""
         state = failure.state
         of_script = state.phase in (SCRIPT, HOROVOD)
         then = f"; a run resumes from its last checkpoint.{failure.advice}"
@@ -125,7 +125,9 @@ class RankFailedError(TrainingFailedError):
             f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
-            next_step=("Read its last log lines below" if state.tail else "See whether its host is overloaded or gone")
+            next_step=(
+                "Read its last log lines below" if state.tail else "Check whether its host is overloaded or gone"
+            )
             + ("." if of_script else then),
         )
         self.alike = alike
@@ -133,14 +135,14 @@ class RankFailedError(TrainingFailedError):
         self.tail = list(state.tail)
 
     def __str__(self) -> str:
-        lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none has arrived)"
+        lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none arrived)"
         return f"{super().__str__()}\n  last {len(self.tail)} log lines of rank {self.rank}:\n{lines}"
 
 
 def all_alike(states: Sequence[RankState]) -> bool:
-    """Whether every rank has raised the same, class and message, before its first step.
+    """Whether every rank raised the same error, by class and message, before its first step.
 
-    Not of a storage or a connection: these may be well again when ranks are started again.
+    Errors of a storage or a connection do not count: a restart may succeed.
     """
     errors = [state.error for state in states if state.marks.first_step_at is None]
     return len(errors) == len(states) and all(
@@ -163,21 +165,21 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return Failure(state, exit_words(state.exit_code), Weight.ENDED, advice)
     if state.result is not None:
         return None
-    # Before it has joined too: its supervisor looks at it, and the start limit may be far.
+    # Also before it has joined: its supervisor sees it, and the start limit may be far off.
     if state.lost_at is None and state.stopped_at is not None and now - state.stopped_at > limits.stopped_s:
         return Failure(state, f"its process has been stopped by a signal for {limits.stopped_s:.0f} s", Weight.SILENT)
     if state.joined_at is None:
         if now - started > limits.start_s:
-            return Failure(state, f"it did not come within {limits.start_s:.0f} s of the start", Weight.SILENT)
+            return Failure(state, f"it did not connect within {limits.start_s:.0f} s of the start", Weight.SILENT)
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
-    # Importing TensorFlow and loading kernels hold the interpreter for tens of seconds on a busy machine: the limit
-    # is then that of the start.
+    # Importing TensorFlow and loading kernels block the interpreter for tens of seconds on a busy machine: the start
+    # limit applies then.
     starting = state.phase in (STARTING, OPENING) and now - started <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
         return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT, _WAIT_LONGER)
-    # A script's own output is progress; one that never calls other ranks keeps nobody waiting.
+    # A script's own output is progress; a script that never calls other ranks blocks none of them.
     if state.phase != SCRIPT and now - max(state.moved_at, state.spoke_at) > limits.stall_s:
         return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)
     return None

@@ -1,13 +1,13 @@
 """Authenticated frames between the driver and its ranks.
 
-Hello (fixed sizes, so that a stranger can make nobody allocate):
+Handshake (fixed sizes, so that a stranger cannot cause an allocation):
 
     driver -> peer   magic 8 | nonce 32
     peer -> driver   magic 8 | generation u32 | role u8 | rank u32 | nonce 32 | HMAC-SHA256 32
     driver -> peer   HMAC-SHA256 32
 
 Both prove the key of the generation over both nonces; each direction then has a key derived from them, so that a frame
-of another connection, direction or place in the order is refused:
+of another connection, direction or position in the sequence is refused:
 
     length u32 | tag u8 | sequence u64 | body (JSON, UTF-8) | HMAC-SHA256 32 over all before it
 """
@@ -34,7 +34,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 HELLO = struct.Struct(">8sIBI32s32s")  # magic, generation, role, rank, nonce, proof
 HEADER = struct.Struct(">IBQ")  # body length, tag, sequence
-MAX_BODY_BYTES = 4 << 20  # the largest true body is a part of a result
+MAX_BODY_BYTES = 4 << 20  # the largest valid body is a part of a result
 HELLO_DEADLINE_S = 10.0
 
 
@@ -47,15 +47,15 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-STARTING = "start"  # a rank's phase until it says what it does
+STARTING = "start"  # a rank's phase until it reports another
 OPENING = "open the dataset"  # after that; it loads compiled kernels
-SCRIPT = "script"  # a user's script that has called no other rank: it makes no steps, and may be silent for hours
+SCRIPT = "script"  # a user's script that has not called other ranks: it makes no steps, and may be silent for hours
 HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
-SESSION = 0  # in place of a generation, in the hello of a supervisor that stays through several
+SESSION = 0  # in place of a generation, in the handshake of a supervisor with the roster
 
 
 class Role(IntEnum):
-    """Who speaks: the rank itself or the supervisor that started it."""
+    """The kind of peer: a rank, or the supervisor that started it."""
 
     RANK = 1
     SUPERVISOR = 2
@@ -74,12 +74,11 @@ class Tag(IntEnum):
     EXIT = 8  # supervisor -> driver: exit code, last log lines
     STOP = 9  # driver -> supervisor: end your rank
     PING = 10  # driver -> supervisor: the driver lives
-    OUTPUT = 11  # supervisor -> driver: lines that its rank has printed
+    OUTPUT = 11  # supervisor -> driver: lines that its rank printed
     STOPPED = 12  # supervisor -> driver: whether its rank's process is stopped by a signal
-    ORDER = 13  # driver -> supervisor that stays: a sealed order for one generation
-    IDLE = 14  # supervisor that stays -> driver: that order is carried out, nothing is left of its rank
-    SPARE = 15  # driver -> supervisor that stays: start the process that waits for the next generation
-    END = 16  # driver -> supervisor that stays: no order follows
+    ORDER = 13  # roster -> supervisor: a sealed order for one generation
+    IDLE = 14  # supervisor -> roster: the order is done, all processes of its rank have ended
+    END = 15  # roster -> supervisor: no order follows
 
 
 class Channel:
@@ -92,7 +91,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, tag: Tag, document: dict[str, Any]) -> None:
-        """Send one frame. Raises CommunicationError when the peer is gone or takes nothing for long."""
+        """Send one frame. Raises CommunicationError when the peer has ended or does not read for long."""
         body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         if len(body) > MAX_BODY_BYTES:
             raise CommunicationError(
@@ -143,12 +142,12 @@ class Channel:
             f"a control frame from {self.whom} was refused",
             got=got,
             allowed=allowed,
-            next_step="If nobody tampered with the network, ranks and driver run different versions.",
+            next_step="Ship one version to ranks and driver; if they have one, someone tampers with the network.",
         )
 
 
 def try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
-    """`channel.send`, where the peer may be gone: the thread that reads from this channel sees the same end."""
+    """`channel.send` to a peer that may have ended: the thread that reads from this channel sees the same end."""
     with contextlib.suppress(CommunicationError):
         channel.send(tag, document)
 
@@ -168,14 +167,15 @@ def read_exactly(sock: socket.socket, count: int, whom: str) -> bytes:
 
 
 def greet(sock: socket.socket, key: bytes, generation: int, num_ranks: int, whom: str) -> tuple[Role, int, Channel]:
-    """The driver's half of the hello: who came, and the channel to it. Raises CommunicationError for a stranger."""
+    """The driver's half of the handshake: role and rank of the peer, and a channel. Raises CommunicationError for a
+    stranger."""
     sock.settimeout(HELLO_DEADLINE_S)
     ours = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(MAGIC + ours)
     hello = read_exactly(sock, HELLO.size, whom)
     magic, their_generation, role, rank, theirs, proof = HELLO.unpack(hello)
     claim = HELLO.pack(magic, their_generation, role, rank, theirs, b"")[:-MAC_BYTES]
-    # The proof is looked at first: what an unproven hello says is not worth a message of its own, except in the log.
+    # The proof is checked first: an unproven handshake says nothing that could be trusted.
     if magic != MAGIC or not hmac.compare_digest(proof, _mac(key, b"peer", ours, claim)):
         raise _stranger(whom, f"no proof of the key (it says generation {their_generation})", generation)
     if their_generation != generation or rank >= num_ranks or role not in (Role.RANK, Role.SUPERVISOR):
@@ -187,7 +187,7 @@ def greet(sock: socket.socket, key: bytes, generation: int, num_ranks: int, whom
 
 
 def present(sock: socket.socket, key: bytes, generation: int, role: Role, rank: int, whom: str) -> Channel:
-    """A rank's or supervisor's half of the hello. Raises CommunicationError when `whom` does not know the key."""
+    """A rank's or supervisor's half of the handshake. Raises CommunicationError when `whom` does not know the key."""
     sock.settimeout(HELLO_DEADLINE_S)
     greeting = read_exactly(sock, len(MAGIC) + NONCE_BYTES, whom)
     magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
@@ -217,10 +217,10 @@ def _gone(whom: str, error: OSError | None) -> ConnectionLostError:
 
 def _stranger(whom: str, got: str, generation: int) -> CommunicationError:
     return CommunicationError(
-        f"{whom} is not of this generation and was refused",
+        f"{whom} does not belong to this generation and was refused",
         got=got,
         allowed=f"a proof of the key of generation {generation}",
-        next_step="Nothing, if it is a left-over of an earlier generation; else see who connects to this port.",
+        next_step="Nothing, if it remains from an earlier generation; else find out what connects to this port.",
     )
 
 
@@ -230,7 +230,7 @@ RESULT_PART_CHARS = 512 << 10  # all ASCII, in a frame two bytes each at the mos
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """The class and four parts of an error of ours; any other error becomes a LockstepError naming its class."""
+    """The class and four parts of a LockstepError; any other error becomes a LockstepError naming its class."""
     if not isinstance(error, LockstepError):
         first = (str(error).strip() or repr(error)).splitlines()[0][:MAX_PART_CHARS]
         return {"class": "LockstepError", "parts": [f"{type(error).__name__}: {first}", "", "", ""], "more": {}}
@@ -253,7 +253,7 @@ def error_from_json(document: Mapping[str, Any]) -> LockstepError:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with what JSON cannot hold, infinities and NaN, as the strings "inf", "-inf" and "nan"."""
+    """`value` with infinities and NaN, which JSON cannot hold, as the strings "inf", "-inf" and "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -264,8 +264,8 @@ def json_safe(value: Any) -> Any:
 
 
 def result_parts(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a rank's entry returned, as documents for one frame each: the samples that a run leaves over may be as many
-    as a global batch has.
+    """What a rank's entry returned, as documents for one frame each: it may list as many left-over samples as a global
+    batch has.
     """
     text = json.dumps(json_safe(result), allow_nan=False)
     for start in range(0, len(text), RESULT_PART_CHARS):
@@ -274,5 +274,5 @@ def result_parts(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def is_final(error: BaseException) -> bool:
-    """True for an error that a restart cannot mend: the call or the data is at fault."""
+    """True for an error that a restart cannot fix: the configuration or the data is at fault."""
     return isinstance(error, ConfigError | DataError)

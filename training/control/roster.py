@@ -1,4 +1,4 @@
-"""The driver's end of supervisors that stay: who is there, who waits for an order."""
+"""The supervisors of a session, as the driver sees them: which are connected, which wait for an order."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.door import Door
+from training.control.listener import Listener
 from training.control.protocol import SESSION, Channel, Role, Tag, try_send
 
+log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
 NONCE_BYTES = 12
 
 
 def seal_order(secret: bytes, rank: int, order: dict[str, Any]) -> str:
-    """`order` as text that only the supervisor of `rank` can read. Equal orders give different texts."""
+    """`order` as text that only the supervisor of `rank` can read. Equal orders become different texts."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # 60 ms that no rank needs to pay
 
     nonce = os.urandom(NONCE_BYTES)
-    # Compressed, since a script of a MiB must fit into a frame; nobody else chooses a part of what lies beside secrets.
+    # Compressed, since a script of a MiB must fit into a frame. That leaks nothing: no attacker chooses a part of what
+    # is compressed together with the secrets.
     plain = zlib.compress(json.dumps(order, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass"))
     return base64.b64encode(nonce + AESGCM(_key(secret, rank)).encrypt(nonce, plain, None)).decode()
 
@@ -48,14 +51,10 @@ def _key(secret: bytes, rank: int) -> bytes:
     return hmac.digest(secret, b"orders of the supervisor of rank %d" % rank, "sha256")
 
 
-log = logging.getLogger(__name__)
-PING_EVERY_S = 2.0
-
-
 class Roster:
-    """One line to each supervisor of a session; thread-safe. `on_lost(rank)` is called when a line has broken.
+    """One connection to each supervisor of a session; thread-safe. `on_lost(rank)` is called when one breaks.
 
-    A line that breaks is not taken up again: what its supervisor has begun goes on to its end, and no more is begun.
+    A broken connection is not replaced: its supervisor finishes the order that it has, and gets no other.
     """
 
     def __init__(self, secret: bytes, num_ranks: int, bind_host: str, on_lost: Callable[[int], None]) -> None:
@@ -63,17 +62,17 @@ class Roster:
         self._lines: dict[int, Channel] = {}
         self._came: set[int] = set()
         self._idle: set[int] = set()
-        self._orders: dict[int, dict[str, object]] = {}  # not handed out yet
+        self._orders: dict[int, dict[str, object]] = {}  # not sent yet
         self._closed = False
         self._changed = threading.Condition()
-        self._door = Door(bind_host, secret, SESSION, num_ranks, self._serve)
-        self.port = self._door.port
+        self._listener = Listener(bind_host, secret, SESSION, num_ranks, self._serve)
+        self.port = self._listener.port
         threading.Thread(target=self._ping, name="roster-ping", daemon=True).start()
 
     def give(self, orders: Sequence[dict[str, object]]) -> None:
-        """Hand each supervisor its order, by rank; one that has yet to come gets it when it does.
+        """Send each supervisor its order, by rank; one that is not connected yet gets it when it connects.
 
-        One that is lost by now is told by `on_lost` once more: it will never take its order.
+        `on_lost` is called again for each supervisor that is lost by now, since it will never take its order.
         """
         with self._changed:
             self._orders = dict(enumerate(orders))
@@ -84,31 +83,24 @@ class Roster:
         for rank, line in ready.items():
             self._hand_out(rank, line)
 
-    def ask_for_spares(self) -> None:
-        """Have every supervisor start the process that waits for the next generation."""
-        with self._changed:
-            lines = list(self._lines.values())
-        for line in lines:
-            try_send(line, Tag.SPARE, {})
-
     def whole(self, wait_s: float) -> bool:
-        """Whether all supervisors are there and wait for an order, at the latest after `wait_s`."""
+        """Whether all supervisors wait for an order, after at most `wait_s` seconds."""
         everyone = set(range(self._num_ranks))
         with self._changed:
             self._changed.wait_for(lambda: self._idle == everyone or self._gone(), wait_s)
             return self._idle == everyone and not self._gone()
 
     def close(self) -> None:
-        """Tell all supervisors that nothing follows; they end when their ranks have."""
+        """Send all supervisors the end of orders; they end after their ranks."""
         with self._changed:
             self._closed = True
             lines = list(self._lines.values())
         for line in lines:
             try_send(line, Tag.END, {})
-        self._door.close()
+        self._listener.close()
 
     def gone(self) -> set[int]:
-        """The ranks whose supervisors were there and are lost."""
+        """The ranks whose supervisors were connected and are lost."""
         with self._changed:
             return self._gone()
 
@@ -133,7 +125,7 @@ class Roster:
                 self._idle.add(rank)
                 self._changed.notify_all()
         if refused:
-            log.warning("refused a second line of %s", line.whom)
+            log.warning("refused a second connection of %s", line.whom)
             line.close()
             return
         if closed:
@@ -159,7 +151,7 @@ class Roster:
                 self._on_lost(rank)
 
     def _ping(self) -> None:
-        while self._door.open:
+        while self._listener.open:
             with self._changed:
                 lines = list(self._lines.values())
             for line in lines:

@@ -1,4 +1,4 @@
-"""The driver's control server: who is there, what they ask, whether they live."""
+"""The driver's control server: it answers ranks and watches whether they live."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.door import Door
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, all_alike, failure_of
+from training.control.listener import Listener
 from training.control.protocol import (
     HOROVOD,
     SCRIPT,
@@ -25,11 +25,51 @@ from training.control.protocol import (
     is_final,
     try_send,
 )
-from training.control.task import Handler, Limits
+from training.control.task import Limits
+
+log = logging.getLogger(__name__)
+PING_EVERY_S = 2.0
+SETTLE_S = 1.0  # neighbours of a dead rank sometimes report first: wait for the cause
+SAME_S = 3.0  # before the first step all ranks may raise the same error: a mistake in a user's model
+UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
+EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
+Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
+"""answer(rank, kind, fields) -> reply."""
+
+
+class Handler:
+    """The driver's side of one generation. Its methods are called by several threads.
+
+    This one answers by a function, if it has one, and ignores all else; others override the methods.
+    """
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self._answer = answer
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a rank's request; for a notice it is dropped. What it raises ends the launch."""
+        if self._answer is None:
+            raise CommunicationError(
+                f"rank {rank} asked for `{kind}`, which this launch does not serve",
+                got=kind,
+                allowed="rendezvous",
+                next_step="Give the launcher a handler.",
+            )
+        return self._answer(rank, kind, fields)
+
+    def on_step(self, step: int) -> None:
+        """Rank 0 has made its step `step`."""
+
+    def on_output(self, rank: int, lines: list[str]) -> None:
+        """A rank of a task with `stream` has printed these lines."""
+
+    def overtaken(self) -> BaseException | None:
+        """The error with which the launch must end, since another driver has taken over; asked every 0.2 s."""
+        return None
 
 
 class Rendezvous:
-    """Rounds of meetings: the n-th call of a rank belongs to the n-th round."""
+    """Ranks exchange addresses in rounds: the n-th call of a rank belongs to the n-th round."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -63,21 +103,21 @@ class Rendezvous:
             return [table[r] for r in range(self._num_ranks)]
 
     def abort(self, reason: str) -> None:
-        """Wake all who wait, with an error."""
+        """Wake all waiting ranks with an error."""
         with self._changed:
             self._aborted = reason
             self._changed.notify_all()
 
 
 class Answers:
-    """Of one generation; `fault(error)` is told what the handler has raised. Thread-safe where the handler is."""
+    """The replies of one generation; `fault(error)` gets what the handler raises. Thread-safe if the handler is."""
 
-    def __init__(self, handler: Handler | None, num_ranks: int, fault: Callable[[BaseException], None]) -> None:
+    def __init__(self, handler: Handler, num_ranks: int, fault: Callable[[BaseException], None]) -> None:
         self._handler, self._fault = handler, fault
         self._rendezvous = Rendezvous(num_ranks)
 
     def reply(self, rank: int, channel: Channel, document: dict[str, Any]) -> None:
-        """Answer one request, however long that takes; an error is told to the rank."""
+        """Answer one request, however long that takes; an error is sent to the rank."""
         kind, fields = str(document["kind"]), dict(document["fields"])
         answer: dict[str, Any] = {"id": int(document["id"])}
         try:
@@ -87,36 +127,21 @@ class Answers:
                 answer["reply"] = {"table": table}
             else:
                 answer["reply"] = self.handle(rank, kind, fields)
-        except Exception as error:  # told to the rank; the driver's own faults also end the launch, in `handle`
+        except Exception as error:  # sent to the rank; a fault of the driver also ends the launch, in `handle`
             answer["error"] = error_to_json(error)
         try_send(channel, Tag.REPLY, answer)
 
     def handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """What the handler says. What it raises is raised, and ends the launch."""
+        """The handler's answer. An error that it raises ends the launch too."""
         try:
-            if self._handler is None:
-                raise CommunicationError(
-                    f"rank {rank} asked for `{kind}`, which this launch does not serve",
-                    got=kind,
-                    allowed="rendezvous",
-                    next_step="Give the launcher a handler.",
-                )
-            return self._handler(rank, kind, fields)
+            return self._handler.answer(rank, kind, fields)
         except Exception as error:
             self._fault(error)
             raise
 
     def abort(self, reason: str) -> None:
-        """Wake all who wait for other ranks, with an error."""
+        """Wake all ranks that wait for others, with an error."""
         self._rendezvous.abort(reason)
-
-
-log = logging.getLogger(__name__)
-PING_EVERY_S = 2.0
-SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
-SAME_S = 3.0  # before the first step others may come to the same error: a user's model that raises on all ranks
-UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
-TELL_S = 10.0  # for a supervisor that is there to tell how its rank ended: it waits for the rank's last lines
 
 
 class ControlServer:
@@ -133,22 +158,20 @@ class ControlServer:
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> None:
         self._limits = limits
-        self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
+        self._handler = handler or Handler()
         self._on_steps = on_steps  # called once, when every rank has made a step
-        self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
-        self._overtaken: Callable[[], BaseException | None] | None = getattr(handler, "overtaken", None)
         self._states = [RankState(rank) for rank in range(num_ranks)]
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
         self._changed = threading.Condition()
-        self._answers = Answers(handler, num_ranks, self._fault_of_handler)
+        self._answers = Answers(self._handler, num_ranks, self._fault_of_handler)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
         self._started = time.monotonic()
         self.failed_at: float | None = None
         """When the failure that ended the launch was first seen (monotonic seconds)."""
-        self._door = Door(bind_host, key, generation, num_ranks, self._serve)
-        self.port = self._door.port
+        self._listener = Listener(bind_host, key, generation, num_ranks, self._serve)
+        self.port = self._listener.port
         threading.Thread(target=self._ping, name="control-ping", daemon=True).start()
 
     def __enter__(self) -> ControlServer:
@@ -158,24 +181,24 @@ class ControlServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop("the launch ended" if error is None else str(error))
-        self._door.close()
+        self._listener.close()
         with self._changed:
             channels = [*self._ranks.values(), *self._supervisors.values()]
         for channel in channels:
             channel.close()
 
     def started(self, rank: int) -> bool:
-        """Whether the supervisor of `rank` has said that the rank's process is there."""
+        """Whether the supervisor of `rank` has reported that its process was started."""
         with self._changed:
             return self._states[rank].marks.started_at is not None
 
     def all_ended(self) -> bool:
-        """Whether every supervisor has told the end of its rank."""
+        """Whether every supervisor has reported the end of its rank."""
         with self._changed:
             return all(state.ended for state in self._states)
 
     def fail(self, error: BaseException) -> None:
-        """End the launch with an error of the driver's own side; `wait` raises it."""
+        """End the launch with an error of the driver; `wait` raises it."""
         with self._changed:
             self._fault = self._fault or error
             self._changed.notify_all()
@@ -184,17 +207,17 @@ class ControlServer:
         """Wait for every rank's result, in order of rank.
 
         Raises the error of the rank that failed first: the same ConfigError or DataError if the rank raised one,
-        else RankFailedError; or the error of the driver's own side. All ranks are stopped by then.
+        else RankFailedError; or an error of the driver. All ranks are stopped by then.
         """
         done_at: float | None = None  # all have given their results
         with self._changed:
             while True:
                 now = time.monotonic()
-                if self._fault is None and self._overtaken is not None:
-                    self._fault = self._overtaken()  # ranks that do well serve a driver that another one has replaced
+                if self._fault is None:
+                    self._fault = self._handler.overtaken()
                 failures = self._failures(now)
                 if self._fault is None and not failures:
-                    # All is well, or well again: a silent rank was heard before anything was done.
+                    # No failure, or none any more: a silent rank was heard again before anything was done.
                     self.failed_at = None
                 elif self.failed_at is None:
                     self.failed_at = now
@@ -204,13 +227,13 @@ class ControlServer:
                     break
                 if self.failed_at is None and all(s.result is not None for s in self._states):
                     done_at = now if done_at is None else done_at
-                    # The word of a rank's end may be lost with a connection; what is left of it is ended in `stop`.
+                    # The report of a rank's end may be lost with a connection; `stop` ends its remaining processes.
                     if now - done_at > self._limits.lost_s or all(s.ended for s in self._states):
                         return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         self.stop(first.reason if first else str(self._fault))
-        # A lost executor ends its rank and the launcher's stage: the rank's own story says more than the stage's.
+        # A lost executor ends its rank and the launcher's stage: the rank's own error says more than the stage's.
         if self._fault is not None and (first is None or not isinstance(self._fault, LauncherError)):
             raise self._fault
         assert first is not None
@@ -219,9 +242,9 @@ class ControlServer:
         raise RankFailedError(first, len(self._states), alike=all_alike(self._states)) from first.state.error
 
     def stop(self, reason: str) -> None:
-        """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s).
+        """Order every supervisor to end its rank, and wait until all have reported its end (grace and 5 s).
 
-        Once is enough: a host that the network has lost answers a second call no more than the first.
+        A second call does nothing: a host that is cut off from the network would not answer it either.
         """
         self._answers.abort(reason)
         with self._changed:
@@ -234,7 +257,7 @@ class ControlServer:
                 try_send(channel, Tag.STOP, {"reason": reason[:1000]})
         end = time.monotonic() + self._limits.grace_s + 5.0
         with self._changed:
-            # A supervisor whose connection is lost is not waited for: its host is gone, and its rank with it.
+            # Supervisors whose connection is lost are not waited for: their hosts are gone, and their ranks with them.
             while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
                 self._changed.wait(0.2)
 
@@ -247,13 +270,13 @@ class ControlServer:
         return [failure for failure in found if failure is not None]
 
     def _settle_s(self, failures: Sequence[Failure]) -> float:
-        """For how long after the first failure another one may still be heard that explains it."""
+        """How long after the first failure another one may still arrive that explains it."""
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         began = any(state.marks.first_step_at for state in self._states)
         if first is not None and first.weight is Weight.RAISED and not began and first.state.phase not in UNCOUNTED:
             return SAME_S
-        untold = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
-        return TELL_S if untold and self._fault is None else SETTLE_S
+        unexplained = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
+        return EXIT_REPORT_S if unexplained and self._fault is None else SETTLE_S
 
     def _serve(self, role: Role, rank: int, channel: Channel) -> None:
         if role is Role.RANK:
@@ -277,7 +300,7 @@ class ControlServer:
         except CommunicationError as error:
             if state.result is None and not self._stopping:
                 log.info("%s", str(error).replace("\n", ";"))
-        except Exception as error:  # a frame of the right key and the wrong content: end the launch, not just a thread
+        except Exception as error:  # a frame with the right key and wrong content: end the launch, not only this thread
             self.fail(error)
         finally:
             with self._changed:
@@ -293,8 +316,8 @@ class ControlServer:
             first = state.moves_to(step, str(document["phase"]), state.beat_at)
             if first and self._on_steps is not None and all(other.marks.first_step_at for other in self._states):
                 threading.Thread(target=self._on_steps, args=(tuple(self._states),), daemon=True).start()
-            if moved and state.rank == 0 and self._on_step is not None:
-                self._on_step(step)
+            if moved and state.rank == 0:
+                self._handler.on_step(step)
             if tag is Tag.RESULT:
                 state.result_parts.append(str(document["part"]))
                 if not document["more"]:
@@ -307,7 +330,7 @@ class ControlServer:
         if tag is Tag.NOTICE:
             self._answers.handle(state.rank, str(document["kind"]), dict(document["fields"]))
         elif tag is Tag.REQUEST:
-            # A thread of its own: a request may wait for all ranks while this rank's heartbeats go on.
+            # In its own thread: a request may wait for all ranks while this rank's heartbeats continue.
             threading.Thread(target=self._answers.reply, args=(state.rank, channel, document), daemon=True).start()
 
     def _serve_supervisor(self, rank: int, channel: Channel) -> None:
@@ -322,8 +345,8 @@ class ControlServer:
         try:
             while True:
                 tag, document = channel.receive()
-                if tag is Tag.OUTPUT and self._on_output is not None:
-                    self._on_output(rank, [str(line) for line in document["lines"]])
+                if tag is Tag.OUTPUT:
+                    self._handler.on_output(rank, [str(line) for line in document["lines"]])
                 with self._changed:
                     if tag is Tag.OUTPUT:
                         state.spoke_at = time.monotonic()
@@ -337,7 +360,7 @@ class ControlServer:
                         state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]
                     self._changed.notify_all()
         except CommunicationError:
-            pass  # it may reconnect; if it is gone for good, so is its rank, whose own connection tells
+            pass  # it may reconnect; if not, its rank ends too, and its own connection shows that
         finally:
             with self._changed:
                 if self._supervisors.get(rank) is channel:
@@ -346,7 +369,7 @@ class ControlServer:
             channel.close()
 
     def _ping(self) -> None:
-        while self._door.open:
+        while self._listener.open:
             with self._changed:
                 channels = [c for r, c in self._supervisors.items() if not self._states[r].ended]
             for channel in channels:

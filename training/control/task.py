@@ -1,18 +1,17 @@
-"""What a rank is asked to do, and the deadlines it is watched by."""
+"""The task of a rank, its deadlines, and how its processes are marked."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.storage.errors import require
+import psutil
 
-Handler = Callable[[int, str, dict[str, Any]], dict[str, Any]]
-"""The driver's answer to a rank: handler(rank, kind, fields) -> reply; what it returns for a notice is dropped."""
+from lockstep.storage.errors import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +21,21 @@ class RankTask:
     entry: str
     """`module:function`, called with a RankContext, returning a JSON-able dict."""
     payload: dict[str, Any] = field(default_factory=dict)
-    """JSON object that the entry finds in `context.payload`; no secrets."""
+    """JSON object, the entry's `context.payload`; holds no secrets."""
     hadoop: dict[str, str] = field(default_factory=dict)
     """The driver's fs.* and dfs.* settings, set in each rank before the entry is called."""
     logs: str | None = None
-    """URL of a directory for the ranks' logs; None keeps only the last lines, in memory."""
+    """URL of a directory for the ranks' logs; None keeps only the last lines in memory."""
     stream: bool = False
-    """Whether each line that a rank prints goes to the driver, for its handler's `on_output(rank, lines)`."""
+    """Whether each line that a rank prints is sent to the driver's `Handler.on_output`."""
     tls: bool = False
     """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
-    preload: str | None = None
-    """`module:function` that a spare process calls, without arguments, while it waits for the next generation's order:
-    it imports what the entry needs. None: no spare processes."""
 
     def __post_init__(self) -> None:
-        for name in (self.entry, self.preload):
-            module, _, function = ("none:none" if name is None else name).partition(":")
-            right, next_step = bool(module) and function.isidentifier(), "Name the function that each rank shall call."
-            require(right, "a rank's entry", repr(name), "module:function", next_step)
-        json.dumps(self.payload, allow_nan=False)  # a payload that is no JSON fails here, not in a far rank
+        module, _, function = self.entry.partition(":")
+        right, next_step = bool(module) and function.isidentifier(), "Name the function that each rank calls."
+        require(right, "a rank's entry", repr(self.entry), "module:function", next_step)
+        json.dumps(self.payload, allow_nan=False)  # a payload that is not JSON fails here, not in a remote rank
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -57,24 +52,32 @@ class Limits:
     """Deadlines of a launch, in seconds."""
 
     start_s: float = 300.0
-    """A rank that has not said hello so long after the start is absent."""
+    """A rank that has not connected so long after the start is absent."""
     stall_s: float = 600.0
-    """A rank whose step and phase stay the same for so long is stalled."""
+    """A rank whose step and phase do not change for so long is stalled."""
     beat_s: float = 1.0
     """Between two heartbeats of a rank."""
     silent_s: float = 10.0
-    """A rank without a heartbeat for so long is lost; one that imports or opens the dataset is given `start_s`."""
+    """A rank without a heartbeat for so long is lost; while it imports or opens the dataset, `start_s` applies."""
     stopped_s: float = 5.0
-    """A rank whose process is stopped by a signal (SIGSTOP) for so long is frozen, whatever it was doing."""
+    """A rank whose process is stopped by a signal (SIGSTOP) for so long has failed, in any phase."""
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     lost_s: float = 30.0
-    """A supervisor without the driver for so long kills its rank."""
+    """A supervisor that does not hear the driver for so long kills its rank."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False  # it has ended
 
 
 MARK = "LOCKSTEP_PROCESS"
 
 
 def scratch_folder(mark: str) -> str:
-    """Where the rank with this mark keeps its temporary files, if it keeps any; its supervisor removes the folder."""
+    """The folder for temporary files of the rank with this mark, if it has any; its supervisor removes it."""
     return os.path.join(tempfile.gettempdir(), f"lockstep-rank-{mark}")

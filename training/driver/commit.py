@@ -1,4 +1,4 @@
-"""Commits: ranks upload and report, the driver writes the manifest and renames."""
+"""Commits of checkpoints: ranks upload and report, the driver writes the manifest and renames (decision 081)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
 from training.config import Keep, check_metric
+from training.control.server import Handler
 from training.driver.retention import MetricValues, empty_trash, retire
 from training.launch.executors import ExecutorMemory
 from training.run import notes
@@ -29,16 +30,17 @@ from training.run.metrics import PartWriter
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
+METRICS_LOOK_S = 1.0
 FORMAT_VERSION = 2  # of checkpoints: see training.run.checkpoint
 MODEL_FORMAT_VERSION = 1
 
 
 def _nothing() -> None:
-    """The default between manifest and rename; tests hold a driver there."""
+    """The default of `before_rename`; tests pause a driver there."""
 
 
 class CommitHandler:
-    """Commits of one generation; its methods are called by the control server's threads, one for each rank."""
+    """Commits of one generation; the control server's threads call its methods, one for each rank."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class CommitHandler:
         before_rename: Callable[[], None] = _nothing,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        """`confirm` raises SupersededError where this driver must delete nothing more; None: by the claims alone."""
+        """`confirm` raises SupersededError when this driver must delete nothing more; None reads only the claims."""
         self.tip = claim.parent
         self._fs, self._paths, self._claim, self._plan = fs, paths, claim, plan
         self._staging = paths.staging(claim.generation, claim.nonce)
@@ -65,16 +67,16 @@ class CommitHandler:
         self._changed = threading.Condition()
 
     def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """One rank's report: {step, files, tensors, audit, state}. Returns when all have reported and it is committed.
+        """Take a rank's report: {step, files, tensors, audit, state}. Returns when all ranks' checkpoint is committed.
 
-        Raises CommunicationError naming the ranks that did not report in time, or the error of the commit.
+        Raises CommunicationError naming ranks that did not report in time, or the error of the commit.
         """
         step, end = int(fields["step"]), time.monotonic() + self._deadline_s
         with self._changed:
             if self.tip is not None and self.tip.step == step:
-                return {"committed": True}  # the end of a run that was resumed at its end
+                return {"committed": True}  # a run that was resumed at its end
             if self._failed is not None:
-                raise self._failed  # a rank that is slow to end must not complete what the driver has given up
+                raise self._failed  # a late rank must not complete a checkpoint that the driver has given up
             reports = self._reports.setdefault(step, {})
             reports[rank] = fields
             last = len(reports) == self._claim.num_ranks
@@ -89,7 +91,7 @@ class CommitHandler:
             finally:
                 with self._changed:
                     self._busy = False
-                    self._reports.pop(step)  # a run has thousands of checkpoints, and each may have a MiB of reports
+                    self._reports.pop(step)  # each of thousands of checkpoints may have a MiB of reports
                     self._changed.notify_all()
             return {"committed": True}
         with self._changed:
@@ -100,14 +102,14 @@ class CommitHandler:
                     absent = ", ".join(str(r) for r in range(self._claim.num_ranks) if r not in reports)
                     raise CommunicationError(
                         f"the checkpoint of step {step} was not committed within {self._deadline_s:.0f} s",
-                        got=f"no report of rank {absent}" if absent else "a storage that takes longer",
+                        got=f"no report of rank {absent}" if absent else "a slower storage",
                         allowed="reports of all ranks",
                         next_step="Look at the log of those ranks.",
                     )
         return {"committed": True}
 
     def model(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's final export: {files}. Publishes models/gNNNN; returns when it has its name."""
+        """Publish rank 0's final export, {files}, as models/gNNNN."""
         staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
         files = _files([fields], staged)
         manifest = {
@@ -122,13 +124,13 @@ class CommitHandler:
         return {"committed": True, "model": target}
 
     def abort(self, error: LockstepError) -> None:
-        """Wake the ranks' waiting threads with an error."""
+        """Wake the waiting threads of ranks with an error."""
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()
 
     def close(self, wait_s: float) -> None:
-        """Wait for a commit that is under way; one that takes longer becomes an orphan of its generation."""
+        """Wait for a running commit; one that takes longer becomes an orphan of its generation."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, wait_s)
 
@@ -138,7 +140,7 @@ class CommitHandler:
                 f"a checkpoint of step {step} does not follow {self.tip}",
                 got=f"step {step}",
                 allowed=f"a step above {self.tip.step}",
-                next_step="Look at the ranks' logs: they went back.",
+                next_step="Look at the ranks' logs: they repeated steps.",
             )
         generation = self._claim.generation
         staged = staged_checkpoint(self._staging, step)
@@ -164,7 +166,7 @@ class CommitHandler:
         state = manifest["state"]
         if not state.get("in_epoch", True):
             check_metric(self._keep.best, state["metrics"])
-        # What the commits before this one have moved there: whoever reads a checkpoint has an interval to end.
+        # Delete what earlier commits moved there: a process that reads such a checkpoint had an interval to finish.
         empty_trash(self._fs, self._paths, generation, self._confirm)
         retire(self._fs, self._paths, generation, self._keep, self._values)
 
@@ -175,16 +177,16 @@ class CommitHandler:
         write_file(self._fs, join(staged, MANIFEST_NAME), sealed)
         self._fs.mkdirs(target.rpartition("/")[0])
         self._before_rename()
-        # What was written before this look is swept away by a newer claimant, so a driver that is stopped after it
-        # renames nothing: see training.driver.retention.drop_stagings.
+        # A newer claimant sweeps away what was written before this check, so a driver that is paused after it has
+        # nothing to rename: see training.driver.retention.drop_stagings.
         check_newest(self._fs, self._paths, self._claim.generation)
         try:
             publish_directory(self._fs, staged, target)
             where = join(target, MANIFEST_NAME)
             unseal(self._fs.read_bytes(where), where)
         finally:
-            # A driver that was held before the rename has left an orphan, or found its uploads swept away: either way
-            # it must not go on to retention or a result.
+            # A driver that was paused before the rename has left an orphan, or found its uploads swept away: it must
+            # not continue with retention or a result.
             check_newest(self._fs, self._paths, self._claim.generation)
 
     def _audits(self, reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -193,7 +195,7 @@ class CommitHandler:
             path = safe_relative(file["path"], where=self._paths.root)
             url, found[path] = join(self._paths.root, path), _digest(file)
             if self._fs.stat(url).size_bytes != found[path]["bytes"]:
-                raise CorruptionError("an audit file is not what its rank reported", file=url, got="another length")
+                raise CorruptionError("an audit file differs from its rank's report", file=url, got="another length")
         return found
 
     def _check_uploads(self, staged: str, files: dict[str, dict[str, Any]]) -> None:
@@ -204,7 +206,7 @@ class CommitHandler:
         for name, info in files.items():
             if there.get(name) != info["bytes"]:
                 raise CorruptionError(
-                    "a rank's upload is not what it reported",
+                    "a rank's upload differs from its report",
                     file=join(staged, name),
                     got=f"{there.get(name, 'no')} bytes",
                     allowed=f"{info['bytes']} bytes",
@@ -217,7 +219,7 @@ def _files(reports: Iterable[dict[str, Any]], where: str) -> dict[str, dict[str,
         for file in report["files"]:
             name = safe_relative(file["name"], where=where)
             if name in files:
-                raise CorruptionError("two ranks uploaded a file of one name", file=join(where, name))
+                raise CorruptionError("two ranks uploaded files of the same name", file=join(where, name))
             files[name] = _digest(file)
     return files
 
@@ -226,11 +228,8 @@ def _digest(file: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
 
 
-LOOK_EVERY_S = 1.0
-
-
-class RunHandler:
-    """Called by the control server: `handler(rank, kind, fields)`; used as a context manager around the launch."""
+class RunHandler(Handler):
+    """The driver's side of one generation of a run; used as a context manager around the launch."""
 
     def __init__(
         self,
@@ -242,13 +241,13 @@ class RunHandler:
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
     ) -> None:
-        """`memory`: what an executor has for its ranks, where that is enforced; rank 0 says what a rank takes."""
-        self.commits, self._memory = commits, memory
-        self.overtaken = overtaken  # asked by the control server: the error with which the launch must end
+        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs."""
+        super().__init__()
+        self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
         self._note = ""
-        self._doubted: set[str] = set()  # what has been said of the numbers
+        self._doubted: set[str] = set()  # metrics that a note was printed about
         self._bar = threading.Lock()
         self._ended = threading.Event()
         self._uploader = threading.Thread(target=self._upload, name="metrics-upload", daemon=True)
@@ -265,8 +264,12 @@ class RunHandler:
         self._uploader.join()
         self._metrics.try_flush()
 
-    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Answer one request or take one notice; an unknown kind raises CommunicationError."""
+    def overtaken(self) -> LockstepError | None:
+        """The error with which the launch must end."""
+        return self._overtaken()
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request or take one notice. Raises CommunicationError for an unknown kind."""
         if kind == "restore":
             return {
                 "checkpoint": self._tip.url if self._tip else None,
@@ -276,7 +279,7 @@ class RunHandler:
                 "parent": self._claim.parent.to_json() if self._claim.parent else None,
             }
         if kind == "checkpoint":
-            if rank == 0:  # before its report, so before the commit: nobody makes these steps again
+            if rank == 0:  # before its report, so before the commit, after which these steps are never repeated
                 self._metrics.try_flush()
             return self.commits.checkpoint(rank, fields)
         if kind == "model":
@@ -292,17 +295,17 @@ class RunHandler:
         if kind == "comm_plan":
             fs = filesystem(self._paths.root)
             url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
-            print(f"how ranks add up is frozen in {url}", file=sys.stderr, flush=True)
+            print(f"the order in which ranks add gradients is frozen in {url}", file=sys.stderr, flush=True)
             return {}
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
             allowed="restore, checkpoint, metrics, model, comm_plan, memory",
-            next_step="Ranks and driver run different versions; ship one.",
+            next_step="Ship one version to ranks and driver.",
         )
 
     def on_step(self, step: int) -> None:
-        """Show that rank 0 has done so many steps."""
+        """Show rank 0's steps in the progress bar."""
         with self._bar:
             self._progress.set(step, self._note)
 
@@ -316,12 +319,12 @@ class RunHandler:
                 self._note = f"loss {loss:.4f}"
 
     def _doubt(self, row: dict[str, Any]) -> None:
-        """Say once what puts the numbers of an epoch in doubt."""
+        """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""
         fresh = {name: value for name, value in row["metrics"].items() if name not in self._doubted}
         found = notes.of_metrics(fresh, f"the metrics of epoch {row['epoch'] + 1}")
         self._doubted |= {name for name in fresh if notes.of_metrics({name: fresh[name]}, "")}
         if "class_counts" not in self._doubted:
-            found += notes.of_classes(row.get("class_counts"), "what is trained on")
+            found += notes.of_classes(row.get("class_counts"), "the training data")
         self._doubted.add("class_counts")
         notes.show(found)
 
@@ -329,5 +332,5 @@ class RunHandler:
         check_newest(filesystem(self._paths.root), self._paths, self._claim.generation)
 
     def _upload(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
+        while not self._ended.wait(METRICS_LOOK_S):
             self._metrics.flush_if_due()

@@ -1,9 +1,9 @@
-"""A driver's right to its run, by the lease and by the claims, and what a new driver takes away from older ones.
+"""A driver's ownership of its run, by lease and claims, and how a new driver disarms older ones (decision 081).
 
-HDFS has no compare-and-swap: a driver that is stopped between its last look and a rename renames when it wakes. So
-whoever publishes writes under a temporary name (or into its generation's staging directory) first, looks then, and
-renames last; and whoever takes over claims first and removes those sources then. A rename that is still to come finds
-nothing, one that came before the removal also came before the new driver looked at the run.
+HDFS has no compare-and-swap: a driver that is paused between its last check and a rename still renames when it resumes.
+So a driver publishes in three steps: it writes under a temporary name (or into its generation's staging directory),
+checks, and renames. A driver that takes over claims first, and then removes those sources. A later rename of the older
+driver finds nothing; an earlier one happened before the new driver looked at the run.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ from training.run.paths import RunPaths, generation_of
 log = logging.getLogger(__name__)
 REWRITE_EVERY_S = 5.0
 WATCH_S = 15.0
-LOOK_EVERY_S = 0.5
+LEASE_LOOK_S = 0.5
 
 
 def _nothing() -> None:
-    """The default of what else is looked at."""
+    """The default of `look`."""
 
 
 class Lease:
-    """Held from `with` to its end; entering raises ConfigError when another driver's counter moves.
+    """The file lease.json, held within `with`; entering raises ConfigError when another driver's counter moves.
 
-    A closed lease, and one whose driver ran on this host and is dead, is taken at once; any other is watched for
-    `watch_s` seconds, or with `take_over` not at all. Each taker counts the `turn` up by one, so that two drivers which
-    see each other's lease agree on who came later: that one rewrites it, and the other is overtaken and ends.
+    A closed lease, and one whose driver ran on this host and is dead, is taken at once. Any other is watched for
+    `watch_s` seconds, or with `take_over` not at all. Each taker increments `turn`, so that two drivers that see each
+    other's lease agree on which came later: that one rewrites it, and the other one ends.
 
-    `look` is called each time the lease is rewritten, and raises SupersededError where something else tells of a newer
-    driver.
+    `look` is called each time the lease is rewritten; it raises SupersededError for other signs of a newer driver.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Lease:
         self._turn = self._counter = 0
         self._lost: SupersededError | None = None
         self._ended = threading.Event()
-        self._io = threading.Lock()  # between `sweep` and our own temporary files
+        self._io = threading.Lock()  # keeps `sweep` from our own temporary files
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
@@ -82,7 +81,7 @@ class Lease:
         self._turn = _turn_of(found) + 1
         try:
             self._write(closed=False, confirm=partial(self._check_same, found))
-        except NotFoundError:  # swept away by a driver that has begun since
+        except NotFoundError:  # a driver that started since has swept it away
             raise self._at_work(self._read() or {}) from None
         self._thread.start()
         return self
@@ -95,29 +94,29 @@ class Lease:
         try:
             document = self._read()
             if document is None or document.get("nonce") == self._nonce:
-                self._write(closed=True, confirm=self.stand)
+                self._write(closed=True, confirm=self.check_held)
         except LockstepError as failure:
             log.warning("the lease is left open: %s", failure.what)  # the next driver watches it for a while
 
     @property
     def lost(self) -> SupersededError | None:
-        """Why this driver must end: another one has taken the run over; None while it has not, as far as was heard."""
+        """The error with which this driver must end; None while no newer driver is known."""
         return self._lost
 
-    def stand(self) -> None:
-        """Read the lease; raise SupersededError where it is a later taker's."""
+    def check_held(self) -> None:
+        """Read the lease; raise SupersededError if a later driver holds it."""
         if self._lost is not None:
             raise self._lost
         document = self._read()
-        # An earlier taker's, written by a driver that was stopped in the middle of its call, is written over.
+        # A lease of an earlier taker, which was paused in the middle of its write, is overwritten.
         if document is not None and (_turn_of(document), str(document.get("nonce"))) > (self._turn, self._nonce):
             whom = f"process {document.get('pid')} on {document.get('host')}"
             raise superseded(parent(self._url), f"{self._url}, rewritten by {whom}")
 
     def sweep(self) -> None:
-        """Delete what older drivers that were stopped would still rename into the lease's directory.
+        """Delete temporary files that paused older drivers would still rename into the lease's directory.
 
-        To be called when they have lost the right to do so: after the claim.
+        Call it after the claim, when they have lost the right to do so.
         """
         with self._io:
             sweep_temporaries(self._fs, parent(self._url))
@@ -133,7 +132,7 @@ class Lease:
         now: dict[str, Any] | None = first
         end = time.monotonic() + self._watch_s
         while time.monotonic() < end:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LEASE_LOOK_S)
             now = self._read()
             if now is None or now.get("closed"):
                 break
@@ -142,30 +141,30 @@ class Lease:
         return now
 
     def _check_same(self, found: dict[str, Any] | None) -> None:
-        """Raise ConfigError where another driver has taken the lease since it was found free."""
+        """Raise ConfigError if another driver has taken the lease since it was found free."""
         now = self._read()
         if now is not None and now.get("nonce") != (found or {}).get("nonce"):
             raise self._at_work(now)
 
     def _at_work(self, lease: dict[str, Any]) -> ConfigError:
         return ConfigError(
-            "another driver is at work on this run",
+            "another driver is working on this run",
             got=f"{self._url} is rewritten by process {lease.get('pid')} on {lease.get('host')}",
             allowed="one driver at a time",
-            next_step="Wait for it to end, or stop it and start again; with --take-over this call goes on in its "
-            "place, and that driver ends.",
+            next_step="Wait for it to end, or stop it and start again; with --take-over this call replaces it, and "
+            "that driver ends.",
         )
 
     def _keep(self) -> None:
         while not self._ended.wait(self._every_s):
             try:
                 self._look()
-                self._write(closed=False, confirm=self.stand)
+                self._write(closed=False, confirm=self.check_held)
             except SupersededError as error:
-                self._lost = error  # nothing is written any more: two drivers must not fight over a sign
+                self._lost = error  # write no more: two drivers must not overwrite each other's lease
                 return
             except NotFoundError:
-                continue  # a later taker has swept it away while this process was stopped: looked at next time
+                continue  # a later taker swept it away while this process was paused: checked next time
             except LockstepError as error:
                 log.warning("the lease was not rewritten: %s", error.what)
 
@@ -173,7 +172,7 @@ class Lease:
         try:
             document = json.loads(self._fs.read_bytes(self._url))
         except (NotFoundError, ValueError, RecursionError):
-            return None  # no JSON is no living driver
+            return None  # no living driver writes anything but JSON
         return document if isinstance(document, dict) else None
 
     def _write(self, *, closed: bool, confirm: Callable[[], None]) -> None:
@@ -207,7 +206,7 @@ def _surely_dead(lease: dict[str, Any]) -> bool:
 
 
 def _boot_id() -> str | None:
-    # Of this boot and this process name space: in two containers of one host the same number is two processes.
+    # Includes the PID namespace: in two containers of one host, the same PID means two processes.
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -223,9 +222,10 @@ def _start_time(pid: int) -> str | None:
     return status.rpartition(")")[2].split()[19]
 
 
-class Standing:
-    """Held from `with` to its end. Entering raises what Lease raises; leaving with an error of which a newer driver is
-    the cause raises SupersededError in its place.
+class Ownership:
+    """Lease and claims of one driver, held within `with`.
+
+    Entering raises what Lease raises. Leaving with an error that a newer driver caused raises SupersededError instead.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Standing:
         self._newest: int | None = None
         self._claiming = False
 
-    def __enter__(self) -> Standing:
+    def __enter__(self) -> Ownership:
         self._lease.__enter__()
         self._newest = newest_claimed(self._fs, self._paths)
         return self
@@ -252,36 +252,36 @@ class Standing:
     ) -> None:
         try:
             if isinstance(error, LockstepError) and not isinstance(error, SupersededError | StorageError):
-                self.confirm()  # what a newer driver has swept away is missing here, which is no fault of its own
-        except StorageError as away:  # the run ends by its own error, which may well be the storage's too
-            log.warning("whether another driver has taken the run over was not told: %s", away.what)
+                self.confirm()  # files that a newer driver has swept away look like an error of this one
+        except StorageError as away:  # the run ends with its own error, which the storage may have caused too
+            log.warning("cannot find out whether another driver has taken the run over: %s", away.what)
         finally:
             self._lease.__exit__(kind, error, trace)
 
     def overtaken(self) -> SupersededError | None:
-        """The error with which this driver must end, once its lease has told of a newer one."""
+        """The error with which this driver must end, once its lease shows a newer one."""
         return self._lease.lost
 
     def confirm(self) -> None:
-        """Read lease and claims; raises SupersededError where either tells of a newer driver."""
-        self._lease.stand()
+        """Read lease and claims; raises SupersededError if either shows a newer driver."""
+        self._lease.check_held()
         self._check_claims()
 
     def claim(self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim | None:
         """Claim the next generation, which starts from `parent`.
 
-        None where a driver that this one has overtaken has just claimed it: what to start from is then to be looked
-        up again. Raises SupersededError where this driver is the one that was overtaken.
+        None if a driver that this one has overtaken has just claimed it: the caller then looks up the tip again. Raises
+        SupersededError if this driver is the one that was overtaken.
         """
-        self._lease.stand()  # after the newest claim was looked up: whoever claims later is told by its number
+        self._lease.check_held()  # after the look-up of the newest claim: a later claim shows by its number
         self._claiming = True
         try:
             claim = claim_next(self._fs, self._paths, parent, epochs=epochs, num_ranks=num_ranks, after=self._newest)
             self._newest = claim.generation
         except SupersededError:
             if not self._fs.exists(self._paths.lease):
-                raise  # nothing tells which of the two came later
-            self._lease.stand()
+                raise  # without a lease, it is unknown which of the two came later
+            self._lease.check_held()
             self._newest = newest_claimed(self._fs, self._paths)
             return None
         finally:
@@ -289,7 +289,7 @@ class Standing:
         return claim
 
     def sweep(self) -> None:
-        """Remove what drivers of older generations have prepared and not published. To be called after the claim."""
+        """Remove what drivers of older generations have staged and not published. Call it after the claim."""
         self._lease.sweep()
         for directory in (self._paths.results, self._paths.comm_plans):
             sweep_temporaries(self._fs, directory)
@@ -305,7 +305,7 @@ class Standing:
         try:
             check_newest(self._fs, self._paths, known)
         except SupersededError:
-            # The lease's thread may look while this driver claims: then the newer claim may be its own.
+            # The lease's thread may check while this driver claims: the newer claim may be its own.
             if not self._claiming and self._newest == known:
                 raise
 

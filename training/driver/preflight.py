@@ -1,24 +1,21 @@
-"""What a driver checks before it starts ranks: the dataset, the plan, and how near ranks are to the blocks they
-read.
-"""
+"""What a driver checks before it starts ranks: the dataset, the plan and the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
-from lockstep.storage.files.interface import Blocks, FileSystem
+from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.urls import join, split_url
+from lockstep.storage.urls import absolute, split_url
 from training.batches.augmenting import augmentation_of, check_mixup
 from training.config import TrainConfig, lane_groups
-from training.launch.placement import MOST_SHARDS, Near, bytes_near
 from training.models import check_name, scales_learning_rate
 from training.plan.datasets import held_out, open_mixture, open_parts, split_of
-from training.plan.epoch_plan import EpochPlan
 from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from training.plan.make_plan import make_plan
 from training.plan.mixture import Plan
@@ -26,11 +23,11 @@ from training.reading.open import load_encoder
 from training.run.paths import RunPaths
 from training.run.result import RunResult, find_result
 from training.run.run_json import check_run
-from training.run.weights_source import weights_at
+from training.run.weights_source import check_weights
 
 
 def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
-    """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
+    """The plan of `config` over the dataset. Raises ConfigError if lanes, groups and ranks do not fit together."""
     _check_learning_rate(config)
     groups = lane_groups(config)
     plan = make_plan(
@@ -58,61 +55,90 @@ def _check_learning_rate(config: TrainConfig) -> None:
     scaled = config.learning_rate_scaling != "none" and config.learning_rate is None
     if scaled or config.warm_up_epochs:
         raise ConfigError(
-            f"the model {config.model} scales its learning rate and warms up by itself",
+            f"the model {config.model} has its own learning-rate scaling and warm-up",
             got="--warm-up-epochs" if config.warm_up_epochs else "--learning-rate-scaling without --learning-rate",
-            allowed="its own, or --learning-rate with a rule of scaling",
-            next_step="Leave these flags out, or say --learning-rate.",
+            allowed="none of these flags, or --learning-rate with --learning-rate-scaling",
+            next_step="Leave these flags out, or give --learning-rate.",
         )
 
 
 def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:
-    """Raise ConfigError where a rank's rows are not equal micro-batches: a mean of unequal means would be wrong."""
+    """Raise ConfigError unless a rank's rows form equal micro-batches: a mean of unequal means would be wrong."""
     rows = [plan.rows(rank, config.num_ranks, groups) for rank in range(config.num_ranks)]
     if any(count % config.micro_batches for count in rows):
         common = math.gcd(*rows)
         raise ConfigError(
-            f"a rank's rows are no {config.micro_batches} equal micro-batches",
+            f"a rank's rows do not divide into {config.micro_batches} equal micro-batches",
             got=f"--micro-batches {config.micro_batches}, ranks of {min(rows)} to {max(rows)} rows",
             allowed=f"divisors of {common}",
             next_step=f"Use --micro-batches {largest_divisor(common, config.micro_batches)} or another --global-batch.",
         )
 
 
-def near_ranks(config: TrainConfig, num_ranks: int, blocks_of: Callable[[str], Blocks]) -> Near | None:
-    """Of each rank, how many bytes of its first epoch lie on which host.
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run that may be started, and what was opened and planned to check it."""
 
-    None where that cannot be told: the data lie on no HDFS, are a mixture, or have more than MOST_SHARDS shards.
+    config: TrainConfig
+    """With absolute URLs."""
+    manifest: DatasetManifest
+    plan: Plan
+    finished: RunResult | None
+    """The result of a run that has ended already."""
+
+
+def preflight(config: TrainConfig) -> CheckedRun:
+    """Check a run before anything is started or written.
+
+    Raises ConfigError for a configuration that does not fit the dataset, the model or the run; DataError for a dataset
+    or run whose bytes are wrong.
     """
-    if config.mix is not None or any(split_url(url)[0] not in ("hdfs", "webhdfs") for url in config.datasets):
-        return None
-    parts, manifest = open_parts(config.datasets, config.split)
-    plan = plan_for(manifest, config)
-    shards = manifest.splits[config.split].shards
-    if not isinstance(plan, EpochPlan) or len(shards) > MOST_SHARDS:
-        return None
-    urls = [join(part.url, shard.path) for part in parts for shard in part.manifest.splits[part.split].shards]
-    return bytes_near(plan, urls, [shard.bytes for shard in shards], num_ranks, lane_groups(config), blocks_of)
+    config = replace(
+        config,
+        datasets=tuple(map(absolute, config.datasets)),
+        run=absolute(config.run),
+        init_from=None if config.init_from is None else absolute(config.init_from),
+    )
+    manifest, _, plan = open_and_plan(config)
+    plan.steps(config.epochs)
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    finished = finished_result(fs, paths, config) if check_run(fs, paths, config, plan) else None
+    if config.init_from is not None and not fs.exists(paths.run_json):
+        check_weights(config.init_from)
+    return CheckedRun(config, manifest, plan, finished)
 
 
-def check(config: TrainConfig) -> RunResult | None:
-    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
+def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
+    """`preflight` where all URLs are local; else None, since other file systems may need Spark's settings.
 
-    Other file systems may need Spark's settings, so there `train` itself tells.
+    The model's name is checked in both cases.
     """
     check_name(config.model, here=config.launcher == "local")
-    if all(map(_is_local, config.datasets)):
-        plan = plan_for(open_dataset(config)[0], config)
-        plan.steps(config.epochs)
-        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
-            return finished_result(filesystem(config.run), RunPaths(config.run), config)
-        if config.init_from is not None and _is_local(config.init_from) and _is_local(config.run):
-            weights_at(config.init_from)
-    return None
+    urls = (*config.datasets, config.run, config.init_from or config.run)
+    return preflight(config) if all(map(_is_local, urls)) else None
+
+
+class PlannedData(NamedTuple):
+    """The training data, opened and planned."""
+
+    manifest: DatasetManifest
+    encoder: Encoder
+    plan: Plan
+
+
+def open_and_plan(config: TrainConfig) -> PlannedData:
+    """`open_dataset` and `plan_for`, which the augmentation is checked against too."""
+    manifest, encoder = open_dataset(config)
+    plan = plan_for(manifest, config)
+    if config.augment:
+        augmentation_of(config, plan, encoder.signature)
+    return PlannedData(manifest, encoder, plan)
 
 
 def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
-    """Manifest and encoder of what is trained on; what its ranks would refuse in it is refused here: one fold of three,
-    images to skip or to augment where there are none.
+    """Manifest and encoder of the training data.
+
+    Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
     open_them = open_parts if config.mix is None else open_mixture
     parts, manifest = open_them(config.datasets, config.split)
@@ -121,13 +147,11 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
     if config.bad_images == "skip":
         encoder.skipping_bad_images()
-    if config.augment:
-        augmentation_of(config, plan_for(manifest, config), encoder.signature)
     return manifest, encoder
 
 
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
-    """The result that counts, where it is of as many epochs as are asked for."""
+    """The result that counts, if it has as many epochs as the configuration."""
     done = find_result(fs, paths)
     if done is None or int(done["epochs"]) < config.epochs:
         return None

@@ -1,9 +1,9 @@
-"""What becomes of checkpoints that are no longer needed.
+"""Deletion of checkpoints that are no longer needed (decision 081).
 
-A driver that was stopped may resume in the middle of a deletion and take what its successor starts from. So a
-checkpoint goes in three steps, and only what no successor uses is deleted: retention moves it into the trash of its own
-generation; at a later commit, lease and claims are asked once more, and it is renamed to what nobody takes for a
-checkpoint; that is deleted. A later claimant does the same outside its own chain (docs/decisions/081-one-driver.md).
+A paused driver may resume in the middle of a deletion and delete what its successor starts from. So a checkpoint is
+deleted in three steps: retention moves it into the trash of the driver's generation; at a later commit, the driver
+reads lease and claims again and gives it a name that is not a checkpoint's; then it deletes that. A later claimant does
+the same with checkpoints outside its own chain.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from training.run.checkpoint import read_manifest
 from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
 from training.run.paths import RunPaths, checkpoint_of, generation_of
 
-
-def metric_of(state: dict[str, Any], metric: str) -> float | None:
-    """A metric in a checkpoint's state: of the epoch that it ends; None within an epoch and for what is not finite."""
-    value = None if state.get("in_epoch", True) else state.get("metrics", {}).get(metric)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 log = logging.getLogger(__name__)
 _SWEPT = "swept-"
 
 
+def metric_of(state: dict[str, Any], metric: str) -> float | None:
+    """A metric of the epoch that a checkpoint ends; None within an epoch, and for a value that is not finite."""
+    value = None if state.get("in_epoch", True) else state.get("metrics", {}).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
 class MetricValues:
-    """The metric that `best` of a rule names, of each checkpoint; each manifest is read once."""
+    """The metric of `Keep.best`, by checkpoint; each manifest is read once."""
 
     def __init__(self, keep: Keep) -> None:
         found = BEST.fullmatch(keep.best) if keep.best is not None else None
@@ -43,23 +42,23 @@ class MetricValues:
         self._known: dict[CheckpointRef, float | None] = {}
 
     def of(self, ref: CheckpointRef, url: str) -> float | None:
-        """The metric of the checkpoint at `url`; None of one within an epoch, and of one that cannot be read."""
+        """The metric of the checkpoint at `url`; None for one within an epoch, and for one that cannot be read."""
         if self._metric is None:
             return None
         if ref not in self._known:
             try:
                 self._known[ref] = metric_of(read_manifest(url)["state"], self._metric)
             except (DataError, NotFoundError) as error:
-                log.warning("checkpoint %s is not judged by %s: %s", ref, self._metric, error.what)
+                log.warning("checkpoint %s is not compared by %s: %s", ref, self._metric, error.what)
                 return None
         return self._known[ref]
 
 
 def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values: MetricValues | None = None) -> None:
-    """Move the checkpoints of the chain that `keep` does not name into this generation's trash.
+    """Move checkpoints of the chain that `keep` does not select into this generation's trash.
 
-    `values` are those that are known from an earlier call. Raises SupersededError where a newer generation is claimed:
-    what may go is its business then.
+    `values` keeps metrics from earlier calls. Raises SupersededError if a newer generation is claimed, which then
+    decides what is deleted.
     """
     urls = _committed(fs, paths)
     chain = lineage(read_claims(fs, paths), urls)
@@ -71,10 +70,10 @@ def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values:
 
 
 def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Callable[[], None]) -> None:
-    """Delete what this generation has moved into its trash: it lies outside the set that retention keeps.
+    """Delete the trash of this generation, which retention does not keep.
 
-    `confirm` is called before each checkpoint: it raises SupersededError where lease or claims are a newer driver's. A
-    driver that takes over holds the lease before it looks up its tip, so what it finds there is not deleted later.
+    `confirm` is called before each checkpoint; it raises SupersededError if lease or claims belong to a newer driver. A
+    driver that takes over holds the lease before it looks up its tip, so the tip that it finds is not deleted later.
     """
     for name in _names(fs, paths.trash(generation)):
         confirm()
@@ -84,19 +83,19 @@ def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Calla
 def take_over(
     fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep
 ) -> Checkpoint | None:
-    """A new claimant's tidying; returns the tip where it then lies.
+    """Tidy up after a new claim; returns the tip with its URL.
 
-    The tip comes back out of the trash, into which an older driver's retention may have moved it since it was looked
-    up; older trash outside the chain is deleted, orphans (late commits of older generations) are moved into the trash,
-    and so is what an older driver that was stopped in its retention would still move there: it finds nothing to move
-    when it wakes.
+    The tip is moved back out of the trash, into which an older driver's retention may have moved it since the look-up.
+    Older trash outside the chain is deleted. Orphans (late commits of older generations) are moved into the trash, as
+    are checkpoints that a paused older driver's retention would still move there: when it resumes, nothing is left to
+    move.
     """
     everything = checkpoints(fs, paths)
     if tip is not None:
         home = paths.checkpoint(tip.ref.step, tip.ref.generation)
-        if (lies := everything.get(tip.ref, home)) != home:
+        if (current := everything.get(tip.ref, home)) != home:
             fs.mkdirs(paths.checkpoints)
-            fs.rename_new(lies, home)
+            fs.rename_new(current, home)
             everything[tip.ref] = home
         tip = replace(tip, url=home)
     chain = lineage(read_claims(fs, paths), everything)
@@ -107,8 +106,8 @@ def take_over(
         if owner is None or owner >= generation:
             continue
         for entry in _names(fs, join(paths.trashes, name)):
-            place = checkpoint_of(entry)
-            if entry.startswith(_SWEPT) or (place is not None and CheckpointRef(*place) not in needed):
+            found = checkpoint_of(entry)
+            if entry.startswith(_SWEPT) or (found is not None and CheckpointRef(*found) not in needed):
                 _remove_trash(fs, join(paths.trashes, name, entry))
     for ref, url in _committed(fs, paths).items():
         # A newer generation may have claimed and committed since the chain was read.
@@ -121,7 +120,7 @@ def take_over(
 def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
     """Delete the staging directories of generations below `before`.
 
-    Each is renamed first: an older driver that was stopped just before its commit finds nothing to rename when it
+    Each is renamed first: an older driver that was paused just before its commit finds nothing to rename when it
     resumes.
     """
     for name in _names(fs, paths.stagings):
@@ -132,9 +131,9 @@ def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
 
 def _committed(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
     return {
-        CheckpointRef(*place): join(paths.checkpoints, name)
+        CheckpointRef(*ref): join(paths.checkpoints, name)
         for name in _names(fs, paths.checkpoints)
-        if (place := checkpoint_of(name)) is not None
+        if (ref := checkpoint_of(name)) is not None
     }
 
 
@@ -143,21 +142,21 @@ def _trash(fs: FileSystem, paths: RunPaths, generation: int, url: str) -> None:
     try:
         fs.rename_new(url, join(paths.trash(generation), basename(url)))
     except (StorageError, NotFoundError, ExistsError) as error:
-        log.warning("%s stays where it is: %s", url, error.what)  # space is lost, nothing else
+        log.warning("%s stays where it is: %s", url, error.what)  # this only wastes space
 
 
 def _remove_trash(fs: FileSystem, url: str) -> None:
     try:
         _remove(fs, url)
     except StorageError as error:
-        log.warning("%s was not deleted: %s", url, error.what)  # space is lost, nothing else
+        log.warning("%s was not deleted: %s", url, error.what)  # this only wastes space
 
 
 def _remove(fs: FileSystem, url: str) -> None:
-    """Delete a directory after a rename that takes it out of every other driver's sight; raises where that fails.
+    """Delete a directory after a rename that hides it from every other driver. Raises if the rename fails.
 
-    Where a newer driver was faster (it has brought the checkpoint back, or swept the staging directory), there is
-    nothing to rename. What was renamed is nobody's, however late its deletion ends.
+    If a newer driver was faster (it has restored the checkpoint, or swept the staging directory), there is nothing to
+    rename. No driver uses the renamed directory, however late its deletion ends.
     """
     gone = url
     if not basename(url).startswith(_SWEPT):
@@ -169,7 +168,7 @@ def _remove(fs: FileSystem, url: str) -> None:
     try:
         fs.delete(gone, recursive=True)
     except StorageError as error:
-        log.warning("%s was not deleted: %s", gone, error.what)  # space is lost, nothing else
+        log.warning("%s was not deleted: %s", gone, error.what)  # this only wastes space
 
 
 def _names(fs: FileSystem, url: str) -> list[str]:

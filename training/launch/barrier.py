@@ -1,4 +1,4 @@
-"""Ranks inside a Spark barrier stage: each task is a supervisor, which may stay through several generations."""
+"""Ranks in a Spark barrier stage: each task is a supervisor, which may run several generations of its rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import Handler
+from training.control.task import Limits, RankTask
 from training.devices import shares_of_host
 from training.launch.executors import (
     RANK_MIB,
@@ -25,16 +26,22 @@ from training.launch.executors import (
     lost_executors,
     ranks_of_executor,
 )
-from training.launch.placement import Near, NearOf, near_or_none, ranks_of_tasks
-from training.launch.process import Place
+from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
-from training.launch.supervisor import keep_post
+from training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-LOOK_EVERY_S = 1.0
+log = logging.getLogger(__name__)
+ANY_HOST = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
+GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
+_TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
+MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have taken is unknown
+REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
+SLOTS_LOOK_S = 1.0
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
@@ -42,7 +49,7 @@ def classic_context(spark: SparkSession) -> SparkContext:
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
             "ranks cannot be started over Spark Connect",
-            got="a Spark Connect session: no SparkContext, and no way from executors to this process' control server",
+            got="a Spark Connect session: no SparkContext, and executors cannot connect to this process",
             allowed="a classic session (local, YARN, Kubernetes, standalone)",
             next_step="Start the job by spark-submit or with --master, without a remote URL; or use --launcher local.",
         )
@@ -50,7 +57,7 @@ def classic_context(spark: SparkSession) -> SparkContext:
 
 
 def in_driver(master: str) -> bool:
-    """Whether tasks are threads of the driver's own JVM (local, local[N]): no executors, and no GPUs from Spark."""
+    """Whether tasks are threads of the driver's JVM (local, local[N]): no executors, and no GPUs from Spark."""
     return master.startswith("local") and not master.startswith("local-cluster")
 
 
@@ -59,8 +66,8 @@ def check_slots(
 ) -> None:
     """Raise ConfigError unless `num_ranks` tasks fit at once.
 
-    On a cluster, executors that are still being started are waited for up to `wait_s`, unless what was asked for
-    cannot be enough, or `ended()` gives an error to end by: another driver may have taken the run over meanwhile.
+    On a cluster, it waits up to `wait_s` seconds for executors that are still starting, unless the requested ones
+    cannot suffice, or `ended()` returns an error, which it raises: another driver may have taken the run over.
     """
     settings = context.getConf()
     if settings.get("spark.dynamicAllocation.enabled", "false") == "true":
@@ -94,7 +101,7 @@ def check_slots(
                 next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(SLOTS_LOOK_S)
 
 
 def slots_now(context: SparkContext) -> int:
@@ -107,9 +114,9 @@ ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 
 
 def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:
-    """Raise ConfigError where TLS is asked for and Spark would send the secrets that it rests on in the clear.
+    """Raise ConfigError if Spark would send the secrets that TLS depends on in the clear.
 
-    Executors on this host (local masters) are reached over loopback, which nobody else hears.
+    Executors on this host (local masters) are reached over loopback, where no other host can listen.
     """
     if master.startswith("local") or any(settings.get(name, "false").lower() == "true" for name in ENCRYPTS):
         return
@@ -122,42 +129,29 @@ def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:
     )
 
 
-log = logging.getLogger(__name__)
-ANY_HOST = "0.0.0.0"
-LOOPBACK = "127.0.0.1"
-GPU = "gpu"  # Spark's name for them, which its own settings for YARN and Kubernetes know
-_TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
-MORE_MEMORY = 1.5  # what a container gets that was killed: how much its ranks would have taken, nobody knows
-REASON_S = 10.0  # for the stage to fail with a lost executor: the cluster manager says why a container ended
-
-
 @dataclass(frozen=True, slots=True)
-class KeepPostOnTask:
+class SuperviseOnTask:
     """The function of the barrier stage; picklable by reference, so that executors import it."""
 
     control: tuple[str, int]
     secret: bytes = field(repr=False)
-    """Travels in Spark's own messages: see docs/security.md."""
+    """Sent in Spark's messages: see docs/security.md."""
     limits: Limits
     devices: Sequence[tuple[str, ...]]
-    """By rank, where a local master runs all of them: Spark gives its tasks no GPUs then."""
-    near: Near | None = None
-    """Of each rank, how much of what it reads lies on which host; None: task i is rank i."""
+    """By rank, under a local master, where Spark gives tasks no GPUs."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Supervise the ranks of this task until the driver says that none follows; yields (rank, exit code)."""
+        """Supervise this task's rank until the driver ends the session; yields (rank, exit code)."""
         from pyspark import BarrierTaskContext, SparkFiles
 
         os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # a script's --files; the rank inherits it
         context = BarrierTaskContext.get()
-        tasks = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
-        ranks = ranks_of_tasks(tasks, self.near)
-        hosts = tuple(tasks[ranks.index(rank)] for rank in range(len(tasks)))
-        rank = ranks[context.partitionId()]
+        hosts = tuple(info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos())
+        rank = context.partitionId()
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
-        place = Place(rank, hosts, self.control, self.secret, self.limits, devices)
-        yield rank, keep_post(place, _take_hadoop_settings)
+        spec = SupervisorSpec(rank, hosts, self.control, self.secret, self.limits, devices)
+        yield rank, supervise(spec, _take_hadoop_settings)
 
 
 def _take_hadoop_settings(task: RankTask) -> None:
@@ -170,10 +164,7 @@ def _take_hadoop_settings(task: RankTask) -> None:
 class BarrierSession(Session):
     """Supervisors as the tasks of one barrier stage."""
 
-    def __init__(
-        self, spark: SparkSession, num_ranks: int, limits: Limits | None = None, near: NearOf | None = None
-    ) -> None:
-        self._near_of = near
+    def __init__(self, spark: SparkSession, num_ranks: int, limits: Limits | None = None) -> None:
         self._context = classic_context(spark)
         self._master = self._context.master or ""
         with jvm_lives():
@@ -190,9 +181,9 @@ class BarrierSession(Session):
         handler: Handler | None = None,
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """`Session.run`; the error of ranks that were lost with their executor says why Spark has lost it.
+        """`Session.run`; if ranks were lost with their executor, the error says why Spark lost it.
 
-        Raises MemoryKillError where the cluster manager killed an executor for the memory that it held.
+        Raises MemoryKillError if the cluster manager killed an executor for its memory.
         """
         try:
             return super().run(task, generation, handler, on_steps)
@@ -202,9 +193,9 @@ class BarrierSession(Session):
             raise
 
     def _explain(self, error: RankFailedError | LauncherError) -> None:
-        """Add to `error` why Spark has lost executors since the stage began; raise MemoryKillError if for memory."""
+        """Add to `error` why Spark lost executors since the stage began; raise MemoryKillError if for memory."""
         if in_driver(self._master) or self._stage is None or self._roster is None or not self._roster.gone():
-            return  # every supervisor is there, and its executor too
+            return  # every supervisor is connected, so its executor lives too
         self._stage.join(REASON_S)
         with jvm_lives():
             lost = {who: why for who, why in lost_executors(self._context).items() if who not in self._lost_before}
@@ -227,33 +218,32 @@ class BarrierSession(Session):
         with jvm_lives():
             check_slots(self._context, self.num_ranks, self.limits.start_s, ended)
         if others := other_resources(self._settings):
-            log.warning("ranks take GPUs from Spark's resource `gpu` alone, and compute without %s", ", ".join(others))
+            log.warning("ranks use only Spark's resource `gpu`, and compute without %s", ", ".join(others))
 
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:
         from pyspark import InheritableThread
 
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
-        near = None if local or self._near_of is None else near_or_none(self._near_of, self._context, num_ranks)
-        keep = KeepPostOnTask(control, secret, self.limits, shares, near)
+        keep = SuperviseOnTask(control, secret, self.limits, shares)
         with jvm_lives():
             self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
 
-    def _run_stage(self, keep: KeepPostOnTask) -> None:
+    def _run_stage(self, keep: SuperviseOnTask) -> None:
         context, num_ranks = self._context, self.num_ranks
         context.setJobGroup(self._group, f"{num_ranks} training ranks", interruptOnCancel=True)
         try:
             context.parallelize(range(num_ranks), num_ranks).barrier().mapPartitions(keep).collect()
-        except Exception as error:  # py4j's and Spark's errors have no common base; told where the driver waits
+        except Exception as error:  # py4j's and Spark's errors have no common base; the waiting driver raises it
             log.info("the barrier stage ended: %s", error)
             self.fail(
                 LauncherError(
                     "the barrier stage of the ranks failed",
                     got=_first_line(error),
                     allowed="a stage that lasts as long as its ranks",
-                    next_step="Look at the executors' logs: an executor that was lost takes its rank along.",
+                    next_step="Look at the executors' logs: a lost executor ends its rank too.",
                 )
             )
 
@@ -269,16 +259,14 @@ class BarrierSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class OnSpark(SessionLauncher):
-    """`run_barrier` with its session bound, for the driver: which asks `ready` before it writes anything."""
+    """`run_barrier` with its session bound."""
 
     spark: SparkSession
-    near: NearOf | None = None
-    """Says, for a number of ranks, how much of what each reads lies on which host."""
 
     def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
-        """Raise ConfigError unless the session can hold all ranks at once: their memory, and slots (`check_slots`).
+        """Raise ConfigError unless the session has memory and task slots (`check_slots`) for all ranks at once.
 
-        Returns what memory an executor has for them, where the cluster manager enforces it.
+        Returns the memory of an executor for its ranks, if the cluster manager enforces it.
         """
         context = classic_context(self.spark)
         with jvm_lives():
@@ -289,8 +277,8 @@ class OnSpark(SessionLauncher):
         return memory
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""
-        return BarrierSession(self.spark, num_ranks, limits, self.near)
+        """Supervisors in the tasks of one barrier stage, which begins with the first run."""
+        return BarrierSession(self.spark, num_ranks, limits)
 
 
 def run_barrier(
@@ -302,20 +290,20 @@ def run_barrier(
     limits: Limits | None = None,
     handler: Handler | None = None,
 ) -> list[dict[str, Any]]:
-    """`run_local` on a Spark cluster: one barrier task a rank.
+    """`run_local` on a Spark cluster: one barrier task for each rank.
 
-    Raises ConfigError at once where the session has fewer task slots than ranks, is a Spark Connect session, or would
-    send in the clear what TLS between ranks rests on.
+    Raises ConfigError at once if the session has fewer task slots than ranks, is a Spark Connect session, or would send
+    the secrets of TLS between ranks in the clear.
     """
     return OnSpark(spark)(task, num_ranks, generation=generation, limits=limits, handler=handler)
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
-    """(address that the control server listens on, host name or address that executors reach it by).
+    """(address that the control server listens on, host name or address at which executors reach it).
 
-    Where the executors are processes of this host, nobody else can reach it. Else it listens as Spark's own driver is
-    told to (spark.driver.bindAddress), without that on all interfaces: spark.driver.host may be a name of this host
-    that only others can use.
+    If the executors are processes of this host, it listens on loopback only. Otherwise it listens where Spark's driver
+    does (spark.driver.bindAddress), by default on all interfaces: spark.driver.host may be a name that only other hosts
+    can use.
     """
     if master.startswith("local"):  # local[...] and local-cluster[...]
         return LOOPBACK, LOOPBACK
@@ -323,14 +311,14 @@ def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
 
 
 def other_resources(settings: Mapping[str, str]) -> list[str]:
-    """Resources that Spark gives to tasks, and that no rank makes use of: all but `gpu`."""
+    """Resources that Spark gives to tasks and that ranks do not use: all but `gpu`."""
     found = (_TASK_RESOURCE.fullmatch(name) for name in settings)
     return sorted({match[1] for match in found if match} - {GPU})
 
 
 @contextmanager
 def jvm_lives() -> Iterator[None]:
-    """Raise LauncherGoneError for what py4j raises when its Java process has ended."""
+    """Turn py4j's errors into LauncherGoneError if its Java process has ended."""
     from py4j.protocol import Py4JNetworkError
 
     try:
@@ -340,7 +328,7 @@ def jvm_lives() -> Iterator[None]:
             "Spark's Java process of this driver has ended",
             got=_first_line(error),
             allowed="a process that lasts as long as its ranks",
-            next_step="Look for why it ended (memory?), then start again with the same flags: the run goes on from its "
+            next_step="Find out why it ended (memory?), then start again with the same flags: the run resumes from its "
             "last checkpoint.",
         ) from error
 

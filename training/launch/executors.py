@@ -48,16 +48,16 @@ class ExecutorMemory:
     ranks: int
 
     def judge(self, rank_mib: int, whose: str) -> str | None:
-        """None where ranks of `rank_mib` each fit in addition to Java's whole heap, a warning where they may not.
+        """None if ranks of `rank_mib` each fit in addition to Java's whole heap, a warning if they may not.
 
-        Raises ConfigError where they do not fit even while Java holds little. `whose` says what kind of rank it is.
+        Raises ConfigError if they do not fit even while Java's heap is almost empty. `whose` names the kind of rank.
         """
         each = SUPERVISOR_MIB + rank_mib
         least = JVM_MIB + DAEMON_MIB + self.ranks * each
-        beside_heap = NO_HEAP_MIB + DAEMON_MIB + self.ranks * (each + FIRST_MIB)
-        if self.container_mib >= self.heap_mib + beside_heap:
+        outside_heap = NO_HEAP_MIB + DAEMON_MIB + self.ranks * (each + FIRST_MIB)
+        if self.container_mib >= self.heap_mib + outside_heap:
             return None
-        safe = self.heap_mib + (1 + SLACK) * beside_heap
+        safe = self.heap_mib + (1 + SLACK) * outside_heap
         ranks = f"{self.ranks} ranks" if self.ranks > 1 else "a rank"
         parts = f"{JVM_MIB + DAEMON_MIB} MiB for Spark, {SUPERVISOR_MIB} for each supervisor, {rank_mib} for {whose}"
         if self.container_mib >= (1 - SLACK) * least:
@@ -84,13 +84,13 @@ class ExecutorMemory:
 
 
 def executor_memory(context: SparkContext, num_ranks: int) -> ExecutorMemory | None:
-    """What an executor of this application has for its share of `num_ranks` ranks; None where nobody enforces it."""
+    """The memory of an executor for its share of `num_ranks` ranks; None if no cluster manager enforces it."""
     found = context._jsc.hadoopConfiguration().get("yarn.scheduler.minimum-allocation-mb")
     return container_of(context.master or "", context.getConf(), num_ranks, int(found or 0))
 
 
 def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib: int = 0) -> ExecutorMemory | None:
-    """`executor_memory` by a master and the settings that were given; `yarn_least_mib`: YARN's smallest container."""
+    """`executor_memory` by master and settings; `yarn_least_mib` is YARN's smallest container."""
     if master != "yarn" and not master.startswith("k8s://"):
         return None
 
@@ -114,7 +114,7 @@ def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib
 
 
 def ranks_of_executor(settings: Settings) -> int:
-    """How many ranks an executor can hold at once, by its cores."""
+    """How many ranks an executor can run at once, by its cores."""
     return int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
 
 
@@ -131,5 +131,5 @@ def lost_executors(context: SparkContext) -> dict[str, str]:
 
 
 def killed_for_memory(reason: str) -> bool:
-    """Whether the cluster manager has killed an executor for the memory that it held."""
+    """Whether the cluster manager killed an executor for its memory."""
     return _FOR_MEMORY.search(reason) is not None

@@ -10,9 +10,9 @@ from lockstep.storage.errors import LockstepError
 from training import devices
 from training.control.failures import LauncherError
 from training.control.task import Limits, RankTask
-from training.launch.process import Place
+from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
-from training.launch.supervisor import keep_post
+from training.launch.supervisor import supervise
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,8 +30,8 @@ class LocalSession(Session):
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:
         hosts = (LOOPBACK,) * self.num_ranks
         for rank, share in enumerate(self._shares):
-            place = Place(rank, hosts, control, secret, self.limits, share)
-            thread = threading.Thread(target=self._keep, args=(place,), name=f"supervisor-{rank}", daemon=True)
+            spec = SupervisorSpec(rank, hosts, control, secret, self.limits, share)
+            thread = threading.Thread(target=self._supervise, args=(spec,), name=f"supervisor-{rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -39,13 +39,13 @@ class LocalSession(Session):
         for thread in self._threads:
             thread.join(self.limits.grace_s + 5.0)
 
-    def _keep(self, place: Place) -> None:
+    def _supervise(self, spec: SupervisorSpec) -> None:
         try:
-            keep_post(place)
-        except LockstepError as error:  # a supervisor that cannot work is the launch's failure
+            supervise(spec)
+        except LockstepError as error:  # a supervisor that fails ends the launch
             self.fail(error)
         except Exception as error:
-            self.fail(LauncherError(f"the supervisor of rank {place.rank} failed", got=repr(error)))
+            self.fail(LauncherError(f"the supervisor of rank {spec.rank} failed", got=repr(error)))
             raise
 
 
@@ -53,7 +53,7 @@ class OnHost(SessionLauncher):
     """`run_local`, and the sessions that the driver restarts ranks in."""
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """Supervisors that stay."""
+        """Supervisors that run several generations."""
         return LocalSession(num_ranks, limits)
 
 

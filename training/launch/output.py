@@ -1,7 +1,7 @@
-"""Lines of ranks' output on their way to the driver's standard output: within bounds, in order, told where cut.
+"""Lines of ranks' output on their way to the driver's standard output: in order and within bounds.
 
-A rank never waits long for whoever reads: a buffer that stays full for `PATIENCE_S` drops what comes next, and a line
-says how many lines that were.
+A rank never waits long for a slow reader: a buffer that stays full for `PATIENCE_S` drops the next lines, and a line
+says how many.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal, TextIO
 
-LINE_BYTES = 1 << 16  # a longer line comes in pieces of this
+LINE_BYTES = 1 << 16  # a longer line is cut into pieces of this size
 CHUNK_BYTES = 1 << 16
-PARTIAL_S = 1.0  # a line whose end has not come for so long is shown as it is
+PARTIAL_S = 1.0  # a line without an end for so long is shown unfinished
 BUFFER_BYTES = 1 << 20
 BATCH_BYTES = 1 << 18  # of one frame: JSON may make six bytes of one, and a frame holds 4 MiB
 PATIENCE_S = 1.0
-LINE_COST = 64  # of a line's own object: a million empty lines must not count as nothing
-CLOSE_S = 10.0  # for the last lines, to a terminal that is slow
+LINE_COST = 64  # bytes of a line's object: a million empty lines must count too
+CLOSE_S = 10.0  # to write the last lines to a slow terminal
 
 Which = Literal["all", "leader", "none"]
 # A carriage return ends a line too (progress bars); the last byte may be the first half of "\r\n".
@@ -32,7 +32,7 @@ _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 
 
 def read_lines(output: int) -> Iterator[bytes]:
-    """Lines of a pipe without their ends, as soon as they are there; ends with the pipe."""
+    """The lines of a pipe without their ends, as soon as they arrive; ends with the pipe."""
     poll = select.poll()
     poll.register(output, select.POLLIN)
     waiting = b""
@@ -57,7 +57,7 @@ def _cut(line: bytes) -> list[bytes]:
 
 
 class LineBuffer:
-    """Lines between a thread that has them and one that takes them. Thread-safe."""
+    """A bounded queue of lines between two threads."""
 
     def __init__(self, most_bytes: int = BUFFER_BYTES, patience_s: float = PATIENCE_S) -> None:
         self._most, self._patience_s = most_bytes, patience_s
@@ -67,7 +67,7 @@ class LineBuffer:
         self._changed = threading.Condition()
 
     def put(self, line: str) -> None:
-        """Add a line; waits up to the patience while the buffer is full, then drops lines until it is half empty."""
+        """Add a line; waits up to `patience_s` while the buffer is full, then drops lines until it is half empty."""
         with self._changed:
             if self._dropped and self._bytes > self._most // 2:
                 self._dropped += 1
@@ -79,7 +79,7 @@ class LineBuffer:
                     self._dropped += 1
                     return
                 self._changed.wait(left)
-            self._tell_dropped()
+            self._note_dropped()
             self._add(line)
 
     def take(self) -> list[str] | None:
@@ -87,7 +87,7 @@ class LineBuffer:
         with self._changed:
             while not self._lines:
                 if self._closed:
-                    self._tell_dropped()
+                    self._note_dropped()
                     if not self._lines:
                         return None
                     break
@@ -101,12 +101,12 @@ class LineBuffer:
             return taken
 
     def close(self) -> None:
-        """No more lines come."""
+        """Mark the end of the lines."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def _tell_dropped(self) -> None:
+    def _note_dropped(self) -> None:
         if self._dropped:
             self._add(f"[{self._dropped} lines dropped: they came faster than they were taken]")
             self._dropped = 0
@@ -118,10 +118,10 @@ class LineBuffer:
 
 
 class OutputPrinter(contextlib.AbstractContextManager["OutputPrinter"]):
-    """Prints the ranks' lines, each after `[rank N] `, by a thread of its own: no server thread waits for a terminal.
+    """Prints the ranks' lines, each after `[rank N] `, in its own thread: no server thread waits for a terminal.
 
-    `which` says whose: of all ranks, of rank 0 alone, of none. When the reader of `stream` is gone, printing ends and
-    the ranks go on, which standard error tells.
+    `which` selects the lines of all ranks, of rank 0, or none. When the reader of `stream` has ended, printing stops
+    with a line on standard error, and the ranks continue.
     """
 
     def __init__(self, which: Which = "all", stream: TextIO | None = None) -> None:
@@ -135,7 +135,7 @@ class OutputPrinter(contextlib.AbstractContextManager["OutputPrinter"]):
         self._thread.join(CLOSE_S)
 
     def take(self, rank: int, lines: list[str]) -> None:
-        """Lines of one rank, in order."""
+        """Print lines of one rank."""
         if self._which == "all" or (self._which == "leader" and rank == 0):
             for line in lines:
                 self._buffer.put(f"[rank {rank}] {line}")
@@ -155,6 +155,6 @@ class OutputPrinter(contextlib.AbstractContextManager["OutputPrinter"]):
                 self._stream.write(text.encode(name, "backslashreplace").decode(name))
             self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
-            print(f"the ranks' output cannot be printed any more ({error}); they go on", file=sys.stderr)
+            print(f"the ranks' output can no longer be printed ({error}); they continue", file=sys.stderr)
             return False
         return True

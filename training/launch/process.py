@@ -1,4 +1,4 @@
-"""Starting the process of a rank, and handing it its order."""
+"""A rank's process: its order, its start, and the end of all that it started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,29 +20,29 @@ from training.comm.tls import Credentials
 from training.control.task import MARK, Limits, RankTask, scratch_folder
 from training.world import World
 
-_PASSES = 5  # a process may start another one while they are looked for
+_PASSES = 5  # a process may start another one during the search
 _BETWEEN_S = 0.02
 
 
 def new_mark() -> str:
-    """A value of `MARK` that no other rank on this host has."""
+    """A value of `MARK` that is unique on this host."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def end_left(group: int, mark: str) -> None:
-    """Kill what is left of a rank that has ended, its process group and all that bears its mark; remove its scratch."""
+    """Kill the remaining processes of a rank, by its process group and its mark; remove its temporary files."""
     _kill_left(group, mark)
     shutil.rmtree(scratch_folder(mark), ignore_errors=True)
 
 
 def _kill_left(group: int, mark: str) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
+    with contextlib.suppress(ProcessLookupError):  # usually all have ended
         os.killpg(group, signal.SIGKILL)
     end_marked(MARK, mark)
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill every process of this user in whose environment the variable `name` has this value."""
+    """Kill every process of this user whose environment has the variable `name` with this value."""
     for _ in range(_PASSES):
         if not (found := _marked(f"{name}={value}".encode())):
             return
@@ -55,16 +54,16 @@ def end_marked(name: str, value: str) -> None:
 
 def _marked(wanted: bytes) -> list[int]:
     found = []
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if wanted in place.read_bytes().split(b"\0"):
-                found.append(int(place.parent.name))
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if wanted in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that a supervisor needs; `host` is what the launcher calls this host, for messages."""
+    """All that a supervisor needs to run a rank; `host` is the launcher's name of this host, for messages."""
 
     task: RankTask
     world: World
@@ -73,30 +72,30 @@ class Order:
     key: bytes = field(repr=False)
     limits: Limits
     devices: tuple[str, ...] = ()
-    """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
+    """The only GPUs that the rank sees (training.devices)."""
     tls: Credentials | None = None
-    """What the rank shows to ranks on other hosts; None: they talk in the clear."""
+    """The rank's certificate for ranks on other hosts; None: without encryption."""
     mark: str = field(default_factory=new_mark)
-    """In the rank's environment, and so in that of all that it starts (training.launch.process)."""
+    """A variable in the environment of the rank and of all processes that it starts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one supervisor of a session stands; what stays the same through its generations."""
+class SupervisorSpec:
+    """What one supervisor knows throughout its session; orders bring the rest."""
 
     rank: int
     hosts: tuple[str, ...]
-    """Of all ranks, as the launcher calls them."""
+    """The hosts of all ranks, by the launcher's names."""
     control: tuple[str, int]
-    """Where the driver's roster listens; its servers of generations have the same host."""
+    """The address of the driver's roster; control servers of generations have the same host."""
     secret: bytes = field(repr=False)
-    """Of the session: it opens orders, and no rank gets it."""
+    """The session's secret, which decrypts orders; no rank gets it."""
     limits: Limits
     devices: tuple[str, ...] = ()
     """As in Order."""
 
-    def order(self, document: Mapping[str, Any], mark: str) -> Order:
-        """The order of one generation, from what `order_to_json` has made."""
+    def order(self, document: Mapping[str, Any]) -> Order:
+        """The order of one generation, from the document of `order_to_json`."""
         world = World.from_hosts(self.rank, self.hosts, int(document["generation"]))
         tls = Credentials.from_json(document["tls"]) if document["tls"] else None
         return Order(
@@ -108,12 +107,11 @@ class Place:
             self.limits,
             self.devices,
             tls,
-            mark,
         )
 
 
 def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: Credentials | None) -> dict[str, Any]:
-    """What differs from generation to generation; holds secrets."""
+    """The part of an order that differs between generations; holds secrets."""
     return {
         "task": task.to_json(),
         "generation": generation,
@@ -126,18 +124,22 @@ def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: C
 RankProcess = subprocess.Popen[bytes]
 
 
-def start_process(mark: str, ranks_per_node: int) -> RankProcess:
-    """Start `training.rank` with this process' import path; it waits for its order on standard input."""
+def start_rank(order: Order) -> RankProcess:
+    """Start `training.rank` with this process' import path, and hand it its order.
+
+    The order goes through the pipe, since arguments and environment are readable by others on the host, and it holds
+    the rank's key and certificate.
+    """
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
-    # The worker's secrets of Spark are of no use to a rank, and none of its business.
+    # A rank needs none of the secrets that Spark gave to this worker.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
-    # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
-    # TensorFlow starts threads anew each epoch, and glibc gives each a heap of its own, up to eight a core, which are
-    # never given back: memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: order.mark}
+    # Unless the user says otherwise, the ranks of one host share its cores instead of each taking all of them.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
+    # TensorFlow starts new threads each epoch. glibc gives each a heap, up to eight a core, and never returns it:
+    # memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
     environment.setdefault("MALLOC_ARENA_MAX", "2")
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "training.rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -145,14 +147,15 @@ def start_process(mark: str, ranks_per_node: int) -> RankProcess:
         env=environment,
         process_group=0,
     )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
+        process.stdin.write(json.dumps(_order_for_rank(order)).encode() + b"\n")
+        process.stdin.flush()
+    return process
 
 
-def hand_over(process: RankProcess, order: Order) -> None:
-    """Write the order to the process.
-
-    Key and certificate go through the pipe alone: arguments and environment are readable by others on the host.
-    """
-    document = {
+def _order_for_rank(order: Order) -> dict[str, Any]:
+    return {
         "parent": os.getpid(),
         "task": order.task.to_json(),
         "world": order.world.to_json(),
@@ -165,101 +168,3 @@ def hand_over(process: RankProcess, order: Order) -> None:
         "lost_s": order.limits.lost_s,
         "devices": list(order.devices),
     }
-    write_line(process, document)
-
-
-def write_line(process: RankProcess, document: dict[str, Any]) -> None:
-    """Write a line of JSON to the process' standard input."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
-        process.stdin.write(json.dumps(document).encode() + b"\n")
-        process.stdin.flush()
-
-
-def start_rank(order: Order) -> RankProcess:
-    """Start a process and hand it its order."""
-    process = start_process(order.mark, order.world.ranks_per_node)
-    hand_over(process, order)
-    return process
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A spare process."""
-
-    process: RankProcess
-    mark: str
-
-    def end(self) -> None:
-        """Kill it and what it has started."""
-        self.process.kill()
-        self.process.wait()
-        end_left(self.process.pid, self.mark)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-class Spares:
-    """At most one spare process of a supervisor; used as a context manager, at whose end it is killed."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._ranks_per_node = place.hosts.count(place.hosts[place.rank])
-        self._preload: str | None = None
-        self._wanted = self._closed = False
-        self._waiting: Waiting | None = None
-        self._changed = threading.Condition()
-        # The kernel ends a rank's process with the thread that has started it, so this one stays to the end.
-        self._thread = threading.Thread(target=self._keep, name="spare-keeper", daemon=True)
-
-    def __enter__(self) -> Spares:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        if (left := self.take()) is not None:
-            left.end()
-
-    def follows(self, preload: str | None) -> None:
-        """What the next spare shall import: `module:function`, called in it; None for no spare."""
-        self._preload = preload
-
-    def ask(self) -> None:
-        """Have one started, unless one waits already."""
-        with self._changed:
-            self._wanted = self._preload is not None
-            self._changed.notify_all()
-
-    def take(self) -> Waiting | None:
-        """The spare that waits; None where there is none, or it has died."""
-        with self._changed:
-            taken, self._waiting, self._wanted = self._waiting, None, False
-        if taken is not None and taken.process.poll() is not None:
-            taken.end()
-            return None
-        return taken
-
-    def _keep(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._wanted and self._waiting is None))
-                if self._closed:
-                    return
-                mark = new_mark()
-                process = start_process(mark, self._ranks_per_node)
-                self._waiting, self._wanted = Waiting(process, mark), False
-            place = self._place
-            write_line(
-                process,
-                {
-                    "parent": os.getpid(),
-                    "preload": self._preload,
-                    "devices": list(place.devices),
-                    "host": place.hosts[place.rank],
-                },
-            )

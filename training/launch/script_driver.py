@@ -1,4 +1,4 @@
-"""Launching a user's script on N ranks from the driver: what the job `launch` does."""
+"""Launch a user's script on N ranks, for the job `launch`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundErr
 from lockstep.storage.urls import join, several
 from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import MemoryKillError, RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.output import OutputPrinter, Which
 from training.launch.script_rank import Script
@@ -22,10 +23,10 @@ from training.launch.session import Launch, Launches, ended_in_order
 
 log = logging.getLogger(__name__)
 
-MAX_SCRIPT_BYTES = 1 << 20  # a script is text that somebody wrote; data goes by --files
+MAX_SCRIPT_BYTES = 1 << 20  # a script is text; data goes by --files
 FILES = "LOCKSTEP_FILES"
-# A script may import libraries that hold Python's interpreter for tens of seconds, and no heartbeat leaves then. A
-# process that is stopped by a signal is seen by its supervisor within `Limits.stopped_s`.
+# A script may import libraries that block Python's interpreter, and so the heartbeats, for tens of seconds. The
+# supervisor notices a process that is stopped by a signal within `Limits.stopped_s`.
 SILENT_S = 60.0
 
 
@@ -36,7 +37,7 @@ class ScriptConfig:
     script: str
     """Path of the script, on this host."""
     arguments: tuple[str, ...] = ()
-    """Its own, untouched."""
+    """The script's arguments, unchanged."""
     num_ranks: int
     launcher: Literal["barrier", "local"] = "barrier"
     """A Spark barrier stage, or processes of this host."""
@@ -45,20 +46,20 @@ class ScriptConfig:
     output: Which = "all"
     """Whose lines are printed while the script runs."""
     logs: str | None = None
-    """URL of a folder for the whole output of each rank; None keeps the last lines alone."""
+    """URL of a folder for the complete output of each rank; None keeps only the last lines."""
     start_limit_s: float = 300.0
     stall_limit_s: float = 600.0
-    """Of a call that waits for other ranks; and of a rank that has made such calls, for the next call or line."""
+    """For a call that waits for other ranks; and for the next call or line of a rank that has made such calls."""
     tls: Literal["on", "off"] = "off"
-    """Whether ranks on different hosts encrypt what they say to each other."""
+    """Whether ranks on different hosts encrypt their connections."""
     backend: Backend = "auto"
-    """What carries them; `nccl` and `tensorflow` want to be joined before the script's first tensor (docs/gpu.md)."""
+    """What carries them; `nccl` and `tensorflow` must be joined before the script's first tensor (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
     """Of all_reduce."""
     trust_network: str | None = None
     """An interface that may carry what cannot be authenticated."""
     max_restarts: int = 0
-    """How often all ranks are started anew after one has failed."""
+    """How often all ranks are started again after one has failed."""
 
     def __post_init__(self) -> None:
         for name in ("arguments", "files"):
@@ -73,7 +74,7 @@ class ScriptConfig:
                     f"there is no file {path}",
                     got="a folder" if Path(path).is_dir() else "nothing at this path",
                     allowed="the script after the flags, and files of this host after --files",
-                    next_step="Correct the path; flags of jobs.launch stand before the script, its own after it.",
+                    next_step="Correct the path; flags of jobs.launch precede the script, its arguments follow it.",
                 )
         names = [Path(path).name for path in self.files]
         allowed = "files of different names: they come into one folder"
@@ -83,7 +84,7 @@ class ScriptConfig:
 
     @property
     def comm(self) -> CommOptions:
-        """How the ranks shall talk to each other, once the script asks them to."""
+        """The communicator's options, for when the script first uses it."""
         return CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)
 
     @property
@@ -93,7 +94,7 @@ class ScriptConfig:
 
 
 def compile_script(path: str) -> bytes:
-    """Read a script and look whether it is Python. Raises ConfigError naming the line."""
+    """Read a script and check that it is Python. Raises ConfigError naming the line."""
     text = Path(path).read_bytes()
     allowed = f"a script of up to {MAX_SCRIPT_BYTES} bytes; data go by --files"
     require(len(text) <= MAX_SCRIPT_BYTES, path, f"{len(text)} bytes", allowed, f"Correct {path}.")
@@ -101,34 +102,39 @@ def compile_script(path: str) -> bytes:
         compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no Python script",
+            f"{path} is not a Python script",
             got=str(error),
-            allowed="what this Python compiles",
-            next_step="Mend the script.",
+            allowed="a script that this Python compiles",
+            next_step="Correct the script.",
         ) from None
     return text
 
 
-class ScriptHandler:
-    """The driver's side of a launched script: its output; a script asks the driver nothing."""
+class ScriptHandler(Handler):
+    """The driver's side of a launched script: it prints the ranks' output, and answers nothing."""
 
     def __init__(self, printer: OutputPrinter) -> None:
-        self.on_output = printer.take
+        super().__init__()
+        self._printer = printer
 
-    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Refuse: nothing of a script's libraries asks."""
+    def on_output(self, rank: int, lines: list[str]) -> None:
+        """Print the lines."""
+        self._printer.take(rank, lines)
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Refuse: a script asks the driver nothing."""
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
             allowed="rendezvous",
-            next_step="A training of Lockstep's own is started by jobs.train.",
+            next_step="Start a training of Lockstep by jobs.train.",
         )
 
 
 def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] | None = None) -> None:
     """Run the script on all ranks by `launch` (run_local or OnSpark) and print their output.
 
-    Raises what `ControlServer.wait` raises, after the restarts that are allowed; the caller's files are in place.
+    Raises what `ControlServer.wait` raises, after the allowed restarts. The caller has made the files available.
     """
     here = config.launcher == "local"
     text = None if here else compile_script(config.script).decode("latin-1")
@@ -152,7 +158,7 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
 
 @contextmanager
 def local_files(paths: tuple[str, ...]) -> Iterator[None]:
-    """A folder of links to the files for ranks of this host, told by $LOCKSTEP_FILES."""
+    """A folder of links to the files for ranks of this host, named by $LOCKSTEP_FILES."""
     if not paths:
         yield
         return

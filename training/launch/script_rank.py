@@ -1,4 +1,4 @@
-"""What a rank does with a user's script: it runs as `__main__`, with its own arguments, as if started by hand."""
+"""A rank that runs a user's script: as `__main__`, with the script's arguments, as if started by hand."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from training.world import World
 
 
 class ScriptFailedError(TrainingFailedError):
-    """A script ended itself with an exit code that is not 0; it has said why, a stack trace would say no more."""
+    """A script ended with an exit code that is not 0; it has printed why, a stack trace would add nothing."""
 
     quiet = True
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What is known before the script runs."""
+    """The process and its output before the script runs."""
 
     process: int
     output: tuple[int, int]
@@ -48,14 +48,14 @@ class Begun:
 
 
 def end_script(
-    begun: Begun, error: BaseException | None, path: str, name: str, tell: Callable[[BaseException], None]
+    begun: Begun, error: BaseException | None, path: str, name: str, report: Callable[[BaseException], None]
 ) -> None:
     """Do what Python does at the end of the script `name`, which ran from `path` and raised `error`.
 
-    A failure is told to the driver by `tell` before threads and exit hooks are waited for: other ranks wait for this
-    one, and some hooks never end. The supervisor's grace (Limits.grace_s) is theirs then.
-    Raises what the rank failed of: the error itself, the one of another library behind it, or ScriptFailedError for
-    an exit code that is not 0. Does not return in a process that the script has forked: it is no rank.
+    `report` sends a failure to the driver before this waits for threads and exit hooks: other ranks wait for this one,
+    and some hooks never end. They then have the supervisor's grace (Limits.grace_s).
+    Raises the reason of the failure: the error itself, the error of another library that caused it, or
+    ScriptFailedError for an exit code that is not 0. Does not return in a process that the script has forked.
     """
     _open_streams(begun)
     code = _exit_code(error)
@@ -65,8 +65,8 @@ def end_script(
         _end_fork(code)
     failure = _failure(error, code, name) if error is not None and code else None
     if failure is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver ends all ranks, this one after the grace
-        tell(failure)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the driver ends all ranks, this one after the grace period
+        report(failure)
     _last_calls()
     _open_streams(begun)
     if failure is not None:
@@ -82,7 +82,7 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _print(error: BaseException, path: str) -> None:
-    """What Python prints: the text of `sys.exit("why")`, else a trace, from the script's own first frame on."""
+    """Print what Python prints: the text of `sys.exit("why")`, or a trace that starts at the script's first frame."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
@@ -90,7 +90,7 @@ def _print(error: BaseException, path: str) -> None:
     error.__traceback__ = _of_script(error.__traceback__, path)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # the script's own hook: its error and the one that it was to show are both told
+    except Exception:  # the script's own hook failed: print its error and the original one
         traceback.print_exc()
         traceback.print_exception(error)
 
@@ -103,7 +103,7 @@ def _of_script(trace: TracebackType | None, path: str) -> TracebackType | None:
 
 
 def _failure(error: BaseException, code: int, name: str) -> BaseException:
-    """What the driver is told; the trace has been printed."""
+    """The error for the driver; the trace has been printed."""
     if isinstance(error, SystemExit):
         return ScriptFailedError(f"{name} ended by sys.exit with exit code {code}, where 0 is success")
     if not isinstance(error, Exception):
@@ -117,7 +117,7 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
 
 
 def _last_calls() -> None:
-    # Both are what Python calls at its own end; there are no public names for them.
+    # Python calls both at its end; they have no public names.
     threading._shutdown()  # type: ignore[attr-defined]  # private, see above
     atexit._run_exitfuncs()
 
@@ -130,9 +130,9 @@ def _end_fork(code: int) -> NoReturn:
 
 
 def _open_streams(begun: Begun) -> None:
-    """Open again what the script has closed or taken away: the rank's end is told there.
+    """Open streams again that the script has closed or replaced, for the last lines of the rank.
 
-    On the pipe to the supervisor, where a file descriptor of it is left, else nowhere.
+    They write to the pipe to the supervisor if one of its file descriptors is still open, else to /dev/null.
     """
     for name in ("stdout", "stderr"):
         try:
@@ -152,21 +152,21 @@ def _file_of(number: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-# What a library reads before its first import: quiet, and no more threads than the rank's share of the host.
+# Libraries read these at their first import: little output, and no more threads than the rank's share of the host.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A user's script as ranks get it."""
+    """A user's script, as it is sent to ranks."""
 
     name: str
-    """As it was called: `sys.argv[0]`."""
+    """`sys.argv[0]`."""
     arguments: tuple[str, ...]
     path: str | None
-    """Where the ranks find it; None where only `text` reaches them."""
+    """Its path on the ranks' hosts; None if only `text` is sent."""
     text: str | None
-    """Its bytes as Latin-1, so that any source encoding survives JSON."""
+    """Its bytes as Latin-1, so that JSON keeps any source encoding."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -181,7 +181,7 @@ class Script:
 def main(context: RankContext) -> dict[str, Any]:
     """A rank's entry: run the script of the payload.
 
-    Raises what the script raised, or ScriptFailedError for an exit code that is not 0.
+    Raises the script's error, or ScriptFailedError for an exit code that is not 0.
     """
     script = Script.from_json(context.payload["script"])
     control, world = context.control, context.world
@@ -198,9 +198,9 @@ def main(context: RankContext) -> dict[str, Any]:
 
 
 def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
-    """What a script finds in its environment: our names, and those that scripts of torchrun and Horovod read.
+    """Variables for the script: our names, and those that scripts for torchrun and Horovod read.
 
-    `table` has rank 0's host and a port that was free there a moment ago, for a library that meets by itself.
+    `table` has rank 0's host and a port that was free a moment ago, for a library with its own rendezvous.
     """
     ours = {
         "LOCKSTEP_RANK": world.rank,
@@ -226,20 +226,20 @@ def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
 
 def _threads(world: World) -> dict[str, str]:
     share = max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node)
-    # A collective blocks one inter-op thread while it waits; the other goes on with graph and input.
+    # A collective blocks one inter-op thread while it waits; the other continues with graph and input.
     return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": "2"}
 
 
 @contextlib.contextmanager
 def _free_port(host: str) -> Iterator[int]:
-    """A port that stays ours until all ranks have told theirs, so that no two of a host tell the same."""
+    """A port that stays reserved until all ranks have reported theirs, so that those of a host differ."""
     with socket.create_server((host, 0)) as listener:
         yield listener.getsockname()[1]
 
 
 @contextlib.contextmanager
 def _script_file(script: Script) -> Iterator[str]:
-    """The script as a file: stack traces show its lines, and `__file__` says where it is."""
+    """The path of the script as a file, so that stack traces show its lines and `__file__` exists."""
     if script.path is not None:
         yield script.path
         return
@@ -254,17 +254,17 @@ def _run(path: str, script: Script, control: ControlClient) -> None:
     sys.path.insert(0, str(Path(path).parent))
     if files := os.environ.get("LOCKSTEP_FILES"):
         sys.path.insert(1, files)
-    # The pipe from the supervisor is not the script's to read; its end means that the supervisor is gone.
+    # The script must not read the pipe from the supervisor, whose end means that the supervisor has ended.
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open for as long as the process lives
     begun = Begun.now()
     raised: BaseException | None = None
     try:
         runpy.run_path(path, run_name="__main__")
-    except BaseException as error:  # KeyboardInterrupt too: whatever it is, the script has ended
+    except BaseException as error:  # also KeyboardInterrupt: the script has ended in any case
         raised = error
 
-    def tell(error: BaseException) -> None:
-        with contextlib.suppress(CommunicationError):  # a driver that is gone is told of by training.rank, at the end
+    def report(error: BaseException) -> None:
+        with contextlib.suppress(CommunicationError):  # training.rank reports the loss of the driver at the end
             control.send(Tag.ERROR, {"error": error_to_json(error)})
 
-    end_script(begun, raised, path, Path(script.name).name, tell)
+    end_script(begun, raised, path, Path(script.name).name, report)

@@ -1,4 +1,4 @@
-"""Supervisors that stay while generations of ranks come and go: a restart in place needs only new ranks."""
+"""A session of supervisors that outlive generations of ranks: a restart in place needs only new ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from training.comm.tls import issue
 from training.control.failures import LauncherError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
-from training.control.server import ControlServer
-from training.control.task import Handler, Limits, RankTask
+from training.control.server import ControlServer, Handler
+from training.control.task import Limits, RankTask
+from training.launch.executors import ExecutorMemory
 from training.launch.process import order_to_json
-from training.run.result import ANEW, IN_PLACE, told
+from training.run.result import IN_PLACE, NEW_SUPERVISORS, restart_words
 
-IDLE_S = 10.0  # for a supervisor to say that nothing is left of its rank: the last part of its log is written before
+IDLE_S = 10.0  # for a supervisor to report that its rank has ended; it writes the last part of the log first
 
 
 class Launch(Protocol):
-    """Runs a task on ranks once, as `run_local` and `OnSpark(spark)` do, which are SessionLaunchers."""
+    """Runs a task on ranks once, such as `run_local` and `OnSpark(spark)`, which are SessionLaunchers."""
 
     def __call__(
         self,
@@ -43,7 +44,7 @@ class Launch(Protocol):
 class Session(ABC):
     """A launcher's supervisors, from the first `run` to the end of `with`; each run is a generation of new ranks.
 
-    Each generation has a key, certificates and a control server of its own; ranks of an earlier one are refused.
+    Each generation has its own key, certificates and control server; ranks of an earlier one are refused.
     """
 
     def __init__(self, num_ranks: int, limits: Limits, bind_host: str, host: str) -> None:
@@ -55,7 +56,7 @@ class Session(ABC):
         self._fault: BaseException | None = None
         self.failed_at: float | None = None
         """When the failure that ended the last run was first seen (monotonic seconds)."""
-        self._heard_out = True  # whether every supervisor has told the end of its last rank
+        self._heard_out = True  # whether every supervisor has reported the end of its last rank
         self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
@@ -74,8 +75,8 @@ class Session(ABC):
         return self._roster is not None
 
     def usable(self) -> bool:
-        """Whether all supervisors are there and wait for the next generation; waits up to IDLE_S for those at work."""
-        wait_s = IDLE_S if self._heard_out else 0.0  # the others had their time to say so when the run was ended
+        """Whether all supervisors wait for the next generation; allows busy ones up to IDLE_S."""
+        wait_s = IDLE_S if self._heard_out else 0.0  # the others had their time to report when the run ended
         return self._fault is None and self._roster is not None and self._roster.whole(wait_s)
 
     def run(
@@ -87,19 +88,14 @@ class Session(ABC):
     ) -> list[dict[str, Any]]:
         """Run `task` on new ranks; returns what each entry returned, in order of rank. One run at a time.
 
-        `on_steps(states)` is called once all ranks have made a step. Raises what `ControlServer.wait` raises; no rank
-        is left alive in any case, and supervisors that can be reached wait for the next run.
+        `on_steps(states)` is called once all ranks have made a step. Raises what `ControlServer.wait` raises. All ranks
+        have ended in any case, and supervisors that can be reached wait for the next run.
         """
 
-        def stepped(states: Sequence[RankState]) -> None:
-            if task.preload is not None and self._roster is not None:
-                self._roster.ask_for_spares()
-            if on_steps is not None:
-                on_steps(states)
+        handler = handler or Handler()
 
         def ended() -> BaseException | None:
-            overtaken = getattr(handler, "overtaken", None)
-            return self._fault or (overtaken() if overtaken is not None else None)
+            return self._fault or handler.overtaken()
 
         if self._roster is None:
             self._check(task, ended)
@@ -108,7 +104,7 @@ class Session(ABC):
         self.failed_at = None
         key = new_key()
         certificates = issue(generation, self.num_ranks) if task.tls else [None] * self.num_ranks
-        with ControlServer(key, generation, self.num_ranks, self.limits, handler, self._bind_host, stepped) as server:
+        with ControlServer(key, generation, self.num_ranks, self.limits, handler, self._bind_host, on_steps) as server:
             with self._lock:
                 self._server = server
                 if self._fault is not None:
@@ -122,14 +118,14 @@ class Session(ABC):
                     self._server, self.failed_at, self._heard_out = None, server.failed_at, server.all_ended()
 
     def fail(self, error: BaseException) -> None:
-        """End the run that is under way with `error`, which it raises, and every later one. From any thread."""
+        """End the current run and every later one with `error`, which they raise. Thread-safe."""
         with self._lock:
             self._fault = self._fault or error
             if self._server is not None:
                 self._server.fail(error)
 
     def _lost(self, rank: int) -> None:
-        """A supervisor cannot be told anything any more: it ends with the rank that it has, and starts no other."""
+        """A supervisor cannot be reached any more: it ends after its rank, and starts no other."""
         with self._lock:
             server = self._server
         if server is not None and not server.started(rank):
@@ -137,33 +133,41 @@ class Session(ABC):
                 LauncherError(
                     f"the supervisor of rank {rank} is lost",
                     got="the end of its connection before it has started its rank",
-                    allowed="supervisors that stay",
+                    allowed="supervisors that stay connected",
                     next_step="Look at the executors' logs for why it ended.",
                 )
             )
 
     @abstractmethod
     def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
-        """Raise ConfigError where the supervisors cannot be started for such a task; called before anything is.
+        """Raise ConfigError if supervisors cannot be started for such a task; called before anything is started.
 
-        Who waits here asks `ended` and raises the error that it gives.
+        While it waits, it calls `ended` and raises the error that it returns.
         """
 
     @abstractmethod
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:
-        """Start the supervisors: `keep_post` for each rank, with a Place of these. Returns at once."""
+        """Start the supervisors: `supervise` for each rank, with a SupervisorSpec of these. Returns at once."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Wait for the supervisors' end, and see to it. Called once, also where they were never started."""
+        """End the supervisors and wait for their end. Called once, also if they were never started."""
 
 
 class SessionLauncher(ABC):
-    """A `Launch` whose supervisors can stay: through the generations of one session."""
+    """A `Launch` whose supervisors can outlive a generation."""
 
     @abstractmethod
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """Supervisors that stay; they begin with the first run."""
+        """Supervisors for several generations; they start with the first run."""
+
+    def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
+        """Raise ConfigError unless all ranks fit at once; a driver asks before it writes anything.
+
+        Waits up to `wait_s` seconds for executors that are still starting. Returns the memory that an executor has for
+        its ranks, None where nothing enforces it.
+        """
+        return None
 
     def __call__(
         self,
@@ -176,8 +180,7 @@ class SessionLauncher(ABC):
     ) -> list[dict[str, Any]]:
         """Run `task` on `num_ranks` new ranks, once; returns what each rank's entry returned, in order of rank.
 
-        `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
-        left alive in any case.
+        `handler` answers requests of ranks. Raises what `ControlServer.wait` raises; all ranks have ended in any case.
         """
         with self.session(num_ranks, limits or Limits()) as session:
             return session.run(task, generation, handler)
@@ -188,24 +191,24 @@ class Restart:
     """One restart. Times are monotonic seconds of the driver."""
 
     generation: int
-    """The one that was started."""
+    """The generation that was started."""
     level: int
-    """1: the supervisors stayed, only ranks are new; 2: all is new, in Spark a new barrier job."""
+    """1: the supervisors stayed, only ranks are new; 2: supervisors are new too, in Spark by a new barrier job."""
     failed_at: float
-    """The failure was seen."""
+    """When the failure was detected."""
     ended_at: float
-    """All ranks of the older generation had ended."""
+    """When all ranks of the older generation had ended."""
     called_at: float
-    """The driver had claimed the generation and asked for its ranks."""
+    """When the driver had claimed the generation and requested its ranks."""
     given_at: float
-    """Supervisors that stay were there and idle; or those before them had been ended."""
+    """When the remaining supervisors were idle, or the older ones had ended."""
     seconds: float | None = None
-    """From the failure to the first step of all ranks; None where they never came to one."""
+    """From the failure to the first step of all ranks; None if they never made one."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Where `seconds` went, in order: words to seconds, of the rank that came last."""
+    """What `seconds` consists of, in order: phase to seconds, of the slowest rank."""
 
     def stepped(self, states: Sequence[RankState]) -> None:
-        """All ranks have made a step: the restart is over."""
+        """Record the first step of all ranks, which ends the restart."""
         last = max(states, key=lambda state: state.marks.first_step_at or 0.0)
         marks, joined_at = last.marks, last.joined_at
         assert marks.first_step_at is not None and joined_at is not None
@@ -220,22 +223,22 @@ class Restart:
             self.parts[word] = self.parts.get(word, 0.0) + end - at
 
     def to_json(self) -> dict[str, Any]:
-        """What the run's result keeps: {generation, level, seconds, parts}."""
+        """The entry in the run's result: {generation, level, seconds, parts}."""
         parts = {word: round(seconds, 3) for word, seconds in self.parts.items()}
         seconds = None if self.seconds is None else round(self.seconds, 3)
         return {"generation": self.generation, "level": self.level, "seconds": seconds, "parts": parts}
 
     def __str__(self) -> str:
-        return f"generation {self.generation} was started {told(self.to_json())}"
+        return f"generation {self.generation} was started {restart_words(self.to_json())}"
 
 
 def _not_again(error: ConfigError) -> LauncherError:
-    """What refused new supervisors took the first ones: the call is right, so that whoever repeats it may go on."""
+    """`error` refuses supervisors like those that started before, so the configuration is right and may be retried."""
     return LauncherError(
         f"supervisors cannot be started again: {error.what}",
         got=error.got,
         allowed=error.allowed,
-        next_step="Find out why executors were lost, and call again when they are back: the run goes on.",
+        next_step="Find out why executors were lost, and start again when they are back: the run resumes.",
     )
 
 
@@ -244,17 +247,19 @@ def _print(line: str) -> None:
 
 
 class Launches(AbstractContextManager["Launches"]):
-    """Used as a context manager, at whose end the supervisors end.
+    """Runs generation after generation in sessions of `launch`, and records restarts; a context manager.
 
     A `launch` that is no SessionLauncher (a function of a test) is called once a generation: every restart is level 2.
     """
 
-    def __init__(self, launch: Launch, num_ranks: int, limits: Limits, *, tell: Callable[[str], None] = _print) -> None:
+    def __init__(
+        self, launch: Launch, num_ranks: int, limits: Limits, *, report: Callable[[str], None] = _print
+    ) -> None:
         self.restarts: list[Restart] = []
         """Every run after the first, in order."""
-        self._launch, self._num_ranks, self._limits, self._tell = launch, num_ranks, limits, tell
+        self._launch, self._num_ranks, self._limits, self._report = launch, num_ranks, limits, report
         self._session: Session | None = None
-        self._failed: tuple[float, float] | None = None  # when the last generation failed, and had ended
+        self._failed: tuple[float, float] | None = None  # when the last generation failed, and when it had ended
         self._fault: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -264,9 +269,9 @@ class Launches(AbstractContextManager["Launches"]):
         self._close(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the generation that runs with `error`, which its `run` raises; every later `run` raises it too.
+        """End the current generation with `error`, which this `run` and every later one raises. Returns at once.
 
-        For a thread that learns that this driver must do nothing more. Returns at once.
+        For a thread that learns that this driver must stop.
         """
         with self._lock:
             self._fault = self._fault or error
@@ -280,7 +285,7 @@ class Launches(AbstractContextManager["Launches"]):
         restart: Restart | None = None
         session = self._usable()
         if self._failed is not None:
-            level = IN_PLACE if session is not None and session.began else ANEW
+            level = IN_PLACE if session is not None and session.began else NEW_SUPERVISORS
             restart = Restart(generation, level, *self._failed, called_at, time.monotonic())
             self.restarts.append(restart)
         failed_at: float | None = None
@@ -288,7 +293,7 @@ class Launches(AbstractContextManager["Launches"]):
         def stepped(states: Sequence[RankState]) -> None:
             if restart is not None:
                 restart.stepped(states)
-                self._tell(str(restart))
+                self._report(str(restart))
 
         try:
             if session is not None:
@@ -304,7 +309,7 @@ class Launches(AbstractContextManager["Launches"]):
             self._failed = (now if failed_at is None else failed_at, now)
 
     def _usable(self) -> Session | None:
-        """The session to run in: the one that is there, or a new one; None where the launcher has none."""
+        """The current session if it is usable, else a new one; None for a launcher without sessions."""
         with self._lock:
             fault, session = self._fault, self._session
         if fault is not None:
@@ -334,10 +339,10 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP (the terminal was closed) raise SystemExit with the code that a shell reports.
+    """Make SIGTERM and SIGHUP (a closed terminal) raise SystemExit with the code that a shell reports.
 
-    A signal that the caller's caller ignores (nohup) stays ignored. Python takes signals in the main thread alone;
-    in another one this does nothing.
+    A signal that is ignored already (nohup) stays ignored. Python handles signals only in the main thread; in another
+    one this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""One rank's supervisor: starts the rank's process, keeps its log, ends it when it must end.
+"""One rank's supervisor: it starts the rank's process, stores its log, and ends it.
 
 Runs in a thread of the driver (local launcher) or in a Spark task (barrier launcher).
 """
@@ -13,38 +13,34 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO
 
-from training.control.client import Line, SupervisorClient, open_channel
+from training.control.client import RosterClient, SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
-from training.control.task import RankTask
+from training.control.task import RankTask, is_stopped
 from training.launch.output import LineBuffer, read_lines
-from training.launch.process import Order, Place, RankProcess, Spares, end_left, hand_over, new_mark, start_rank
-from training.rank.__main__ import is_stopped
+from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, start_rank
 from training.run.metrics import PartWriter
 from training.run.paths import rank_name
 
 TAIL_LINES = 40
-TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
+TAIL_LINE_CHARS = 2000  # so that the last lines always fit into one frame
 POLL_S = 0.05
-LOOK_EVERY_S = 1.0  # whether the rank is stopped by a signal
+STOPPED_LOOK_S = 1.0  # between two checks whether the rank is stopped by a signal
 CONNECT_DEADLINE_S = 60.0
-DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
+DRAIN_S = 2.0  # for the last lines of a dead rank whose children keep its output open
 
 
 class Supervisor:
-    """Supervises one rank; `run` returns when its process has ended and has been reported.
+    """Supervises one rank; `run` returns when its process has ended and its end is reported."""
 
-    `waiting` is a process that waits for its order (training.launch.process); None: one is started.
-    """
-
-    def __init__(self, order: Order, waiting: RankProcess | None = None) -> None:
-        self._order, self._waiting = order, waiting
+    def __init__(self, order: Order) -> None:
+        self._order = order
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         logs = order.task.logs
         self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
         self._stream = LineBuffer() if order.task.stream else None
 
     def run(self) -> int:
-        """Start the rank and watch it to its end; returns its exit code (negative: the signal that killed it).
+        """Run the rank to its end; returns its exit code (negative: the signal that killed it).
 
         Raises CommunicationError when the driver cannot be reached at the start.
         """
@@ -60,9 +56,7 @@ class Supervisor:
         )
         client = SupervisorClient(connect, order.limits.lost_s)
         try:
-            process = self._waiting or start_rank(order)
-            if self._waiting is not None:
-                hand_over(process, order)
+            process = start_rank(order)
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
             forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
@@ -98,7 +92,7 @@ class Supervisor:
             now = time.monotonic()
             if kill_at is None and client.stop.is_set():
                 process.terminate()
-                process.send_signal(signal.SIGCONT)  # a stopped process would take its end only then
+                process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only then
                 kill_at = now + limits.grace_s
             elif kill_at is None and (client.dead.is_set() or client.silent_s() > limits.lost_s):
                 self._tail.append(f"[supervisor: no driver for {limits.lost_s:.0f} s, the rank is killed]")
@@ -107,7 +101,7 @@ class Supervisor:
             elif kill_at is not None and now >= kill_at:
                 process.kill()
             if now >= look_at:
-                look_at = now + LOOK_EVERY_S
+                look_at = now + STOPPED_LOOK_S
                 if is_stopped(process.pid) is not stopped:
                     stopped = not stopped
                     client.report(Tag.STOPPED, {"stopped": stopped})
@@ -125,42 +119,33 @@ class Supervisor:
                 if self._stream is not None:
                     self._stream.put(text)
                 more = len(text) - TAIL_LINE_CHARS
-                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} characters more]")
+                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} more characters]")
                 if self._parts is not None:
                     self._parts.add(text)
 
     def _forward(self, client: SupervisorClient) -> None:
         while self._stream is not None and (lines := self._stream.take()) is not None:
             while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
-                time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
+                time.sleep(POLL_S)  # until it reconnects the buffer fills, and dropped lines are counted
 
 
-def keep_post(place: Place, prepare: Callable[[RankTask], None] | None = None) -> int:
-    """Carry out the driver's orders, one generation after the other, until it says that none follows.
+def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None = None) -> int:
+    """Carry out the driver's orders, one generation after the other, until the driver ends the session.
 
-    `prepare(task)` is called before each. A driver that is gone, or silent for `limits.lost_s`, ends the post too,
-    once the rank has ended (which its own connection sees to). Returns the last rank's exit code, 0 before the first.
-    Raises CommunicationError when the driver cannot be reached at the start of the session or of a generation.
+    `prepare(task)` is called before each. It also returns when the driver has ended or is silent for `limits.lost_s`,
+    which ends the rank too, through its own connection. Returns the last rank's exit code, 0 before the first. Raises
+    CommunicationError when the driver cannot be reached at the start of the session or of a generation.
     """
-    limits, code = place.limits, 0
-    with Spares(place) as spares:
-        deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
-        line = Line(
-            place.control, place.secret, place.rank, deadline_s=deadline_s, lost_s=limits.lost_s, on_spare=spares.ask
-        )
-        try:
-            while (document := line.next_order()) is not None:
-                waiting = spares.take()
-                order = place.order(document, waiting.mark if waiting else new_mark())
-                spares.follows(order.task.preload)
-                if prepare is not None:
-                    prepare(order.task)
-                try:
-                    code = Supervisor(order, waiting.process if waiting else None).run()
-                finally:
-                    if waiting is not None:
-                        waiting.end()
-                line.say_idle()
-        finally:
-            line.close()
+    limits, code = spec.limits, 0
+    deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
+    line = RosterClient(spec.control, spec.secret, spec.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
+    try:
+        while (document := line.next_order()) is not None:
+            order = spec.order(document)
+            if prepare is not None:
+                prepare(order.task)
+            code = Supervisor(order).run()
+            line.say_idle()
+    finally:
+        line.close()
     return code

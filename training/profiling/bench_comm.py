@@ -22,6 +22,7 @@ from lockstep.storage.errors import CommunicationError, require
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import COUNTS
 from training.comm.options import ALGORITHMS_OF, CommOptions
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def bench(
         return {}
 
     task = RankTask(ENTRY, {"bench": asdict(config)}, tls=config.tls == "on")
-    launch(task, config.num_ranks, limits=Limits(), handler=handle)
+    launch(task, config.num_ranks, limits=Limits(), handler=Handler(handle))
     return rows
 
 

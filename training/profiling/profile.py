@@ -14,10 +14,11 @@ from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.config import TrainConfig
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
-from training.driver.preflight import open_dataset, plan_for
+from training.driver.preflight import open_and_plan
 from training.driver.train import limits_of
-from training.launch.session import ended_in_order
+from training.launch.session import SessionLauncher, ended_in_order
 from training.profiling.verdict import (
     CACHED,
     COLD,
@@ -93,8 +94,7 @@ def profile(
         right, allowed = value is None or value >= least, f"an integer from {least} up"
         require(right, f"a profile's `{name}`", f"{name} = {value}", allowed, f"Correct --{name}.")
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
-    manifest, encoder = open_dataset(config)
-    plan = plan_for(manifest, config)
+    _, encoder, plan = open_and_plan(config)
     plan.steps(config.epochs)
     options = CommOptions(backend=config.backend, trust_network=config.trust_network)
     payload = {
@@ -110,12 +110,11 @@ def profile(
             on_round(int(fields["done"]), int(fields["total"]))
         return {}
 
-    ready = getattr(launch, "ready", None)
-    if ready is not None:
-        ready(config.num_ranks, config.start_limit_s)
+    if isinstance(launch, SessionLauncher):
+        launch.ready(config.num_ranks, config.start_limit_s)
     task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
     with ended_in_order():
-        ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=handle)
+        ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=Handler(handle))
     return _profile(config, encoder, ranks)
 
 

@@ -1,8 +1,8 @@
 """One rank's process: `python -m training.rank`, started by a supervisor.
 
 Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
-supervisor is gone. A spare process gets a line before it, which says what to import while it waits. Exit codes: 0 the
-entry returned, 2 a ConfigError or DataError that a restart would meet again, 1 anything else.
+supervisor is gone. Exit codes: 0 the entry returned, 2 a ConfigError or DataError that a restart would meet again, 1
+anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
@@ -28,27 +27,18 @@ from training.comm.tls import Credentials
 from training.control.client import ControlClient, open_channel
 from training.control.context import RankContext
 from training.control.protocol import Role, Tag, error_to_json, is_final
-from training.control.task import RankTask
+from training.control.task import RankTask, is_stopped
 from training.world import World
 
-LOOK_EVERY_S = 1.0
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped by a signal or a debugger."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False  # it has ended
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+PARENT_LOOK_S = 1.0
 
 
 def end_with_stopped_parent(parent: int, limit_s: float) -> None:
     """End this process once `parent` has been stopped for `limit_s` seconds; never returns."""
     stopped_s = 0.0  # counted by this process: a rank that was stopped too starts to count when it resumes
     while stopped_s < limit_s:
-        time.sleep(min(LOOK_EVERY_S, limit_s))
-        stopped_s = stopped_s + min(LOOK_EVERY_S, limit_s) if is_stopped(parent) else 0.0
+        time.sleep(min(PARENT_LOOK_S, limit_s))
+        stopped_s = stopped_s + min(PARENT_LOOK_S, limit_s) if is_stopped(parent) else 0.0
     if select.select([], [sys.stderr], [], 0.0)[1]:  # a pipe that no process reads may be full
         print(f"[rank: its parent process {parent} has been stopped for {limit_s:.0f} s]", file=sys.stderr, flush=True)
     os._exit(1)
@@ -57,7 +47,6 @@ def end_with_stopped_parent(parent: int, limit_s: float) -> None:
 EXIT_CRASHED, EXIT_FINAL = 1, 2
 PR_SET_PDEATHSIG = 1
 CONNECT_DEADLINE_S = 30.0
-PRELOAD_NICE = 10
 
 
 def main() -> int:
@@ -93,30 +82,13 @@ def main() -> int:
 
 
 def _order() -> dict[str, Any] | None:
-    """The order; None when there is no supervisor any more. A spare process imports before it waits for its order."""
-    preloading: threading.Thread | None = None
-    while line := sys.stdin.buffer.readline():
-        document: dict[str, Any] = json.loads(line)
-        if os.getppid() != document["parent"]:
-            return None  # the parent died before the death signal was set
-        if "preload" not in document:
-            if preloading is not None:
-                preloading.join()
-            return document
-        devices.expose(document["devices"], os.environ, document["host"])
-        preloading = threading.Thread(target=_preload, args=(document["preload"],), name="preload", daemon=True)
-        preloading.start()
-    return None  # the end of standard input: a spare that is not needed
-
-
-def _preload(name: str) -> None:
-    # This thread alone steps back behind the ranks that train: who may lower a whole process may not raise it again.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRELOAD_NICE)
-    try:
-        module, function = name.split(":")
-        getattr(importlib.import_module(module), function)()
-    except Exception:  # the entry meets the same when it imports, and tells the driver then
-        traceback.print_exc()
+    """The order; None when the supervisor has ended."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return None
+    order: dict[str, Any] = json.loads(line)
+    # The parent may have died before the death signal was set.
+    return order if os.getppid() == order["parent"] else None
 
 
 def _call(task: RankTask, context: RankContext) -> dict[str, Any]:

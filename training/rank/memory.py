@@ -11,7 +11,6 @@ import tensorflow as tf
 STEP_BYTES = 100 << 20  # the traced step, buffers of batches: 70 to 110 MiB from 20 thousand to 56 million parameters
 SAVED = 1.25  # of weights and optimizer state: Keras writes a .keras file to a buffer that grows
 ARENA_BYTES = 64 << 20  # of a small model: gaps between buffers, what measures the links
-SPARE_BYTES = 700 << 20  # a process that has imported TensorFlow
 
 
 def variable_bytes(variables: Iterable[keras.Variable]) -> int:
@@ -28,7 +27,7 @@ def arena_bytes(model: keras.Model) -> int:
     return ARENA_BYTES + 4 * variable_bytes(model.weights)
 
 
-def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int, *, spare: bool = False) -> int:
+def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int) -> int:
     """The most resident memory of a rank that had `before_bytes` before the compiled `model` was built.
 
     It counts weights and optimizer state, gradients, the shared buffers that add them (the rank's own and its part of
@@ -38,5 +37,4 @@ def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int, *, spa
     gradients = variable_bytes(model.trainable_variables)
     state = variable_bytes([*model.weights, *model.optimizer.variables])
     shared = variable_bytes(model.weights) * (2 - 1 / num_ranks) if num_ranks > 1 else 0
-    needed = before_bytes + STEP_BYTES + gradients + shared + state * (1 + 1 / num_ranks + SAVED)
-    return int(needed) + (SPARE_BYTES if spare else 0)
+    return int(before_bytes + STEP_BYTES + gradients + shared + state * (1 + 1 / num_ranks + SAVED))

@@ -205,7 +205,7 @@ class RankModel:
         prepared = prepare(config, plan, signature, rows, groups)
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
-            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks, spare=config.spare)
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
             control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))

@@ -38,7 +38,7 @@ def configure(world: World, *, precision: str, seed: int, canonical: bool = Fals
     another order with another number of threads.
     """
     keep_temporary_files_apart()
-    _import()
+    import_tensorflow()
     import keras
     import tensorflow as tf
 
@@ -64,13 +64,8 @@ def keep_temporary_files_apart() -> None:
     os.makedirs(tempfile.tempdir, mode=0o700, exist_ok=True)
 
 
-def preload() -> None:
-    """Import what a rank's training needs, and make none of its settings: what a spare process does while it waits."""
-    _import()
-    import training.rank.fit  # noqa: F401 - imported for the sake of the import
-
-
-def _import() -> None:
+def import_tensorflow() -> None:
+    """Import TensorFlow and Keras without what they print meanwhile; makes none of their settings."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _quiet(), _no_search_for_garbage():

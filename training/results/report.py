@@ -18,7 +18,7 @@ from training.plan.datasets import open_mixture, open_parts
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
-from training.run.result import find_result, told
+from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         ("epochs", result["epochs"]),
         ("samples/s", f"{result['samples_per_s']:.0f}"),
         _starts(history),
-        *((f"restart: generation {each['generation']}", told(each)) for each in result.get("restart_log", [])),
+        *((f"restart: generation {each['generation']}", restart_words(each)) for each in result.get("restart_log", [])),
         ("samples left over (they fill no last global batch)", len(result["left_over"])),
         *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),

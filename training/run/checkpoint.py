@@ -1,4 +1,4 @@
-"""A checkpoint's manifest and its ranks' files, read strictly. No TensorFlow and no pickle."""
+"""A checkpoint's manifest and its ranks' files (safetensors), read strictly. No TensorFlow and no pickle."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from training.run.paths import rank_name
 
 ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
-# What is written and read back in one call: the piece that a remote writer sends; the interpreter's lock is asked for
-# once a piece.
+# Written and read back in one call: the size that a remote writer sends. Each piece takes the interpreter's lock once.
 PIECE_BYTES = 1 << 22
-_memcmp = ctypes.CDLL(None).memcmp  # compares twice as fast as NumPy does, which makes an array of the answers
+_memcmp = ctypes.CDLL(None).memcmp  # twice as fast as NumPy, which makes an array of booleans
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostBuffer:
-    """Memory that one file after another is laid out in; it grows when it must and is never given back.
+    """Memory that is reused for one file after another; it grows as needed and is never freed.
 
-    The first touch of fresh memory costs twenty times what a later copy into it does, so `reserve` does it early.
+    The first touch of fresh memory takes twenty times as long as a later copy into it, so `reserve` touches it early.
     """
 
     def __init__(self) -> None:
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def reserve(self, size: int) -> None:
-        """Have `size` bytes ready, touched. What was in the buffer is lost."""
+        """Make `size` bytes ready, touched. The buffer's content is lost."""
         if size > self._memory.size:
-            self._memory = np.empty(0, np.uint8)  # the old one goes before the new one comes
+            self._memory = np.empty(0, np.uint8)  # free the old one before the new one is allocated
             self._memory = whole_pages(size)
             np.copyto(self._memory, 0)
 
     def fill(self, tensors: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
-        """The file (bytes,) of these tensors, a view that is good until the next call. Equal tensors, equal bytes.
+        """The file (bytes,) of these tensors, a view that is valid until the next call. Equal tensors give equal bytes.
 
         Raises ConfigError naming a tensor whose dtype the file cannot hold.
         """
@@ -59,8 +58,8 @@ class HostBuffer:
         file[: len(head)] = np.frombuffer(head, np.uint8)
         for name, value in tensors.items():
             begin = len(head) + offsets[name]
-            place = file[begin : begin + value.nbytes].view(value.dtype)
-            np.copyto(place.reshape(value.shape), value)
+            target = file[begin : begin + value.nbytes].view(value.dtype)
+            np.copyto(target.reshape(value.shape), value)
         return file
 
 
@@ -70,9 +69,9 @@ def file_bytes(tensors: Mapping[str, NDArray[Any]]) -> int:
 
 
 def tensors_in(file: NDArray[np.uint8], where: str) -> dict[str, NDArray[Any]]:
-    """The tensors of a file (bytes,) of this form, or that the safetensors library wrote: views of it, without a copy.
+    """The tensors of a safetensors file (bytes,), as views of it.
 
-    Raises CorruptionError naming `where` for anything else: gaps, overlaps, bytes behind the end, other types.
+    Raises CorruptionError naming `where` for anything else: gaps, overlaps, bytes after the end, other types.
     """
     head = head_bytes(file[:LENGTH_BYTES].tobytes(), file.size, where)
     stored = parse_header(file[LENGTH_BYTES:head].tobytes(), file.size, where)
@@ -83,9 +82,9 @@ def tensors_in(file: NDArray[np.uint8], where: str) -> dict[str, NDArray[Any]]:
 
 
 def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
-    """Publish the file durably and compare what reads back, without a second copy in memory.
+    """Publish the file durably and compare it with what reads back, without a second copy in memory.
 
-    Raises what lockstep.storage.publish.write_stream does, CorruptionError where other bytes come back.
+    Raises what lockstep.storage.publish.write_stream does, and CorruptionError if other bytes read back.
     """
 
     def produce(writer: Writer) -> None:
@@ -100,7 +99,7 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
             done += count if same else 0
     if not same or done != file.size:
         raise CorruptionError(
-            "a file reads back otherwise than it was written",
+            "a file reads back with other bytes than were written",
             file=url,
             offset=done,
             got=f"other bytes from {done} on",
@@ -109,12 +108,12 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
 
 
 def sha256_of(file: NDArray[np.uint8]) -> str:
-    """SHA-256 in hex; other threads run meanwhile."""
+    """SHA-256 in hex; releases the interpreter's lock."""
     return hashlib.sha256(file.data).hexdigest()
 
 
 def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int], int]:
-    """The file's head (length and header), each tensor's offset in the data, and the size of the whole."""
+    """The file's head (length and header), each tensor's offset in the data, and the file's size."""
     header: dict[str, Any] = {}
     offsets: dict[str, int] = {}
     end = 0
@@ -128,23 +127,24 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
                 next_step="Keep this state in one of these dtypes.",
             )
         offsets[name], end = end, end + value.nbytes
-        place = [offsets[name], end]
-        header[name] = {"dtype": DTYPES[value.dtype.name], "shape": list(value.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": DTYPES[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [offsets[name], end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = math.ceil((8 + len(text)) / ALIGN_BYTES) * ALIGN_BYTES - 8
     return padded.to_bytes(8, "little") + text.ljust(padded), offsets, 8 + padded + end
 
 
 Tensors = dict[str, NDArray[Any]]
-FORMAT_VERSIONS = (
-    1,
-    2,
-)  # 1: all that ranks hold alike is in rank 0's file; 2: divided, as the manifest's `tensors` say
+# 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`.
+FORMAT_VERSIONS = (1, 2)
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks")  # of the manifest's `state`, from rank 0
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor must be."""
+    """The expected shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -156,7 +156,7 @@ def file_name(rank: int) -> str:
 
 
 def write_bytes(directory: str, name: str, data: bytes) -> dict[str, Any]:
-    """Write a file durably; returns what is reported to the driver: {name, bytes, sha256}."""
+    """Write a file durably; returns the report for the driver: {name, bytes, sha256}."""
     fs = filesystem(directory)
     fs.mkdirs(directory)
     write_file(fs, join(directory, name), data)
@@ -170,14 +170,14 @@ def read_manifest(url: str) -> dict[str, Any]:
 
 
 def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """`read_manifest` of a checkpoint that a run of this plan may go on from; raises DataError for any other."""
+    """`read_manifest` of a checkpoint that a run of this plan may resume from; raises DataError for any other."""
     manifest = read_manifest(url)
     if manifest.get("plan") != plan:
         raise DataError(
             f"the checkpoint {url} belongs to another plan",
             got=", ".join(differences(documents.mapping(manifest.get("plan"), where=f"{url}: plan"), plan))[:500],
             allowed="the plan of its run",
-            next_step="Take out what was copied there from another run, or begin a new run.",
+            next_step="Remove what was copied there from another run, or begin a new run.",
         )
     documents.mapping(manifest.get("files"), where=f"{url}: files")
     documents.count(manifest.get("step"), where=f"{url}: step")
@@ -204,10 +204,10 @@ def file_info(url: str, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """A rank's file (bytes,). Raises CorruptionError naming it where length or digest are not the manifest's."""
+    """A rank's file (bytes,). Raises CorruptionError naming it unless length and digest match the manifest."""
     where, info, fs = join(url, file_name(rank)), file_info(url, rank, manifest), filesystem(url)
     size, got = fs.stat(where).size_bytes, ""
-    if size == info["bytes"]:  # what grew without end is not read
+    if size == info["bytes"]:  # a file of another length is not read
         data, done = np.empty(size, np.uint8), 0
         with fs.open_read(where) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -229,14 +229,14 @@ def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> NDArray
 def take(tensors: Tensors, expected: Mapping[str, TensorSpec], where: str) -> list[NDArray[Any]]:
     """The tensors named in `expected`, in its order. Raises DataError for a name, shape or dtype that differs.
 
-    Tensors of another kind (another first part of the name) may be there; of these kinds every one must be expected.
+    Tensors of other kinds (by the first part of the name) are ignored; of these kinds no other may be present.
     """
     kinds = {name.split("/")[0] for name in expected}
     present = {name for name in tensors if name.split("/")[0] in kinds}
     if missing := [name for name in expected if name not in present]:
         raise _unlike(where, f"no tensor {missing[0]} ({len(missing)} missing)", "the model's own tensors")
     if extra := sorted(present - set(expected)):
-        raise _unlike(where, f"a tensor {extra[0]} ({len(extra)} too many)", "the model's own tensors alone")
+        raise _unlike(where, f"a tensor {extra[0]} ({len(extra)} too many)", "only the model's own tensors")
     for name, spec in expected.items():
         got = TensorSpec(tensors[name].shape, tensors[name].dtype.name)
         if got != spec:

@@ -1,7 +1,7 @@
-"""Which rank writes which part of the state that all ranks hold alike, and how the parts are put together again.
+"""Division of the state that all ranks share over the ranks' files, and its reassembly (decision 077).
 
-Tensors are laid end to end in the order of their names and cut into num_ranks stretches of equal bytes. A cut within a
-tensor of up to a MiB moves to its nearer end, so that small tensors stay whole; only large ones lie in two files.
+Tensors are laid end to end in the order of their names and cut into num_ranks parts of equal bytes. A cut within a
+tensor of up to a MiB moves to its nearer end, so that small tensors stay whole; only large ones are in two files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE_BYTES = 1 << 20  # tensors up to here are never cut
 
 
 class Piece(NamedTuple):
-    """Elements `start` to `stop` of a tensor laid flat in C order."""
+    """Elements `start` to `stop` of a flattened tensor, in C order."""
 
     name: str
     start: int
@@ -39,10 +39,10 @@ class Piece(NamedTuple):
 
 
 def divide(specs: Mapping[str, TensorSpec], num_ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank, by names, sizes and `num_ranks` alone.
+    """The pieces of each rank, determined only by names, sizes and `num_ranks`.
 
-    Every element is in one piece; no rank has more than 1 / num_ranks of the bytes and a MiB. A rank has at most one
-    piece of a tensor. Tensors without elements go to rank 0.
+    Each element is in one piece; no rank has more than 1 / num_ranks of the bytes plus a MiB. A rank has at most one
+    piece of a tensor. Tensors without elements belong to rank 0.
     """
     shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
     total = sum(_elements(spec) * _itemsize(spec) for spec in specs.values())
@@ -66,23 +66,23 @@ def divide(specs: Mapping[str, TensorSpec], num_ranks: int) -> list[list[Piece]]
 
 
 def key_of(piece: Piece, spec: TensorSpec) -> str:
-    """The piece's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
+    """The piece's name in a rank's file: the tensor's name, followed by the range of elements if it is not whole."""
     return part_name(piece.name, piece.start, piece.stop, _elements(spec))
 
 
 def report(pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> dict[str, list[Any]]:
-    """What a rank tells the driver of its share: name -> [dtype, shape, start, stop]."""
+    """A rank's report of its pieces to the driver: name -> [dtype, shape, start, stop]."""
     return {p.name: [specs[p.name].dtype, list(specs[p.name].shape), p.start, p.stop] for p in pieces}
 
 
 def merge(reports: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """The manifest's `tensors` by all ranks' reports: name -> {dtype, shape, parts: [[rank, start, stop], ...]}.
+    """The manifest's `tensors` from all reports: name -> {dtype, shape, parts: [[rank, start, stop], ...]}.
 
-    Raises CorruptionError where an element is in no rank's share or in two, or ranks differ in a dtype or shape.
+    Raises CorruptionError if an element is in no piece or in two, or ranks differ in a dtype or shape.
     """
     tensors: dict[str, Any] = {}
-    for rank, told in enumerate(reports):
-        for name, (dtype, shape, start, stop) in told.items():
+    for rank, report in enumerate(reports):
+        for name, (dtype, shape, start, stop) in report.items():
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "parts": []})
             if (entry["dtype"], entry["shape"]) != (dtype, shape):
                 raise CorruptionError(
@@ -99,9 +99,9 @@ def merge(reports: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
 
 
 def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: str, kinds: Sequence[str]) -> Tensors:
-    """The whole tensors of these kinds (first parts of names) by the ranks' files `parts`: rank -> its tensors.
+    """The whole tensors of these kinds (first parts of names) from `parts`: rank -> tensors of its file.
 
-    Raises CorruptionError naming file and tensor where a part is missing or not what the manifest says.
+    Raises CorruptionError naming file and tensor if a part is missing or differs from the manifest.
     """
     found: Tensors = {}
     for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
@@ -120,10 +120,10 @@ def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpe
     value = parts.get(rank, {}).get(key)
     if value is None:
         raise CorruptionError("a tensor that the manifest lists is not in its file", file=file, got=f"no {key}")
-    shape = spec.shape if key == piece.name else (piece.stop - piece.start,)  # a stretch of one lies flat
+    shape = spec.shape if key == piece.name else (piece.stop - piece.start,)  # a part is stored flat
     if (value.shape, value.dtype.name) != (shape, spec.dtype):
         raise CorruptionError(
-            "a tensor is not what the manifest says",
+            "a tensor differs from the manifest",
             file=file,
             got=f"{key}: {value.dtype.name} {value.shape}",
             allowed=f"{spec.dtype} {shape}",
@@ -132,7 +132,7 @@ def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpe
 
 
 def _cut(offset: int, elements: int, itemsize: int) -> int:
-    """The element before which a cut at byte `offset` of a tensor falls: any of a large one, an end of a small one."""
+    """The element before which a cut at byte `offset` of a tensor is made; for a small tensor, one of its ends."""
     size = elements * itemsize
     if size <= WHOLE_BYTES:
         return elements if 2 * offset >= size else 0
@@ -148,14 +148,14 @@ def _itemsize(spec: TensorSpec) -> int:
 
 
 def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator) -> dict[int, Tensors]:
-    """Rank -> the tensors of its file, for all ranks that wrote the checkpoint. A collective, of any number of ranks.
+    """Rank -> the tensors of its file, for all ranks that wrote the checkpoint. A collective, on any number of ranks.
 
-    Raises CorruptionError on the rank that read a changed file; the others learn of it by that rank's end.
+    Raises CorruptionError on the rank that reads a changed file, which ends the others too.
     """
     writers, mine, ranks = manifest["num_ranks"], communicator.rank, communicator.num_ranks
     if ranks == 1:
         return {writer: read_rank_file(url, writer, manifest) for writer in range(writers)}
-    # All own files first: the ranks read at the same time, and pass on one after another.
+    # First each rank reads its files, all at the same time; then they broadcast one after another.
     held = {writer: read_rank_bytes(url, writer, manifest) for writer in range(mine, writers, ranks)}
     parts = {}
     for writer in range(writers):
@@ -168,13 +168,13 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
 
 
 def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Tensors], kinds: Sequence[str]) -> Tensors:
-    """What all ranks hold alike, of these kinds, put together from the files. Raises CorruptionError naming a file."""
+    """The shared state of these kinds, assembled from the files. Raises CorruptionError naming a file."""
     if manifest["format_version"] == 1:
         return {name: value for name, value in parts[0].items() if name.split("/")[0] in kinds}
     return assemble(manifest, parts, url, kinds)
 
 
 def read_whole(url: str, manifest: Mapping[str, Any], kinds: Sequence[str]) -> Tensors:
-    """The same, read by this process alone."""
+    """`whole_tensors`, with all files read by this process."""
     writers = 1 if manifest["format_version"] == 1 else manifest["num_ranks"]
     return whole_tensors(url, manifest, {w: read_rank_file(url, w, manifest) for w in range(writers)}, kinds)

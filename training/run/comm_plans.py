@@ -1,6 +1,6 @@
-"""How a run's ranks add up, frozen by its first start: a restart that added in another order would change last bits.
+"""The run's frozen communication plans: a restart that added gradients in another order would change last bits.
 
-A plan belongs to a number of ranks on such a layout of hosts, with what was asked for; each has a file of its own.
+The first start with a number of ranks, a layout of hosts and options makes a plan; each has its own file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FORMAT_VERSION = 1
 
 
 def read_plans(fs: FileSystem, paths: RunPaths, num_ranks: int) -> list[dict[str, Any]]:
-    """The run's plans for so many ranks, as CommPlan's `to_json` gives them.
+    """The run's plans for so many ranks, as documents of CommPlan.
 
-    Raises CorruptionError or DataError naming a file that was changed: to go on without it could change the result.
+    Raises CorruptionError or DataError naming a changed file: without its plan the result could change.
     """
     try:
         names = sorted(entry.name for entry in fs.list(paths.comm_plans))
@@ -34,8 +34,8 @@ def read_plans(fs: FileSystem, paths: RunPaths, num_ranks: int) -> list[dict[str
 def freeze_plan(fs: FileSystem, paths: RunPaths, generation: int, document: Any) -> str:
     """Write the plan that the ranks of `generation` have made; returns its URL.
 
-    Raises SupersededError for an older driver's, CommunicationError where another driver froze a different one in the
-    meantime: these ranks must not go on with theirs.
+    Raises SupersededError for an older driver, and CommunicationError if another driver has frozen a different plan in
+    the meantime: these ranks must not continue with theirs.
     """
     plan = CommPlan.from_json(document, where="the ranks' communication plan")
     check_newest(fs, paths, generation)
@@ -46,10 +46,10 @@ def freeze_plan(fs: FileSystem, paths: RunPaths, generation: int, document: Any)
     except ExistsError:
         if _read(fs, url) != plan:
             raise CommunicationError(
-                "the run's ranks would add in another order than it has frozen",
+                "the ranks would add gradients in another order than the run has frozen",
                 got=f"a plan of another driver in {url}",
                 allowed="one plan for these ranks",
-                next_step="Nothing: the ranks start again and follow the plan that is there.",
+                next_step="Nothing: the ranks start again and follow the frozen plan.",
             ) from None
     return url
 
@@ -58,11 +58,11 @@ def _read(fs: FileSystem, url: str) -> CommPlan:
     document = unseal_as("comm_plan", fs.read_bytes(url), url, version=FORMAT_VERSION)
     plan = CommPlan.from_json(document.get("plan"), where=url)
     ranks = len(plan.layout.host_of)
-    # Ranks look for theirs by what is in it: one under a wrong name would be passed over, and a new one never written.
+    # Ranks select plans by content: one under a wrong name would be ignored, and no new one written.
     if not url.endswith(comm_plan_name(ranks, plan.key)):
         raise DataError(
-            f"{url} holds a plan of other ranks than its name says",
-            got=f"a plan for {ranks} ranks, which is called {comm_plan_name(ranks, plan.key)}",
+            f"{url} holds a plan for other ranks than its name says",
+            got=f"a plan for {ranks} ranks, whose name is {comm_plan_name(ranks, plan.key)}",
             allowed="files as the run wrote them",
             next_step="Rename it, or restore the folder from a backup.",
         )

@@ -1,7 +1,7 @@
-"""Generation claims: which driver may change a run.
+"""Generation claims, which decide what driver may change a run and which checkpoints count (decision 081).
 
-HDFS has no compare-and-swap. A claim is a file that a driver renames onto the next free number, which only one can;
-it names the checkpoint that the generation starts from. What an older generation does later is then not in the chain.
+HDFS has no compare-and-swap. A claim is a file that a driver renames to the next free number, which only one driver
+can; it names the checkpoint that the generation starts from. Later commits of older generations are outside the chain.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_file
 from lockstep.storage.urls import join
 from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 
+log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
-MAX_GENERATION = (1 << 32) - 1  # what the frames between driver and ranks can say
+MAX_GENERATION = (1 << 32) - 1  # the limit of the frames between driver and ranks
 
 
 class SupersededError(TrainingFailedError):
@@ -56,7 +57,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One generation: its nonce, its parent checkpoint (None: the start), and what it was asked for."""
+    """One generation: its nonce, its parent checkpoint (None: the start), and the requested epochs and ranks."""
 
     generation: int
     nonce: str
@@ -81,14 +82,14 @@ class Claim:
 
 
 def read_claims(fs: FileSystem, paths: RunPaths) -> dict[int, Claim]:
-    """All claims by generation; raises CorruptionError for one whose bytes were changed."""
+    """All claims by generation. Raises CorruptionError for a changed one."""
     return {generation: _read(fs, paths, generation) for generation in claimed(fs, paths)}
 
 
 def epochs_asked(claims: Mapping[int, Claim]) -> int:
-    """The most epochs that the newest claim or one of its ancestors asked for; 0 without a claim.
+    """The most epochs that the newest claim or one of its ancestors requested; 0 without a claim.
 
-    Others do not count: a call that was wrong and never got to a checkpoint is nobody's ancestor.
+    Others do not count: a wrong call that never made a checkpoint has no descendants.
     """
     generation, most = max(claims, default=None), 0
     while generation is not None and generation in claims:
@@ -121,11 +122,11 @@ def claim_next(
     num_ranks: int,
     after: int | None = None,
 ) -> Claim:
-    """Claim the generation after `after`, which is what this driver knows as the newest (None: look it up now).
+    """Claim the generation after `after`, the newest that this driver knows (None: look it up now).
 
-    Raises SupersededError when a driver that was begun later has taken it, ConfigError when another one took it in the
-    same moment, DataError beyond the last number. A driver that took the next free number instead would take the run
-    back from its successor.
+    Raises SupersededError if a later driver has taken it, ConfigError if another one took it at the same moment,
+    DataError after the last number. A driver that took the next free number instead would take the run back from its
+    successor.
     """
     generation = (newest_claimed(fs, paths) if after is None else after) + 1
     if generation > MAX_GENERATION:
@@ -133,7 +134,7 @@ def claim_next(
             f"{paths.root} has no number left for another generation",
             got=paths.claim(generation - 1),
             allowed=f"generations up to {MAX_GENERATION}",
-            next_step="Take out the claims that no driver of this run has made, or begin a new run.",
+            next_step="Remove the claims that no driver of this run has made, or begin a new run.",
         )
     claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks)
     try:
@@ -142,7 +143,7 @@ def claim_next(
         if after is not None:
             raise superseded(paths.root, f"a claim of generation {generation} by another driver") from None
         raise ConfigError(
-            f"another driver claimed generation {generation} of {paths.root} in the same moment",
+            f"another driver claimed generation {generation} of {paths.root} at the same moment",
             got=paths.claim(generation),
             allowed="one driver at a time",
             next_step="Let that one work, or stop it and start again.",
@@ -158,12 +159,12 @@ def check_newest(fs: FileSystem, paths: RunPaths, generation: int) -> None:
 
 
 def superseded(run: str, got: str) -> SupersededError:
-    """The error of a driver of `run` where `got` tells of a newer one."""
+    """The error for a driver of `run` that has a newer one, as `got` shows."""
     return SupersededError(
         f"this driver of {run} is superseded: another one has taken the run over",
         got=got,
         allowed="this driver's lease and claim as the newest",
-        next_step="Nothing: the newer driver goes on with this run from the checkpoint that its claim names.",
+        next_step="Nothing: the newer driver continues this run from the checkpoint that its claim names.",
     )
 
 
@@ -186,12 +187,9 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     return claim
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: where it lies and its manifest."""
+    """A complete checkpoint: its URL and its manifest."""
 
     ref: CheckpointRef
     url: str
@@ -201,8 +199,8 @@ class Checkpoint:
 def lineage(claims: Mapping[int, Claim], refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:
     """The checkpoints of `refs` that are in the newest claim's chain, newest first.
 
-    Those of the newest generation; then its parent and what that one's generation wrote before it; and so back. A
-    commit that an older generation made after its successor's claim is later than the claim's parent, so it is out.
+    Those of the newest generation; then its parent and earlier checkpoints of the parent's generation; and so on. A
+    commit that an older generation made after its successor's claim is later than the claim's parent, so it is outside.
     """
     by_generation: dict[int, list[int]] = {}
     for ref in refs:
@@ -219,7 +217,7 @@ def lineage(claims: Mapping[int, Claim], refs: Iterable[CheckpointRef]) -> list[
 
 
 def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
-    """All checkpoint directories and their URLs: committed ones, and those that lie in the trash."""
+    """All checkpoint directories and their URLs: committed ones, and those in the trash."""
     found: dict[CheckpointRef, str] = {}
     for name in _directories(fs, paths.trashes):
         if generation_of(name) is not None:
@@ -230,10 +228,10 @@ def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
 def chain_of(
     fs: FileSystem, paths: RunPaths, before: int | None = None
 ) -> tuple[list[CheckpointRef], dict[CheckpointRef, str]]:
-    """The chain, newest first, and the URLs of all checkpoints; nothing of these is read.
+    """The chain, newest first, and the URLs of all checkpoints, which are not read.
 
-    `before`: as if this generation and later ones had not been claimed. Raises DataError where a claim is gone, and
-    where all checkpoints of a run are that had some.
+    `before`: ignore the claims of this generation and later ones. Raises DataError if a claim is missing, or all
+    checkpoints of a run that had some.
     """
     urls, claims = checkpoints(fs, paths), read_claims(fs, paths)
     _check_claims(paths, claims, urls)
@@ -241,15 +239,15 @@ def chain_of(
     chain = lineage(claims, urls)
     newest = max(claims, default=None)
     if not chain and newest is not None and (claims[newest].parent or fs.exists(paths.result(newest))):
-        raise _none_whole(paths, "none, where the newest claim or result says that there were some")
+        raise _none_complete(paths, "none, though the newest claim or result shows that there were some")
     return chain, urls
 
 
 def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Checkpoint | None:
-    """The newest whole checkpoint of the chain, None before the first one; `before` as in `chain_of`.
+    """The newest complete checkpoint of the chain, None before the first one; `before` as in `chain_of`.
 
-    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
-    and what `chain_of` does: to begin anew in silence would mix two trainings in one run.
+    A torn or changed checkpoint is logged, and its parent used. Raises DataError if none of several is complete, and
+    what `chain_of` does: starting over silently would mix two trainings in one run.
     """
     chain, urls = chain_of(fs, paths, before)
     for ref in chain:
@@ -258,15 +256,15 @@ def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Chec
         except (DataError, NotFoundError) as error:
             log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
     if chain:
-        raise _none_whole(paths, ", ".join(map(str, chain)))
+        raise _none_complete(paths, ", ".join(map(str, chain)))
     return None
 
 
-def _none_whole(paths: RunPaths, got: str) -> DataError:
+def _none_complete(paths: RunPaths, got: str) -> DataError:
     return DataError(
-        f"no checkpoint of {paths.root} is whole",
+        f"no checkpoint of {paths.root} is complete",
         got=got,
-        allowed="at least one whose digests hold",
+        allowed="at least one that matches its digests",
         next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
     )
 
@@ -283,7 +281,7 @@ def _check_claims(paths: RunPaths, claims: Mapping[int, Claim], urls: Mapping[Ch
 
 
 def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, Any]:
-    """The manifest of a checkpoint, all of whose files have been read and match; raises CorruptionError naming one."""
+    """The manifest of a checkpoint, after all its files were read and match; raises CorruptionError naming one."""
     where = join(url, MANIFEST_NAME)
     manifest = unseal(fs.read_bytes(where), where)
     if (manifest.get("kind"), manifest.get("step"), manifest.get("generation")) != (
@@ -312,8 +310,8 @@ def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, A
 def _checkpoints_in(fs: FileSystem, directory: str) -> dict[CheckpointRef, str]:
     found = {}
     for name in _directories(fs, directory):
-        if (place := checkpoint_of(name)) is not None:
-            found[CheckpointRef(*place)] = join(directory, name)
+        if (ref := checkpoint_of(name)) is not None:
+            found[CheckpointRef(*ref)] = join(directory, name)
     return found
 
 

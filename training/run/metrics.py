@@ -21,14 +21,14 @@ from training.run.paths import RunPaths
 log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
 PART_EVERY_S = 30.0
-MAX_WAITING_BYTES = 16 << 20  # while the storage is away; older lines are then dropped and their number is told
+MAX_WAITING_BYTES = 16 << 20  # while the storage is unavailable; then older lines are dropped and counted
 
 
 class PartWriter:
-    """Collects lines and writes them as `directory/part-NNNNN.SUFFIX`, each part whole or absent.
+    """Collects lines and writes them as `directory/part-NNNNN.SUFFIX`, each part complete or absent.
 
-    Thread-safe. A storage that fails for a while delays parts; it never fails the caller before `close`. `confirm` is
-    called before a part gets its name (lockstep.storage.publish.write_stream).
+    Thread-safe. A storage that fails temporarily delays parts. `confirm` is called before a part gets its name
+    (lockstep.storage.publish.write_stream).
     """
 
     def __init__(self, directory: str, suffix: str, confirm: Callable[[], None] | None = None) -> None:
@@ -40,7 +40,7 @@ class PartWriter:
         self._io = threading.Lock()
 
     def add(self, line: str) -> None:
-        """Add one line, without its end of line."""
+        """Add one line, without a newline."""
         with self._lock:
             self._lines.append(line)
             self._bytes += len(line) + 1
@@ -50,18 +50,18 @@ class PartWriter:
 
     @property
     def due(self) -> bool:
-        """Whether a part is worth writing now: large enough, or old enough."""
+        """Whether a part is large or old enough to be written."""
         with self._lock:
             old = time.monotonic() - self._written_at >= PART_EVERY_S
             return bool(self._lines) and (old or self._bytes >= PART_BYTES)
 
     def flush(self) -> None:
-        """Write what is there as one part. Raises LockstepError; the lines are then kept for the next call."""
+        """Write all lines as one part. Raises LockstepError, and then keeps the lines for the next call."""
         with self._io:
             with self._lock:
                 lines, self._lines, self._bytes, self._written_at = self._lines, [], 0, time.monotonic()
                 if self._dropped:
-                    lines.insert(0, f"[{self._dropped} lines dropped while the storage was away]")
+                    lines.insert(0, f"[{self._dropped} lines dropped while the storage was unavailable]")
                     self._dropped = 0
             try:
                 while lines:
@@ -74,27 +74,27 @@ class PartWriter:
                 raise
 
     def _write(self, lines: list[str]) -> int:
-        """Write the next part; returns how many of the lines are in parts then."""
+        """Write the next part; returns how many of the lines are stored."""
         url = join(self._directory, part_name(self._parts, self._suffix))
         fs, data = filesystem(url), ("\n".join(lines) + "\n").encode("utf-8", "replace")
         try:
             write_file(fs, url, data, confirm=self._confirm)
         except ExistsError:
-            # Nobody else writes here: an earlier call's part has got its name, and failed in reading it back.
+            # No other process writes here: an earlier call's part got its name, but could not be read back.
             there = fs.read_bytes(url)
             return there.count(b"\n") if data.startswith(there) else 0
         return len(lines)
 
     def flush_if_due(self) -> None:
-        """Write a part if one is due; a failing storage is told in the log and tried again later."""
+        """Write a part if it is large or old enough; a failing storage is logged and tried again later."""
         if self.due:
             self.try_flush()
 
     def try_flush(self) -> None:
-        """`flush`, but a failing storage is told in the log."""
+        """`flush`, but a failing storage is only logged."""
         try:
             self.flush()
-        except LockstepError as error:  # with the storage's failures: a driver that was overtaken writes no more
+        except LockstepError as error:  # also SupersededError: an overtaken driver writes no more
             log.warning("a part of %s is delayed: %s", self._directory, error.what)
 
 
@@ -108,8 +108,8 @@ RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoi
 class History:
     """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order of step.
 
-    Where a generation went back to a checkpoint and did steps again, the newest generation's row stands. `times` are
-    the rows of training.rank.metrics of all ranks and generations: time that was spent, for steps done again too.
+    If a generation resumed from a checkpoint and repeated steps, the newest generation's rows count. `times` are the
+    rows of training.rank.metrics of all ranks and generations, with the time of repeated steps.
     """
 
     steps: list[dict[str, Any]]
@@ -118,23 +118,21 @@ class History:
     generations: int
     """Generations that were claimed: one more than the restarts and resumptions of the run."""
     non_finite: list[dict[str, Any]] = field(default_factory=list)
-    """Rows {step, rank, what, skipped, lanes, samples} of ranks and generations that met what was not finite."""
+    """Rows {step, rank, what, skipped, lanes, samples} for each value that was not finite, of all generations."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
+    """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of commits, in order of step."""
     reading: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of training.reading.open of all ranks, each with its `generation`: what was read up to the end of an
-    epoch.
-    """
+    """Rows of training.reading.open of all ranks, each with its `generation`: reads up to the end of an epoch."""
     learning_rate: dict[str, Any] | None = None
-    """What was done to the model's learning rate (training.steps.optimizers.Scaled); None where nothing was."""
+    """How the model's learning rate was scaled (training.steps.optimizers.Scaled); None if it was not."""
 
 
 def read_history(run: str) -> History:
-    """Read the metrics of the run at URL `run`. Raises NotFoundError for no run, CorruptionError for a bad part."""
+    """Read the metrics of the run at URL `run`. Raises NotFoundError without a run, CorruptionError for a bad part."""
     fs, paths = filesystem(run), RunPaths(run)
     if not fs.exists(paths.run_json):
         raise NotFoundError(
-            f"{run} is no run",
+            f"{run} is not a run",
             got="no run.json",
             allowed="a directory that jobs.train wrote",
             next_step="Check the URL.",
@@ -162,7 +160,7 @@ def _rows(directory: str) -> list[dict[str, Any]]:
     try:
         parts = [part for part in fs.list(directory) if part.name.endswith(".jsonl")]
     except NotFoundError:
-        return []  # a generation that failed before its first step measured nothing
+        return []  # a generation that failed before its first step has no metrics
     rows = []
     for part in parts:
         for number, line in enumerate(fs.read_bytes(part.url).splitlines()):
@@ -177,7 +175,9 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
         known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
         if known and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor what was not finite"
+        problem = (
+            "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor a value that is not finite"
+        )
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

@@ -1,4 +1,4 @@
-"""What a person must know before trusting a run's numbers: each a line that ends with what to do next."""
+"""Notes on numbers of a run that need care, each a line that ends with what to do next."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Shares of a class are far apart as jobs.etl_* says it of splits: by more than a tenth of the smaller one and by more
-# than five standard deviations of chance.
+# Shares of a class are far apart by the rule of jobs.etl_* for splits: they differ by more than a tenth of the smaller
+# one, and by more than five standard deviations.
 FAR, FAR_DEVIATIONS = 0.1, 5.0
 
 
@@ -19,29 +19,30 @@ def show(notes: Iterable[str]) -> None:
 
 
 def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
-    """One class alone; `where` is such as "split `train`"."""
+    """Labels of one class only; `where` is, for example, "split `train`"."""
     present = [number for number, rows in enumerate(counts or ()) if rows]
     if len(present) != 1 or counts is None:
         return []
     return [
-        f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric says whether a model tells classes "
-        "apart; next: check the label with jobs.describe, or build the dataset with --split stratified:LABEL:..."
+        f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric shows whether a model "
+        "distinguishes classes; next: check the label with jobs.describe, or build the dataset with --split "
+        "stratified:LABEL:..."
     ]
 
 
 def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
-    """Metrics that are no finite number; `where` is such as "epoch 3"."""
+    """Metrics that are not finite numbers; `where` is, for example, "epoch 3"."""
     names = [name for name, value in sorted(metrics.items()) if not _finite(value)]
     if not names:
         return []
     return [
         f"no finite number in {where}: {', '.join(f'{name} {metrics[name]}' for name in names)}; next: look for a "
-        "class without a row, for inputs that are not finite (jobs.describe) and for a learning rate that is too high"
+        "class without rows, for inputs that are not finite (jobs.describe), and for a learning rate that is too high"
     ]
 
 
 def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str) -> list[str]:
-    """Shares of a class that are far apart between what was trained on and `split`; of several the farthest."""
+    """The class whose share differs most between the training data and `split`, if any differs clearly."""
     if not trained or not evaluated or len(trained) != len(evaluated) or not sum(trained) or not sum(evaluated):
         return []
     far = []
@@ -54,24 +55,24 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
             far.append(((high - low) / error, number, shares))
     if not far:
         return []
-    # Of two classes both are as far apart: the yes is the one that people speak of.
+    # Two classes are equally far apart: report class 1.
     _, number, (before_share, after_share) = max(far, key=lambda one: (round(one[0], 6), one[1]))
     return [
-        f"class {number} is {after_share:.2%} of split `{split}` and {before_share:.2%} of what was trained on: "
+        f"class {number} is {after_share:.2%} of split `{split}` and {before_share:.2%} of the training data: "
         "probabilities, log loss and accuracy do not carry over; next: compare the splits with jobs.describe, "
-        "and see whether --sample has left rows out"
+        "and check whether --sample has left rows out"
     ]
 
 
 def of_baseline(result: Mapping[str, Any]) -> list[str]:
-    """A model that is worse than its baseline, or not told apart from it; `result` as of training.results.evaluate."""
+    """A model that is not clearly better than its baseline; `result` as from training.results.evaluate."""
     baseline, name = result["baseline"], result["compared_by"]
     if baseline is None or name is None or result["difference"][name]["interval"] is None:
         return []
     low, high = result["difference"][name]["interval"]
     if low > 0:
         return []
-    is_, rows = ("is worse than", "") if high < 0 else ("cannot be told apart from", "evaluate on more rows, ")
+    is_, rows = ("is worse than", "") if high < 0 else ("cannot be distinguished from", "evaluate on more rows, ")
     return [
         f"the model {is_} its baseline {baseline['name']}: {name} {result['metrics'][name]:.4f} and "
         f"{baseline['metrics'][name]:.4f}, a difference of {low:.4f} to {high:.4f} (95 % interval); next: {rows}"

@@ -57,7 +57,7 @@ class RunPaths:
 
     @property
     def lease(self) -> str:
-        """The living driver's sign, rewritten every few seconds."""
+        """The sign of a living driver, rewritten every few seconds."""
         return f"{self.root}/{run_names.LEASE}"
 
     @property
@@ -93,7 +93,7 @@ class RunPaths:
         return f"{self.root}/{run_names.STAGINGS}"
 
     def staging(self, generation: int, nonce: str) -> str:
-        """Where a generation's ranks upload what the driver will rename."""
+        """Where a generation's ranks upload files, which the driver renames."""
         return f"{self.stagings}/{generation_name(generation)}-{nonce}"
 
     @property
@@ -123,17 +123,12 @@ class RunPaths:
         return f"{self.logs(generation)}/{rank_name(rank)}"
 
     def audits(self, generation: int) -> str:
-        """Directory of a generation's audits, one directory a rank in it."""
+        """Directory of a generation's audits, with one directory a rank."""
         return f"{self.root}/{run_names.AUDITS}/{generation_name(generation)}"
 
     def audit(self, generation: int, rank: int, step: int) -> str:
         """The audit file that belongs to the checkpoint of `step`."""
         return f"{self.audits(generation)}/{rank_name(rank)}/{audit_name(step)}"
-
-    @property
-    def events(self) -> str:
-        """TensorBoard's directory."""
-        return f"{self.root}/events"
 
     def model(self, generation: int) -> str:
         """A generation's final export."""
@@ -156,7 +151,7 @@ class RunPaths:
         """`url` relative to the run's root, as manifests name files."""
         if not url.startswith(self.root + "/"):
             raise StorageError(
-                "a file is not in the run that is to list it",
+                "a file is outside the run that lists it",
                 got=url,
                 allowed=f"a path below {self.root}",
                 next_step="Resume the run by the URL that it was started with.",

@@ -1,4 +1,4 @@
-"""What a finished run says of itself."""
+"""The result of a finished run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What a finished run leaves in results/gNNNN.json."""
+    """The content of results/gNNNN.json."""
 
     run: str
     generation: int
@@ -30,7 +30,7 @@ class RunResult:
     samples: int
     """Trained on by this generation."""
     seconds: float
-    """That this generation trained for."""
+    """Training time of this generation."""
     samples_per_s: float
     restarts: int
     """By this driver."""
@@ -41,7 +41,7 @@ class RunResult:
     left_over: list[str]
     """Sample ids (hex) that fill no global batch."""
     class_counts: list[int] | None = None
-    """Rows of each class in the last epoch, as far as this generation was fed it; None where labels are no classes."""
+    """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
     """Of each of these restarts {generation, level, seconds, parts} (training.launch.session)."""
 
@@ -55,7 +55,7 @@ class RunResult:
         }
 
     def summary(self) -> str:
-        """What was done, in a few lines."""
+        """The result in a few lines."""
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items() if isinstance(value, float))
         return (
             f"{self.run}: {self.steps} steps, {self.epochs} epochs, {self.samples_per_s:.0f} samples/s, "
@@ -64,39 +64,39 @@ class RunResult:
         )
 
 
-IN_PLACE, ANEW = 1, 2
+IN_PLACE, NEW_SUPERVISORS = 1, 2
 
 
-def told(restart: Mapping[str, Any]) -> str:
-    """What `to_json` has made, in words; the parts of a tenth of a second and more."""
+def restart_words(restart: Mapping[str, Any]) -> str:
+    """An entry of the restart log in words, with the parts that took 0.05 s or more."""
     how = "in place (level 1)" if restart["level"] == IN_PLACE else "by new supervisors (level 2)"
     if restart["seconds"] is None:
-        return f"{how} and came to no step"
+        return f"{how} and made no step"
     words = ", ".join(f"{word} {seconds:.1f}" for word, seconds in restart["parts"].items() if seconds >= 0.05)
     return f"{how} and made its first step {restart['seconds']:.1f} s after the failure: {words}"
 
 
-def checked(restarts: object, where: str) -> list[dict[str, Any]]:
-    """A result's list of restarts; raises DataError naming what is not of its type."""
+def checked_restarts(restarts: object, where: str) -> list[dict[str, Any]]:
+    """A result's list of restarts; raises DataError naming a value of the wrong type."""
     found: list[dict[str, Any]] = []
     for number, value in enumerate(documents.items(restarts, where=where)):
-        place = f"{where}[{number}]"
-        restart = documents.obj(value, ("generation", "level", "seconds", "parts"), where=place)
+        entry = f"{where}[{number}]"
+        restart = documents.obj(value, ("generation", "level", "seconds", "parts"), where=entry)
         for name in ("generation", "level"):
-            documents.count(restart[name], where=f"{place}: {name}")
+            documents.count(restart[name], where=f"{entry}: {name}")
         if restart["seconds"] is not None:
-            documents.number(restart["seconds"], where=f"{place}: seconds")
-        for word, seconds in documents.mapping(restart["parts"], where=f"{place}: parts").items():
-            documents.number(seconds, where=f"{place}: {word}")
+            documents.number(restart["seconds"], where=f"{entry}: seconds")
+        for word, seconds in documents.mapping(restart["parts"], where=f"{entry}: parts").items():
+            documents.number(seconds, where=f"{entry}: {word}")
         found.append(restart)
     return found
 
 
 def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
-    """The result that counts: the newest claim's, else the newest one at whose checkpoint a later generation of the
+    """The result that counts: the newest claim's, else the newest one from whose checkpoint a later generation of the
     chain began. None before the first.
 
-    An older generation's late result names a checkpoint past its successor's parent and is passed over.
+    A late result of an older generation names a checkpoint after its successor's parent, and is ignored.
     """
     claims = read_claims(fs, paths)
     generation = max(claims, default=None)
@@ -113,7 +113,7 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
 
 
 def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, Any]:
-    """A result whose every field is of its type. Raises DataError or CorruptionError naming file and field."""
+    """A result with each field of the right type. Raises DataError or CorruptionError naming file and field."""
     for name in ("generation", "steps", "epochs", "samples", "restarts"):
         documents.count(result.get(name), where=f"{where}: {name}")
     if result["generation"] != generation:
@@ -130,12 +130,12 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
     if result.get("class_counts") is not None:
         for rows in documents.items(result["class_counts"], where=f"{where}: class_counts"):
             documents.count(rows, where=f"{where}: class_counts")
-    restarts = checked(result.get("restart_log", []), where=f"{where}: restart_log")
+    restarts = checked_restarts(result.get("restart_log", []), where=f"{where}: restart_log")
     return {"checkpoint": None, "model": None, "class_counts": None, **result, "restart_log": restarts}
 
 
 def find_model(fs: FileSystem, paths: RunPaths) -> str:
-    """URL of the model directory that counts, by the same rule as `find_result`.
+    """URL of the exported model that counts, by the same rule as `find_result`.
 
     Raises NotFoundError while the run has none.
     """
@@ -146,6 +146,6 @@ def find_model(fs: FileSystem, paths: RunPaths) -> str:
             f"{paths.root} has no finished model",
             got="no result of its newest generation" if url is None else f"{url} is missing",
             allowed="a run that ended",
-            next_step="Let the run end: `python -m jobs.train --run` with the same flags goes on with it.",
+            next_step="Let the run end: `python -m jobs.train` with the same flags resumes it.",
         )
     return url

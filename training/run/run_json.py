@@ -1,4 +1,4 @@
-"""What a run was begun with, and whether a later call may go on with it."""
+"""run.json: what a run was begun with, and whether a later call may resume it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import parent
-from training.config import TrainConfig, flag_of
+from training.config import TrainConfig, check_removed, flag_of
 from training.plan.datasets import what_differs
 from training.plan.make_plan import refuse_rotation
 from training.plan.mixture import Plan
@@ -26,8 +26,8 @@ from training.run.paths import RunPaths
 from training.run.result import find_result
 
 FORMAT_VERSION = 1
-PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
-# With the plan, what decides every weight. A run from before a field was there had its default.
+RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
+# With the plan, these fields determine every weight. A run that is older than a field had its default.
 MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
 LATER_FIELDS = {
     "learning_rate_scaling": "none",
@@ -38,7 +38,7 @@ LATER_FIELDS = {
     "augment": "",
     "bad_images": "refuse",
     "init_from": None,
-    # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
+    # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }
 PLAN_FIELDS = {
@@ -52,11 +52,11 @@ PLAN_FIELDS = {
 
 
 def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> bool:
-    """Whether there is a run to go on with; changes nothing.
+    """Whether there is a run to resume; changes nothing.
 
-    Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
-    something else than a run. A run that has no checkpoint contradicts no call: its first one may have been wrong (a
-    model's name), and the corrected one must not be refused for it.
+    Raises ConfigError naming the first field that contradicts the run, and for a directory that is not a run. A run
+    without a checkpoint contradicts no call: the first call may have been wrong (a model's name), and the corrected one
+    must not be refused for it.
     """
     try:
         found = read_run(fs, paths)
@@ -76,28 +76,24 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     identity, stored = plan.identity(), found["plan"]
     refuse_rotation(stored, paths.run_json)
     names = sorted(identity.keys() | stored.keys())
-    for name in ("split", "ratios"):  # first: another one has other records, of which nobody said anything
+    for name in ("split", "ratios"):  # first: with another split or mix, the records differ too
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     if stored.get("dataset_digest") != identity["dataset_digest"]:
         urls = found["config"].get("datasets") or config.datasets
-        told = what_differs([load_dataset(url) for url in config.datasets], urls, str(stored.get("dataset_digest")))
-        got = f"dataset_digest = {identity['dataset_digest']!r}: {told}"
+        difference = what_differs(
+            [load_dataset(url) for url in config.datasets], urls, str(stored.get("dataset_digest"))
+        )
+        got = f"dataset_digest = {identity['dataset_digest']!r}: {difference}"
         _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
-    # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
+    # The audit changes no weight, but one with gaps proves nothing, which would show only at the end.
+    begun_with = found["config"]
+    check_removed(begun_with, paths.root)
     for name in (*MODEL_FIELDS, "audit"):
-        _same(paths, name, name, found["config"].get(name), getattr(config, name))
+        _same(paths, name, name, begun_with.get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
-        _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
-    algorithm = found["config"].get("algorithm", "auto")
-    if algorithm != "auto":
-        raise ConfigError(
-            f"{paths.root} was started with `--algorithm {algorithm}`, which jobs.train no longer has",
-            got=f"algorithm = {algorithm!r}",
-            allowed="runs with `auto`: any other order of additions changes the last bits of the weights",
-            next_step=f"Resume with the version that started the run, or start another with --init-from {paths.root}.",
-        )
+        _same(paths, name, name, begun_with.get(name, default), getattr(config, name))
     epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")
@@ -119,9 +115,9 @@ def open_run(
     plan: Plan,
     confirm: Callable[[], None] | None = None,
 ) -> None:
-    """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does.
+    """Write run.json for a new run, or for one without a checkpoint; else check it as `check_run` does.
 
-    `confirm` is asked at the last moment whether this driver may still do so (lockstep.storage.publish.write_stream).
+    `confirm` is called just before the rename (lockstep.storage.publish.write_stream).
     """
     if not check_run(fs, paths, config, plan):
         fs.mkdirs(paths.root)
@@ -148,7 +144,7 @@ def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
     try:
         if not fs.stat(paths.root).is_dir:
             raise ConfigError(
-                f"{paths.root} is no directory",
+                f"{paths.root} is not a directory",
                 got="a file",
                 allowed="a directory with run.json, an empty one or none",
                 next_step="Choose another --run.",
@@ -156,11 +152,11 @@ def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
         names = [entry.name for entry in fs.list(paths.root)]
     except NotFoundError:
         return
-    # A driver that died between its first lease and run.json leaves a lease (and temporary names) alone.
+    # A driver that died between its first lease and run.json leaves only a lease and temporary files.
     strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
     if strange:
         raise ConfigError(
-            f"{paths.root} exists and is no run",
+            f"{paths.root} exists and is not a run",
             got=f"a directory with {', '.join(strange[:5])}",
             allowed="a directory with run.json, an empty one or none",
             next_step="Choose another --run.",
@@ -182,11 +178,11 @@ def _document(config: TrainConfig, manifest: DatasetManifest, plan: Plan) -> dic
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # what is not installed here has no version to record
+            continue  # not installed here
     return found
 
 

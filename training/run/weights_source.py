@@ -1,4 +1,4 @@
-"""Where a model's weights may come from: a finished run, a checkpoint, an exported model, a file of Keras' own."""
+"""Sources of a model's first weights: a run, a checkpoint, an exported model, or a Keras file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
-from training.run.lineage import find_tip
+from training.run.lineage import chain_of, find_tip
 from training.run.paths import RunPaths
 from training.run.result import find_model
 
@@ -20,7 +20,7 @@ KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """One of the two is set."""
+    """Weights that were found; exactly one field is set."""
 
     checkpoint: str | None = None
     """URL of a checkpoint directory."""
@@ -31,7 +31,7 @@ class WeightsSource:
 def newest_of(run: str) -> tuple[str | None, str | None]:
     """A run's (model, checkpoint), one of them None: its newest claim's model, else the chain's tip.
 
-    Raises DataError where it has neither.
+    Raises DataError if it has neither.
     """
     fs, paths = filesystem(run), RunPaths(run)
     try:
@@ -39,19 +39,23 @@ def newest_of(run: str) -> tuple[str | None, str | None]:
     except NotFoundError:
         tip = find_tip(fs, paths)
     if tip is None:
-        raise DataError(
-            f"{run} has neither a model nor a checkpoint",
-            got="an unfinished run before its first checkpoint",
-            allowed="a run that has written a checkpoint",
-            next_step="Let the run go on: `python -m jobs.train` with the same flags.",
-        )
+        raise _no_checkpoint(run)
     return None, tip.url
 
 
-def located(url: str) -> str:
-    """Where the weights that `url` names lie now: of a run its model or newest checkpoint, else `url` itself.
+def _no_checkpoint(run: str) -> DataError:
+    return DataError(
+        f"{run} has neither a model nor a checkpoint",
+        got="an unfinished run before its first checkpoint",
+        allowed="a run that has written a checkpoint",
+        next_step="Continue the run: `python -m jobs.train` with the same flags.",
+    )
 
-    A run that still trains has another newest checkpoint soon, and ranks that each looked it up would begin apart.
+
+def located(url: str) -> str:
+    """The URL of the weights of `url`: for a run its model or newest checkpoint, else `url` itself.
+
+    The driver looks it up once: the newest checkpoint of a run that still trains changes, and ranks would start apart.
     """
     if url.endswith(FILES) or not filesystem(url).exists(RunPaths(url).run_json):
         return url
@@ -59,37 +63,55 @@ def located(url: str) -> str:
     return model or checkpoint or url
 
 
+def check_weights(url: str) -> None:
+    """Raise ConfigError or DataError where `url` holds no weights, without reading them: the ranks check each byte."""
+    fs, paths = filesystem(url), RunPaths(url)
+    if url.endswith(FILES):
+        if not fs.exists(url):
+            raise _none(url, "nothing there")
+    elif not fs.exists(paths.run_json):
+        _kind_at(url)
+    else:
+        try:
+            find_model(fs, paths)
+        except NotFoundError:
+            if not chain_of(fs, paths)[0]:
+                raise _no_checkpoint(url) from None
+
+
 def weights_at(url: str) -> WeightsSource:
-    """What lies at `url`; a model's file is held against its digest where a manifest tells it.
+    """The weights at `url`; the file of an exported model is checked by its digest.
 
     Raises ConfigError for anything that holds no weights, CorruptionError for a changed file.
     """
-    fs = filesystem(url)
     if url.endswith(FILES):
         try:
-            return WeightsSource(file=fs.read_bytes(url))
+            return WeightsSource(file=filesystem(url).read_bytes(url))
         except NotFoundError:
             raise _none(url, "nothing there") from None
     url = located(url)
+    return WeightsSource(url) if _kind_at(url) == "checkpoint" else WeightsSource(file=checked_model(url))
+
+
+def _kind_at(url: str) -> str:
+    """`checkpoint` or `model`, by the manifest at `url`; raises ConfigError for anything else."""
     where = join(url, MANIFEST_NAME)
     try:
-        kind = unseal(fs.read_bytes(where), where).get("kind")
+        kind = unseal(filesystem(url).read_bytes(where), where).get("kind")
     except NotFoundError:
         raise _none(url, "no manifest there") from None
-    if kind == "checkpoint":
-        return WeightsSource(url)
-    if kind == "model":
-        return WeightsSource(file=checked_model(url))
-    raise _none(url, f"a manifest of kind {kind!r}")
+    if kind not in ("checkpoint", "model"):
+        raise _none(url, f"a manifest of kind {kind!r}")
+    return str(kind)
 
 
 def checked_model(url: str) -> bytes:
-    """The model.keras of an exported model. Raises CorruptionError where it is not what its manifest says."""
+    """The model.keras of an exported model. Raises CorruptionError if it does not match its manifest."""
     return checked_file(url, MODEL_FILE)
 
 
 def checked_file(url: str, name: str) -> bytes:
-    """A file of an exported model, by its digest. Raises CorruptionError for a changed one."""
+    """A file of an exported model, checked by its digest. Raises CorruptionError for a changed one."""
     fs, where = filesystem(url), join(url, MANIFEST_NAME)
     files = unseal(fs.read_bytes(where), where)["files"]
     data = fs.read_bytes(join(url, name))

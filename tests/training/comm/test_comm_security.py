@@ -27,6 +27,7 @@ from training.comm.auth import MAX_CALLERS
 from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls, issue
 from training.control.failures import RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
 
@@ -201,10 +202,10 @@ def test_a_flipped_bit_between_processes_names_the_ranks(monkeypatch: pytest.Mon
         task = RankTask("_security_ranks:reduce_by_proxy")
         limits = Limits(grace_s=1.0)
         if flip_at is None:
-            assert [r["total"] for r in run_local(task, 2, limits=limits, handler=handler)] == [3.0, 3.0]
+            assert [r["total"] for r in run_local(task, 2, limits=limits, handler=Handler(handler))] == [3.0, 3.0]
             return
         with pytest.raises(RankFailedError, match="sent a wrong frame during all_reduce") as caught:
-            run_local(task, 2, limits=limits, handler=handler)
+            run_local(task, 2, limits=limits, handler=Handler(handler))
     assert "rank 1: rank 0 sent" in str(caught.value)  # whichever of the two the driver heard first
 
 

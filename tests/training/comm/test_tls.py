@@ -19,6 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
+from jobs._train import config_of
 from jobs.train import parser
 from lockstep.storage.errors import ConfigError
 from training.comm.auth import HandshakeError
@@ -26,8 +27,8 @@ from training.comm.tcp.link import held, receive_some, send_some
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.config import TrainConfig
 from training.control.task import Limits, RankTask
-from training.launch.barrier import KeepPostOnTask
-from training.launch.process import Order, Place
+from training.launch.barrier import SuperviseOnTask
+from training.launch.process import Order, SupervisorSpec
 from training.world import World
 
 GENERATION = 7
@@ -236,8 +237,8 @@ def test_an_order_tells_no_secret() -> None:
     key = b"a secret of the generation 123456"
     place = ("127.0.0.1", 1)
     order = Order(RankTask("a:b"), World.local(0, 1), "host", place, key, Limits(), tls=LAUNCH[0])
-    stage = KeepPostOnTask(place, key, Limits(), [()] * 3)
-    post = Place(0, ("host",), place, key, Limits())
+    stage = SuperviseOnTask(place, key, Limits(), [()] * 3)
+    post = SupervisorSpec(0, ("host",), place, key, Limits())
     for text in (repr(order), repr(stage), repr(post), str(order)):
         assert "secret" not in text and "BEGIN" not in text
     assert "Credentials()" in repr(order)
@@ -246,7 +247,7 @@ def test_an_order_tells_no_secret() -> None:
 def test_the_production_profile_turns_it_on() -> None:
     numbers = ["--num-ranks=2", "--global-batch=8", "--epochs=1"]
     call = ["--dataset=d", "--run=r", "--model=logistic", *numbers]
-    assert parser().parse(call).tls == "off"
-    assert parser().parse([*call, "--config", "conf/production.toml"]).tls == "on"
+    assert config_of(parser().parse(call)).tls == "off"
+    assert config_of(parser().parse([*call, "--config", "conf/production.toml"])).tls == "on"
     with pytest.raises(ConfigError, match="tls"):
         TrainConfig.from_json({**dict.fromkeys(("run", "model"), "r"), "datasets": ["d"], "tls": "yes", **NUMBERS})

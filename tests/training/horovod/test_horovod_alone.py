@@ -50,7 +50,7 @@ def test_without_a_launcher_there_is_one_rank() -> None:
 def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.shutdown()
     monkeypatch.setenv("LOCKSTEP_NUM_RANKS", "2")
-    with pytest.raises(ConfigError, match="no rank, but was started by one"):
+    with pytest.raises(ConfigError, match="not a rank, but a child of one"):
         hvd.init()
 
 

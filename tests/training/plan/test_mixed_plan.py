@@ -299,5 +299,5 @@ def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:
         plan_for(open_mixture(urls, "train")[1], config(urls, global_batch=256, mix=(1, 1))).steps(2)
     assert "--global-batch 200 or less" in caught.value.next_step  # twice 50 samples, half of a batch
     for mix in ((1,), (1, 2, 3), (1, 0)):
-        with pytest.raises(ConfigError, match="`mix` is invalid"):
+        with pytest.raises(ConfigError, match="the training configuration's `mix` is invalid"):
             config(urls, mix=mix)

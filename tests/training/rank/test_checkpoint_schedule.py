@@ -17,7 +17,7 @@ from training.comm import SoloCommunicator
 from training.config import CheckpointEvery, TrainConfig
 from training.exchange.agreement import Agreement, NonFiniteError
 from training.exchange.exchange import Exchange
-from training.rank.checkpointing import FIRST_S, Checkpoints, Schedule, best_interval_s
+from training.rank.checkpointing import FIRST_S, MEAN_TIME_BETWEEN_FAILURES_S, Checkpoints, Schedule, best_interval_s
 from training.rank.metrics import Saved
 from training.rank.saver import InFlight, Report
 
@@ -68,7 +68,7 @@ class Clock:
 
 def test_auto_follows_what_a_checkpoint_costs() -> None:
     clock = Clock()
-    schedule = Schedule(CheckpointEvery(), 3600.0, clock)
+    schedule = Schedule(CheckpointEvery(), clock)
     assert schedule.interval_s == FIRST_S and not schedule.due_at(200)
     for _ in range(10):
         clock.now += 1.0
@@ -82,7 +82,7 @@ def test_auto_follows_what_a_checkpoint_costs() -> None:
         clock.now += took
         schedule.step_ends(in_flight=True)
     assert schedule.committed() == pytest.approx(0.35)
-    assert schedule.interval_s == pytest.approx(math.sqrt(2 * 0.35 * 3600))
+    assert schedule.interval_s == pytest.approx(math.sqrt(2 * 0.35 * MEAN_TIME_BETWEEN_FAILURES_S))
     clock.now += schedule.interval_s - 3.25 - 0.01
     assert not schedule.wishes
     clock.now += 0.02
@@ -92,7 +92,7 @@ def test_auto_follows_what_a_checkpoint_costs() -> None:
 
 
 def test_a_run_without_another_step_has_no_slower_one() -> None:
-    schedule = Schedule(CheckpointEvery(seconds=5.0), 3600.0, Clock())
+    schedule = Schedule(CheckpointEvery(seconds=5.0), Clock())
     schedule.begun(0.0)
     schedule.step_ends(in_flight=True)
     assert schedule.committed() == 0.0

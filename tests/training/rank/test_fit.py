@@ -246,7 +246,7 @@ def test_weights_that_part_are_found_and_the_run_goes_on_from_a_checkpoint(
     result = train(data["table"], tmp_path / "run", 2, f"{OWN}:momentum_that_parts", **options)
     assert not _models.FAIL_AT and result.restarts == 1
     told = capfd.readouterr().err
-    assert "the weights of rank 1 are not those of rank 0 after step 21" in told and "going on from step" in told
+    assert "the weights of rank 1 are not those of rank 0 after step 21" in told and "resuming from step" in told
     mine, other = (final_tensors(str(tmp_path / name)) for name in ("whole", "run"))
     assert all(value.tobytes() == other[name].tobytes() for name, value in mine.items() if "callbacks" not in name)
 

@@ -290,7 +290,7 @@ def test_the_baseline_is_of_what_the_run_was_trained_on(
     assert result["baseline"]["metrics"]["auc"] == pytest.approx(expected, rel=1e-12)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     share, trained = f"{rows.y.mean():.2%}", f"{rows_of(dataset, 'train')[1].y.mean():.2%}"
-    assert f"class 1 is {share} of split `test` and {trained} of what was trained on" in lines[0]
+    assert f"class 1 is {share} of split `test` and {trained} of the training data" in lines[0]
     assert lines[1:] == [f"note: {notes.of_baseline(result)[0]}"]
     evaluate(url, later, "test", run_threads)  # the run itself says what it was trained on
     assert f"class 1 is {share} of split `test` and 0.7" in capsys.readouterr().err
@@ -313,7 +313,7 @@ def test_one_class_and_a_metric_that_is_no_number_are_said(tmp_path: Path, capsy
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert [line.split(";")[0] for line in lines] == [
         "note: no finite number in the metrics of epoch 1: pearson_correlation nan",
-        "note: all 320 labels of what is trained on are 0, so no metric says whether a model tells classes apart",
+        "note: all 320 labels of the training data are 0, so no metric shows whether a model distinguishes classes",
     ]  # once, in two epochs
     assert all("; next: " in line for line in lines)
     evaluated = evaluate(str(tmp_path / "run"), str(tmp_path / "data"), "test", run_threads, baseline="majority")
@@ -351,7 +351,7 @@ def test_log_losses_are_corrected_for_what_training_was_sampled_by(
     assert result["baseline"]["metrics"]["corrected_log_loss"] == pytest.approx(expected, rel=1e-5)
     no, yes = result["baseline"]["class_counts"]
     told = capsys.readouterr().err
-    assert f"{yes / (4 * no + yes):.2%} of what was trained on" in told  # before it was sampled
+    assert f"{yes / (4 * no + yes):.2%} of the training data" in told  # before it was sampled
 
 
 def test_log_losses_of_classes_are_corrected_too() -> None:
@@ -369,7 +369,7 @@ def test_log_losses_of_classes_are_corrected_too() -> None:
     ("low", "high", "said"),
     [
         (0.01, 0.05, ""),
-        (-0.01, 0.05, "cannot be told apart from its baseline majority: auc 0.7200 and 0.7000"),
+        (-0.01, 0.05, "cannot be distinguished from its baseline majority: auc 0.7200 and 0.7000"),
         (-0.05, -0.01, "is worse than its baseline majority"),
     ],
 )

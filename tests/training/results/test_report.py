@@ -66,7 +66,7 @@ def test_a_line_that_is_no_measurement_is_named(run: str, line: str) -> None:
 
 
 def test_a_directory_that_is_no_run_and_a_run_that_has_not_begun(run: str, tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is no run"):
+    with pytest.raises(NotFoundError, match="is not a run"):
         read_history(str(tmp_path))
     for claim in Path(RunPaths(run).claims).iterdir():
         claim.unlink()

@@ -99,10 +99,10 @@ def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: 
     commits = CommitHandler(fs, paths, claim, {}, keep=Keep(1), deadline_s=1.0)
     with Progress("training", 1, "steps") as progress:
         enforced = RunHandler(paths, claim, None, commits, progress, memory=ExecutorMemory(2304, 1024, 1280, 1))
-        assert enforced(0, "memory", {"rank_mib": RANK_MIB}) == {}
+        assert enforced.answer(0, "memory", {"rank_mib": RANK_MIB}) == {}
         assert "warning" not in capsys.readouterr().err
-        assert enforced(0, "memory", {"rank_mib": RANK_MIB + 100}) == {}
+        assert enforced.answer(0, "memory", {"rank_mib": RANK_MIB + 100}) == {}
         assert "warning: an executor's container of 2304 MiB has little room" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="cannot fit"):
-            enforced(0, "memory", {"rank_mib": 4000})
-        assert RunHandler(paths, claim, None, commits, progress)(0, "memory", {"rank_mib": 4000}) == {}
+            enforced.answer(0, "memory", {"rank_mib": 4000})
+        assert RunHandler(paths, claim, None, commits, progress).answer(0, "memory", {"rank_mib": 4000}) == {}

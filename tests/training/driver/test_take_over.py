@@ -23,12 +23,12 @@ from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.driver.ownership import Lease, Standing
+from training.driver.ownership import Lease, Ownership
 from training.run.lineage import Claim, SupersededError, claim_next, read_claims
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 240.0
 
 
@@ -116,7 +116,7 @@ def test_driver_that_wakes_changes_nothing(config: TrainConfig, start: Start, me
     os.kill(old.pid, signal.SIGCONT)
     told = old.communicate(timeout=WAIT_S)[0]
     refused = "lease" in pattern
-    assert ("ConfigError: another driver is at work" if refused else "SupersededError: this driver of") in told
+    assert ("ConfigError: another driver is working" if refused else "SupersededError: this driver of") in told
     assert old.returncode == (2 if refused else 1)
     assert everything(config.run) == before
     assert find_result(fs, paths) == counts
@@ -150,11 +150,11 @@ def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start:
     config = dataclasses.replace(config, epochs=400, checkpoint_every=100_000)
     old = start(pace="train_slowly", config=config)
     until(Path(config.run, "generations", "000001.json").exists)
-    with pytest.raises(ConfigError, match="another driver is at work") as caught:
+    with pytest.raises(ConfigError, match="another driver is working") as caught:
         drive(config)
     assert "--take-over" in caught.value.next_step
     assert caught.value.exit_code == 2 and old.poll() is None
-    with Standing(filesystem(config.run), RunPaths(config.run), take_over=True):
+    with Ownership(filesystem(config.run), RunPaths(config.run), take_over=True):
         began = time.monotonic()
         assert "SupersededError" in old.communicate(timeout=WAIT_S)[0]
         assert old.returncode == 1
@@ -178,7 +178,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def test_overtaken_driver_does_not_claim_again(paths: RunPaths) -> None:
     """Its ranks may fail at any moment: what restarts them must not take the run back."""
     fs = filesystem(paths.root)
-    with Standing(fs, paths, every_s=60.0) as old, Standing(fs, paths, every_s=60.0, take_over=True) as new:
+    with Ownership(fs, paths, every_s=60.0) as old, Ownership(fs, paths, every_s=60.0, take_over=True) as new:
         with pytest.raises(SupersededError, match=r"lease\.json"):
             old.claim(None, epochs=1, num_ranks=1)  # before the other one has claimed, too
         first = new.claim(None, epochs=1, num_ranks=1)
@@ -194,7 +194,7 @@ def test_overtaken_driver_does_not_claim_again(paths: RunPaths) -> None:
 
 def test_claim_of_an_overtaken_driver_is_followed_by_the_new_one_s(paths: RunPaths) -> None:
     fs = filesystem(paths.root)
-    with Standing(fs, paths, every_s=60.0), Standing(fs, paths, every_s=60.0, take_over=True) as new:
+    with Ownership(fs, paths, every_s=60.0), Ownership(fs, paths, every_s=60.0, take_over=True) as new:
         claim_next(fs, paths, None, epochs=1, num_ranks=1)  # by the old one, which looked a moment before
         assert new.claim(None, epochs=1, num_ranks=1) is None  # what to start from is to be looked up again
         claim = new.claim(None, epochs=1, num_ranks=1)
@@ -210,7 +210,7 @@ def test_driver_does_not_take_its_own_claim_for_another_s(paths: RunPaths, monke
         return claim
 
     monkeypatch.setattr("training.driver.ownership.claim_next", slowly)
-    with Standing(filesystem(paths.root), paths, every_s=0.005) as driver:
+    with Ownership(filesystem(paths.root), paths, every_s=0.005) as driver:
         for generation in (1, 2):
             claim = driver.claim(None, epochs=1, num_ranks=1)
             assert claim is not None and claim.generation == generation
@@ -231,7 +231,7 @@ def test_lease_written_by_a_woken_driver_is_written_over(paths: RunPaths) -> Non
 
 def test_driver_notices_a_claim_where_the_lease_is_lost(paths: RunPaths) -> None:
     fs = filesystem(paths.root)
-    with Standing(fs, paths, every_s=0.1) as old:
+    with Ownership(fs, paths, every_s=0.1) as old:
         claim_next(fs, paths, None, epochs=1, num_ranks=1)
         until(lambda: old.overtaken() is not None)
         assert "a claim of generation 1, where this driver has 0" in str(old.overtaken())

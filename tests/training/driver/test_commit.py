@@ -88,7 +88,7 @@ def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
 def test_report_that_is_not_what_was_uploaded_is_refused(paths: RunPaths) -> None:
     claim, commits = generation(paths, ranks=1)
     file = upload(paths, claim, 10, 0)
-    with pytest.raises(CorruptionError, match="not what it reported"):
+    with pytest.raises(CorruptionError, match="differs from its report"):
         commits.checkpoint(0, {"step": 10, "files": [{**file, "bytes": 3}]})
     _, commits = generation(paths, ranks=1)
     with pytest.raises(LockstepError, match="leads out"):
@@ -202,7 +202,7 @@ def test_parts_wait_for_a_storage_that_is_away(tmp_path: Path, monkeypatch: pyte
         parts.add(word)
     parts.flush()
     (part,) = (tmp_path / "file" / "parts").iterdir()
-    assert part.read_text() == "[3 lines dropped while the storage was away]\nfour\n"
+    assert part.read_text() == "[3 lines dropped while the storage was unavailable]\nfour\n"
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 8])  # 8 bytes: the line that lies there was dropped from memory since
@@ -224,5 +224,5 @@ def test_a_part_that_got_its_name_and_could_not_be_read_back(
     parts.add("four")
     parts.flush()
     told = [path.read_text() for path in sorted((tmp_path / "parts").iterdir())]
-    dropped = "[2 lines dropped while the storage was away]\n" if limit == 8 else "two\n"
+    dropped = "[2 lines dropped while the storage was unavailable]\n" if limit == 8 else "two\n"
     assert told == ["one\n", f"{dropped}three\n", "four\n"]

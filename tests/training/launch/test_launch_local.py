@@ -14,6 +14,7 @@ import pytest
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, TrainingFailedError
 from tests.training._ranks import judge_when, lives, living_ranks, rank_path
 from training.control.failures import RankFailedError, RankState
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
 from training.launch.process import Order
@@ -43,7 +44,7 @@ def test_ranks_meet_and_ask(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((rank, kind, fields))
         return {"doubled": 2 * fields["number"]}
 
-    results = run_local(RankTask("_ranks:hello"), 3, generation=4, handler=handler)
+    results = run_local(RankTask("_ranks:hello"), 3, generation=4, handler=Handler(handler))
     assert [result["reply"]["doubled"] for result in results] == [0, 2, 4]
     assert sorted(seen) == [(rank, "ask", {"number": rank}) for rank in range(3)]
     assert results[0]["table"] == [["127.0.0.1", 1000], ["127.0.0.1", 1001], ["127.0.0.1", 1002]]
@@ -67,7 +68,10 @@ def test_result_that_is_not_finite_arrives() -> None:
 def test_killed_rank_is_told_with_place_and_log(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
         run_local(
-            RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")), 2, limits=QUICK, handler=lambda r, k, f: {}
+            RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")),
+            2,
+            limits=QUICK,
+            handler=Handler(lambda r, k, f: {}),
         )
     error = caught.value
     assert (error.rank, error.host, error.step, error.phase) == (1, "127.0.0.1", 7, "train")
@@ -169,7 +173,7 @@ def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     judge_when(monkeypatch, rank_0_has_come)
     monkeypatch.setattr(supervisor, "start_rank", start)
-    with pytest.raises(RankFailedError, match="did not come within 2 s") as caught:
+    with pytest.raises(RankFailedError, match="did not connect within 2 s") as caught:
         run_local(RankTask("_ranks:one_stalled"), 2, limits=Limits(start_s=2.0, grace_s=1.0))
     assert (caught.value.rank, caught.value.phase) == (1, "starting")
 
@@ -194,7 +198,7 @@ def test_error_of_the_handler_ends_the_launch() -> None:
         raise LockstepError("the driver's own fault")
 
     with pytest.raises(LockstepError, match="own fault"):
-        run_local(RankTask("_ranks:hello"), 2, limits=QUICK, handler=handler)
+        run_local(RankTask("_ranks:hello"), 2, limits=QUICK, handler=Handler(handler))
 
 
 def test_failing_log_storage_does_not_fail_the_rank() -> None:
@@ -219,7 +223,7 @@ def test_supervisor_kills_its_rank_when_the_driver_is_gone(tmp_path: Path) -> No
     deadline = time.monotonic() + 120
     while not (tmp_path / "pid-0").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    server._door.close()
+    server._listener.close()
     for channel in (*server._supervisors.values(), *server._ranks.values()):
         channel.close()
     thread.join(120)

@@ -22,5 +22,5 @@ def test_a_script_that_was_started_by_itself_is_one_rank(monkeypatch: pytest.Mon
 def test_a_child_of_a_rank_is_not_taken_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train on by itself on a part of the rows."""
     monkeypatch.setenv(context.NUM_RANKS, "2")
-    with pytest.raises(ConfigError, match="no rank, but was started by one"):
+    with pytest.raises(ConfigError, match="not a rank, but a child of one"):
         context.communicator()

@@ -176,7 +176,7 @@ def test_resume(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
     # Complete: nothing is claimed or launched.
     assert train(config, refuses, hooks=Hooks(entry="_ranks:train", limits=QUICK)) == first
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
-    longer, note = dataclasses.replace(config, epochs=3, num_ranks=1), "3 epochs, where this run was asked for 2"
+    longer, note = dataclasses.replace(config, epochs=3, num_ranks=1), "3 epochs, but this run was started with 2"
 
     with pytest.raises(ConfigError, match="nowhere to run"):
         train(longer, refuses, hooks=Hooks(entry="_ranks:train", limits=QUICK))
@@ -259,7 +259,7 @@ def test_run_json_of_another_form_is_refused(config: TrainConfig, changes: dict[
 
 def test_run_that_is_a_file_is_refused(config: TrainConfig) -> None:
     Path(config.run).write_text("mine")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         go(config)
     assert Path(config.run).read_text() == "mine"
 
@@ -267,7 +267,7 @@ def test_run_that_is_a_file_is_refused(config: TrainConfig) -> None:
 def test_strange_directory_is_refused(config: TrainConfig) -> None:
     Path(config.run).mkdir()
     Path(config.run, "thesis.doc").write_text("mine")
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         go(config)
     assert [path.name for path in Path(config.run).iterdir()] == ["thesis.doc"]  # nothing of ours was put there
 
@@ -375,7 +375,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         lease = Path(config.run, "lease.json")
         until(lambda: lease.exists() and len(living_ranks(first.pid)) == 2)
         if by is signal.SIGTERM:
-            with pytest.raises(ConfigError, match="another driver is at work"):
+            with pytest.raises(ConfigError, match="another driver is working"):
                 go(slow)
         until(lambda: find_tip(filesystem(config.run), RunPaths(config.run)))
         # The end of the first driver: its ranks go with it, and its lease is closed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from tests.training._tiny import write_table
 from tests.training.results.test_audit_run import TinyRun
 from training.config import TrainConfig
 from training.control.failures import LauncherError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
-from training.driver.ownership import Standing
+from training.driver import preflight
+from training.driver.ownership import Ownership
 from training.driver.train import Hooks, train
 from training.launch.session import Launches, Session, SessionLauncher
+from training.plan.datasets import open_parts
 from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.run.paths import RunPaths
 
@@ -73,6 +76,38 @@ def test_first_weights_of_a_run_that_still_trains_are_the_same_for_all_ranks_and
     ]
 
 
+def test_a_run_is_opened_and_planned_once_before_its_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, opened, read = TinyRun(tmp_path), 0, []
+    source.generation(None, 1, [2])
+    real_read = LocalFileSystem.open_read
+
+    def open_counted(datasets: Sequence[str], split: str) -> Any:
+        nonlocal opened
+        opened += 1
+        return open_parts(datasets, split)
+
+    def read_noted(fs: LocalFileSystem, url: str) -> Any:
+        read.append(url)
+        return real_read(fs, url)
+
+    monkeypatch.setattr(preflight, "open_parts", open_counted)
+    monkeypatch.setattr(LocalFileSystem, "open_read", read_noted)
+    config = config_of(source, tmp_path / "mine", init_from=source.paths.checkpoint(2, 1))
+    checked = preflight.preflight_before_spark(config)
+    assert checked is not None and checked.finished is None and not (tmp_path / "mine").exists()
+    # The ranks check the weights' bytes; here it is enough that they are there.
+    assert not [url for url in read if url.endswith(".safetensors")]
+    with pytest.raises(ConfigError, match="that is all"):
+        train(config, launches(lambda task: None), hooks=Hooks(lease_watch_s=0.1), checked=checked)
+    assert opened == 1
+    assert preflight.preflight_before_spark(replace(config, run="hdfs://nowhere:1/run")) is None
+    for wrong in ("nothing", "data"):
+        with pytest.raises(ConfigError, match="holds no weights"):
+            preflight.preflight(replace(config, run=str(tmp_path / "new"), init_from=str(tmp_path / wrong)))
+
+
 def dies_after_each_checkpoint(context: Any) -> dict[str, Any]:
     """An entry whose generations each come as far as one more checkpoint."""
     start = int(context.control.request("restore", 600.0)["step"])
@@ -114,18 +149,18 @@ def test_a_claim_whose_checkpoint_an_older_driver_has_deleted_since_is_followed_
     )  # fmt: skip
     launch, paths = in_this_process(_ranks.train), RunPaths(config.run)
     assert train(config, launch, hooks=Hooks(lease_watch_s=0.1)).steps == 12
-    late, claimed = tmp_path / "late", Standing.claim
+    late, claimed = tmp_path / "late", Ownership.claim
     Path(paths.checkpoint(12, 1)).rename(late)
 
-    def claim_late(standing: Standing, parent: CheckpointRef | None, **asked: int) -> Claim | None:
+    def claim_late(ownership: Ownership, parent: CheckpointRef | None, **asked: int) -> Claim | None:
         if late.exists():
             assert parent == CheckpointRef(10, 1)
             late.rename(paths.checkpoint(12, 1))
             for step in (5, 10):
                 shutil.rmtree(paths.checkpoint(step, 1))
-        return claimed(standing, parent, **asked)
+        return claimed(ownership, parent, **asked)
 
-    monkeypatch.setattr(Standing, "claim", claim_late)
+    monkeypatch.setattr(Ownership, "claim", claim_late)
     result = train(replace(config, epochs=2), launch, hooks=Hooks(lease_watch_s=0.1))
     assert (result.steps, result.samples, result.generation) == (25, 13 * 8, 3)
     claims = read_claims(filesystem(config.run), paths)
@@ -160,11 +195,8 @@ class NeverThere(Session):
 
 @pytest.mark.parametrize("by", ["the lease", "fail"])
 def test_a_driver_that_waits_for_slots_hears_that_it_must_end(by: str) -> None:
-    class Overtaken:
+    class Overtaken(Handler):
         error: BaseException | None = None
-
-        def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-            return {}
 
         def overtaken(self) -> BaseException | None:
             return self.error
@@ -207,7 +239,7 @@ def test_no_room_is_a_wrong_call_at_the_start_and_a_failed_run_later() -> None:
             made.run(RankTask("m:f"), 1)
         with pytest.raises(LauncherError, match="cannot be started again: num_ranks=2 exceeds") as caught:
             made.run(RankTask("m:f"), 2)
-    assert caught.value.exit_code == 1 and "call again" in caught.value.next_step
+    assert caught.value.exit_code == 1 and "start again" in caught.value.next_step
 
 
 def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(
@@ -217,7 +249,7 @@ def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(
         raise StorageError("no NameNode answers")
 
     fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
-    with pytest.raises(LockstepError, match="rank 1 of 2 failed"), Standing(fs, paths):
+    with pytest.raises(LockstepError, match="rank 1 of 2 failed"), Ownership(fs, paths):
         monkeypatch.setattr(LocalFileSystem, "read_bytes", away)
         raise LockstepError("rank 1 of 2 failed")
     assert "no NameNode answers" in caplog.text

@@ -1,4 +1,4 @@
-"""A port of the driver's: whoever proves the key is handed on, each in a thread of its own."""
+"""A port of the driver: each peer that proves the key is served by its own thread."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from training.control.protocol import Channel, Role, greet
 SEND_DEADLINE_S = 10
 
 
-class Door:
-    """Listens from its making to `close`; calls `serve(role, rank, channel)` for each caller of `generation`."""
+class Listener:
+    """Listens until `close`; calls `serve(role, rank, channel)` for each peer of `generation`."""
 
     def __init__(
         self, bind_host: str, key: bytes, generation: int, num_ranks: int, serve: Callable[[Role, int, Channel], None]
     ) -> None:
         self._key, self._generation, self._num_ranks, self._serve = key, generation, num_ranks, serve
         self._reception = Reception("the driver", self._greet, float("inf"))
-        self._listener = socket.create_server((bind_host, 0), backlog=BACKLOG)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(
-            target=self._reception.serve, args=(self._listener,), name="control-accept", daemon=True
-        ).start()
+        self._socket = socket.create_server((bind_host, 0), backlog=BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._reception.serve, args=(self._socket,), name="control-accept", daemon=True).start()
 
     @property
     def open(self) -> bool:
-        """Whether callers are still let in."""
-        return self._listener.fileno() >= 0
+        """Whether new peers are accepted."""
+        return self._socket.fileno() >= 0
 
     def close(self) -> None:
-        """Let nobody in any more; connections that are there stay."""
-        self._listener.close()
+        """Accept no more peers; open connections stay."""
+        self._socket.close()
 
     def _greet(self, sock: socket.socket, until: float) -> None:
         address = sock.getpeername()
@@ -47,7 +45,7 @@ class Door:
         except CommunicationError as error:
             raise HandshakeError(str(error).replace("\n", ";")) from error
         sock.settimeout(None)
-        # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
+        # Reads wait as long as heartbeats allow; a write to a peer that reads nothing must not block the driver.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
         threading.Thread(
             target=self._serve, args=(role, rank, channel), name=f"control-{channel.whom}", daemon=True

@@ -22,7 +22,7 @@ def test_the_samples_that_a_large_global_batch_leaves_over_reach_the_driver() ->
     rank.give_result({"left_over": samples, "loss": float("nan")})
     assert server.wait() == [{"left_over": samples, "loss": "nan"}]
     rank.close()
-    server._door.close()
+    server._listener.close()
 
 
 @pytest.mark.parametrize(

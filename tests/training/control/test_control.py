@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.client import ControlClient, Line, open_channel
+from training.control.client import ControlClient, RosterClient, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
 from training.control.protocol import (
     HEADER,
@@ -31,7 +31,7 @@ from training.control.protocol import (
     try_send,
 )
 from training.control.roster import Roster, open_order, seal_order
-from training.control.server import ControlServer, Rendezvous
+from training.control.server import ControlServer, Handler, Rendezvous
 from training.control.task import Limits
 from training.world import World
 
@@ -41,9 +41,10 @@ PATIENCE_S = 120.0  # only against a hang
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    handler = Handler(lambda rank, kind, fields: {"kind": kind})
+    found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), handler, "127.0.0.1")
     yield found
-    found._door.close()
+    found._listener.close()
 
 
 def dial(server: ControlServer) -> socket.socket:
@@ -101,7 +102,7 @@ def test_a_false_driver_is_refused_by_the_rank() -> None:
             sock.sendall(bytes(32))
 
     threading.Thread(target=pretend, daemon=True).start()
-    with pytest.raises(CommunicationError, match="not of this generation"):
+    with pytest.raises(CommunicationError, match="does not belong to this generation"):
         open_channel(listener.getsockname(), KEY, 7, Role.RANK, 0, 5.0)
     listener.close()
 
@@ -181,12 +182,12 @@ def test_noise_is_refused_without_allocating(server: ControlServer) -> None:
 def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.comm.auth.MAX_CALLERS", 4)
     monkeypatch.setattr("training.control.protocol.HELLO_DEADLINE_S", PATIENCE_S)
-    server = ControlServer(KEY, 7, 2, Limits(), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    server = ControlServer(KEY, 7, 2, Limits(), Handler(lambda rank, kind, fields: {"kind": kind}), "127.0.0.1")
     strangers = [dial(server) for _ in range(6)]
     # Though none of them leaves by itself.
     assert client(server).request("anything", PATIENCE_S) == {"kind": "anything"}
     assert [ended_now(sock) for sock in strangers] == [True, True, True, False, False, False]
-    server._door.close()
+    server._listener.close()
     for sock in strangers:
         sock.close()
 
@@ -217,8 +218,8 @@ def test_a_roster_lets_in_the_session_s_supervisors_alone_and_each_once() -> Non
     address = ("127.0.0.1", roster.port)
     orders: list[dict[str, object]] = [{"key": "a"}, {"key": "b"}]
 
-    def line(rank: int) -> Line:
-        return Line(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S, on_spare=lambda: None)
+    def line(rank: int) -> RosterClient:
+        return RosterClient(address, KEY, rank, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
 
     for key, generation in ((bytes(32), SESSION), (KEY, 7)):  # a generation's key; a hello to a generation's server
         with pytest.raises(CommunicationError, match="cannot be reached"):
@@ -260,7 +261,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
         asked.set()
         return {"done": gate.wait(PATIENCE_S)}
 
-    server = ControlServer(KEY, 7, 1, Limits(), handler, "127.0.0.1")
+    server = ControlServer(KEY, 7, 1, Limits(), Handler(handler), "127.0.0.1")
 
     def lose() -> None:
         asked.wait(PATIENCE_S)
@@ -271,11 +272,11 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
     with pytest.raises(CommunicationError, match="before `slow` was answered"):
         rank.request("slow", PATIENCE_S)
     gate.set()
-    server._door.close()
+    server._listener.close()
 
 
 def test_request_has_a_deadline(server: ControlServer) -> None:
-    server._answers._handler = lambda rank, kind, fields: {"done": threading.Event().wait(2)}
+    server._answers._handler = Handler(lambda rank, kind, fields: {"done": threading.Event().wait(2)})
     with pytest.raises(CommunicationError, match=r"did not answer the request `slow`"):
         client(server).request("slow", 0.3)
 
@@ -362,7 +363,7 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     threading.Timer(3.2, lambda: rank.give_result({"done": 1})).start()
     threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
-    server._door.close()
+    server._listener.close()
 
 
 def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end() -> None:
@@ -375,7 +376,7 @@ def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end()
     late.start()
     assert server.wait() == [{"done": 1}]
     late.cancel()
-    server._door.close()
+    server._listener.close()
 
 
 @pytest.mark.parametrize(
@@ -406,7 +407,7 @@ def test_how_a_lost_rank_ended_is_waited_for_while_somebody_is_there_to_tell(
     with pytest.raises(RankFailedError, match=told):
         server.wait()
     timer.cancel()
-    server._door.close()
+    server._listener.close()
     ranks[1].close()
 
 

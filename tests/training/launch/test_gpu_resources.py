@@ -16,6 +16,7 @@ from lockstep.storage.errors import ConfigError
 from tests.training._gpu_driver import ROOT
 from tests.training._ranks import rank_path
 from training import devices
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
 
@@ -61,7 +62,7 @@ def test_local_ranks_share_the_hosts_gpus(
     monkeypatch.setenv(devices.VISIBLE, "2,4")
 
     def seen(num_ranks: int) -> list[str]:
-        results = run_local(RankTask("_ranks:hello"), num_ranks, handler=lambda *_: {})
+        results = run_local(RankTask("_ranks:hello"), num_ranks, handler=Handler(lambda *_: {}))
         prefix = f"{devices.VISIBLE}="
         return [line.removeprefix(prefix) for r in results for line in r["environment"] if line.startswith(prefix)]
 

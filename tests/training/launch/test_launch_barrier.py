@@ -16,12 +16,13 @@ from tests.training._tiny import write_table
 from tests.training.horovod.test_horovod import DATA, SCRIPTS, check_loop
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
 from training.launch.barrier import (
     BarrierSession,
-    KeepPostOnTask,
     OnSpark,
+    SuperviseOnTask,
     check_slots,
     classic_context,
     run_barrier,
@@ -62,7 +63,9 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def test_same_results_as_local(session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # a local master gives its tasks none: shared out as on one host
-    results = run_barrier(session, RankTask("_ranks:hello"), 2, generation=3, handler=lambda r, k, f: {"rank": r})
+    results = run_barrier(
+        session, RankTask("_ranks:hello"), 2, generation=3, handler=Handler(lambda r, k, f: {"rank": r})
+    )
     assert [result["reply"] for result in results] == [{"rank": 0}, {"rank": 1}]
     assert results[1]["world"] == {
         "rank": 1,
@@ -92,7 +95,7 @@ def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSess
             RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")),
             2,
             limits=QUICK,
-            handler=lambda r, k, f: {},
+            handler=Handler(lambda r, k, f: {}),
         )
     assert str(caught.value).endswith("  | line 59")
     assert caught.value.host not in ("", "an unknown host")
@@ -146,7 +149,7 @@ def test_cancelled_stage_takes_its_ranks_along(
 
     task = RankTask("_ranks:tells_pid", {"folder": str(tmp_path)})
     with pytest.raises(RankFailedError, match="no progress for 3 s"):
-        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=handler)
+        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=Handler(handler))
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if lives(pid)]
@@ -160,7 +163,7 @@ def test_training_survives_a_killed_rank_and_a_killed_task(
     stages: list[int] = []
     real = BarrierSession._run_stage
 
-    def run_stage(self: BarrierSession, keep: KeepPostOnTask) -> None:
+    def run_stage(self: BarrierSession, keep: SuperviseOnTask) -> None:
         stages.append(1)
         real(self, keep)
 
@@ -194,7 +197,7 @@ def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys:
 
 def test_spark_connect_is_refused_by_name() -> None:
     session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
-    with pytest.raises(ConfigError, match=r"over Spark Connect\n.*no SparkContext, and no way"):
+    with pytest.raises(ConfigError, match=r"over Spark Connect\n.*no SparkContext, and executors cannot connect"):
         classic_context(session)
 
 
@@ -226,7 +229,7 @@ class FakeContext:
 
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.barrier.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.storage.errors import LockstepError
-from tests.training._ranks import lives, living_ranks, rank_path
-from training.control.failures import LauncherError, RankFailedError, RankState
+from tests.training._ranks import living_ranks, rank_path
+from training.control.failures import LauncherError, RankFailedError
 from training.control.protocol import new_key
 from training.control.roster import Roster
+from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import LocalSession, OnHost, run_local
-from training.launch.process import Place
+from training.launch.process import SupervisorSpec
 from training.launch.session import Launches, Session
-from training.launch.supervisor import keep_post
+from training.launch.supervisor import supervise
 
 pytestmark = pytest.mark.slow
 
@@ -60,65 +60,10 @@ def test_frozen_rank_is_restarted_in_place() -> None:
         assert caught.value.rank == 0
         assert living_ranks(os.getpid()) == []
         assert session.usable()
-        results = session.run(RankTask("_ranks:hello"), 2, answer)
+        results = session.run(RankTask("_ranks:hello"), 2, Handler(answer))
         assert [result["world"]["generation"] for result in results] == [2, 2]
         assert session.usable()
         assert len(session._threads) == 2 and all(thread.is_alive() for thread in session._threads)
-
-
-@pytest.mark.parametrize("spare_dies", [False, True])
-def test_spare_becomes_the_next_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_dies: bool) -> None:
-    """It has imported behind the ranks' back, and then runs with their priority; a dead one is replaced."""
-    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
-    go = tmp_path / "go"
-    task = RankTask("_ranks:steps_then_killed", {"go": str(go)}, preload="_ranks:preload")
-
-    def spares() -> list[Path]:
-        return [file for file in tmp_path.glob("spare-*") if file.read_text()]
-
-    def kill(states: Sequence[RankState]) -> None:
-        try:
-            wait_for(lambda: len(spares()) == 2)
-            if spare_dies:
-                pids = [int(file.name.removeprefix("spare-")) for file in spares()]
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-                wait_for(lambda: not any(map(lives, pids)))
-        finally:
-            go.touch()
-
-    with LocalSession(2, QUICK) as session:
-        with pytest.raises(RankFailedError, match="SIGKILL"):
-            session.run(task, 1, answer, kill)
-        waiting = {int(file.name.removeprefix("spare-")): int(file.read_text()) for file in spares()}
-        assert session.usable()
-        results = session.run(task, 2, answer)
-        if spare_dies:
-            assert [result["preloaded"] for result in results] == [[], []]
-        else:
-            assert {result["pid"] for result in results} == waiting.keys()
-            assert [result["preloaded"] for result in results] == [[result["pid"]] for result in results]
-            # Lower than the ranks while it imported, the same as every process of ours once it is a rank.
-            mine = os.getpriority(os.PRIO_PROCESS, 0)
-            assert {result["nice"] for result in results} == {mine} and set(waiting.values()) == {10}
-    assert not any(lives(pid) for pid in waiting)
-
-
-def test_spare_that_is_not_needed_ends_with_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
-    task = RankTask("_ranks:steps_then_killed", {"go": str(tmp_path / "go")}, preload="_ranks:preload")
-
-    def end(states: Sequence[RankState]) -> None:
-        try:
-            wait_for(lambda: len(list(tmp_path.glob("spare-*"))) == 1)
-        finally:
-            (tmp_path / "go").touch()
-
-    with LocalSession(1, QUICK) as session:
-        session.run(task, 5, answer, end)
-        (spare,) = (int(file.name.removeprefix("spare-")) for file in tmp_path.glob("spare-*"))
-        assert lives(spare)
-    assert not lives(spare)
 
 
 def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) -> None:
@@ -131,11 +76,11 @@ def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) 
         told.append(line)
         go.touch()
 
-    with Launches(run_local, 2, QUICK, tell=tell) as launches:
+    with Launches(run_local, 2, QUICK, report=tell) as launches:
         with pytest.raises(RankFailedError, match="SIGKILL"):
-            launches.run(task, 1, answer)
+            launches.run(task, 1, Handler(answer))
         go.unlink()
-        launches.run(task, 2, answer)
+        launches.run(task, 2, Handler(answer))
     (restart,) = launches.restarts
     assert (restart.generation, restart.level) == (2, 1)
     assert restart.seconds is not None and sum(restart.parts.values()) == pytest.approx(restart.seconds)
@@ -155,7 +100,7 @@ def test_lost_supervisor_is_replaced(seen: bool, monkeypatch: pytest.MonkeyPatch
         return begun[-1]
 
     monkeypatch.setattr(OnHost, "session", session)
-    with Launches(run_local, 1, QUICK, tell=lambda line: None) as launches:
+    with Launches(run_local, 1, QUICK, report=lambda line: None) as launches:
         launches.run(RankTask("_ranks:solo"), 1)
         roster = begun[0]._roster
         assert roster is not None and begun[0].usable()
@@ -179,7 +124,7 @@ def test_failure_from_outside_ends_what_runs_and_what_would_follow(tmp_path: Pat
         threading.Timer(1.0, launches.fail, (LockstepError("another driver has the run"),)).start()
         for generation in (1, 2):
             with pytest.raises(LockstepError, match="another driver has the run"):
-                launches.run(RankTask("_ranks:tells_pid", {"folder": str(tmp_path)}), generation, answer)
+                launches.run(RankTask("_ranks:tells_pid", {"folder": str(tmp_path)}), generation, Handler(answer))
     assert len(list(tmp_path.iterdir())) <= 1
 
 
@@ -189,9 +134,11 @@ def test_supervisor_without_a_driver_ends_by_itself(monkeypatch: pytest.MonkeyPa
     for lost in (True, False):
         secret = new_key()
         roster = Roster(secret, 1, "127.0.0.1", lambda rank: None)
-        place = Place(0, ("127.0.0.1",), ("127.0.0.1", roster.port), secret, Limits(lost_s=60.0 if lost else 1.0))
+        place = SupervisorSpec(
+            0, ("127.0.0.1",), ("127.0.0.1", roster.port), secret, Limits(lost_s=60.0 if lost else 1.0)
+        )
         codes: list[int] = []
-        post = threading.Thread(target=lambda place=place, codes=codes: codes.append(keep_post(place)), daemon=True)
+        post = threading.Thread(target=lambda place=place, codes=codes: codes.append(supervise(place)), daemon=True)
         post.start()
         assert roster.whole(120.0)
         if lost:

@@ -14,6 +14,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from tests.training._tiny import write_table
+from training import config as configuration
 from training.config import TrainConfig, flag_of
 from training.driver.preflight import plan_for
 from training.run import run_json
@@ -51,14 +52,12 @@ FREE: dict[str, Any] = {
     "keep_every": 100,
     "keep_best": "loss:min",
     "max_restarts_per_hour": 3,
-    "mean_time_between_failures_s": 60.0,
     "read_ahead_bytes": 1 << 20,
     "cache": "/var/cache/blocks",
     "cache_bytes": 1 << 20,
     "verify": "full",
     "non_finite": "skip",  # what a run that stopped so may go on with
     "launcher": "barrier",
-    "spare": True,
     "tls": "on",
     "trust_network": "lo",
     "start_limit_s": 1.0,
@@ -187,3 +186,41 @@ def test_a_run_with_removed_fields_is_read(
     with pytest.raises(ConfigError, match="--algorithm ring") as caught:
         run_json.check_run(fs, paths, config, plan)
     assert "--init-from" in caught.value.next_step
+
+
+def test_fields_that_were_removed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of an older version can be read, whatever its removed fields say."""
+    plain = TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1)
+    older = {**plain.to_json(), "spare": True, "mean_time_between_failures_s": 60.0}
+    assert TrainConfig.from_json(older) == plain
+    monkeypatch.setitem(configuration.REMOVED, "order", "sorted")
+    assert TrainConfig.from_json({**older, "order": "random"}) == plain
+    with pytest.raises(ConfigError, match="stored training configuration"):
+        TrainConfig.from_json({**older, "unheard_of": 1})
+
+
+def test_a_run_with_a_removed_field_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
+    given = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="logistic",
+        num_ranks=2,
+        global_batch=24,
+        epochs=1,
+    )
+    fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
+    document = run_json._document(given, manifest, plan)
+    document["config"] |= {"order": "random"}
+    fs.mkdirs(paths.root)
+    write_file(fs, paths.run_json, seal(document))
+    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
+    assert run_json.check_run(fs, paths, given, plan)  # a field that no version knows changes nothing
+    monkeypatch.setitem(configuration.REMOVED, "order", "sorted")
+    with pytest.raises(ConfigError, match="was begun with --order random") as caught:
+        run_json.check_run(fs, paths, given, plan)
+    assert "--init-from" in caught.value.next_step
+    monkeypatch.setitem(configuration.REMOVED, "order", "random")
+    assert run_json.check_run(fs, paths, given, plan)
+    monkeypatch.setitem(configuration.REMOVED, "order", configuration.REMOVED["spare"])
+    assert run_json.check_run(fs, paths, given, plan)  # a field that changed only speed

@@ -124,7 +124,7 @@ def test_only_one_of_many_drivers_gets_a_generation(paths: RunPaths, monkeypatch
     for thread in threads:
         thread.join()
     assert (won, len(lost)) == ([1], 7)
-    assert "in the same moment" in str(lost[0])
+    assert "at the same moment" in str(lost[0])
 
 
 def test_changed_claim_is_refused(paths: RunPaths) -> None:
@@ -147,7 +147,7 @@ def test_tip_passes_over_what_is_not_whole(paths: RunPaths, caplog: pytest.LogCa
     Path(paths.checkpoint(10, 1), "rank-00000.bin").unlink()
     assert tip(paths) == Ref(5, 1)
     Path(paths.checkpoint(5, 1), "_manifest.json").write_bytes(b"{}")
-    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
+    with pytest.raises(DataError, match=r"no checkpoint of .* is complete"):
         tip(paths)
 
 
@@ -197,10 +197,10 @@ def test_lost_checkpoints_do_not_begin_the_training_anew(paths: RunPaths) -> Non
     start(paths, None)
     assert tip(paths) is None  # it failed before its first one: nothing is lost
     result(paths, 1, "step-0000000005.g0001")
-    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
+    with pytest.raises(DataError, match=r"no checkpoint of .* is complete"):
         tip(paths)
     start(paths, Ref(5, 1))
-    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
+    with pytest.raises(DataError, match=r"no checkpoint of .* is complete"):
         tip(paths)
 
 
@@ -375,7 +375,7 @@ def test_lease_of_a_living_driver_is_respected(paths: RunPaths) -> None:
     Path(paths.root).mkdir()
     with Lease(fs, paths.lease, every_s=0.1):
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="another driver is at work") as caught, Lease(fs, paths.lease, 120.0):
+        with pytest.raises(ConfigError, match="another driver is working") as caught, Lease(fs, paths.lease, 120.0):
             pass
         assert time.monotonic() - began < 60
         assert str(os.getpid()) in caught.value.got
