@@ -93,17 +93,17 @@ REFUSED: list[tuple[str, Any]] = [
     ("Adasum", lambda: hvd.allreduce(1.0, op=hvd.Adasum)),
     ("both `op` and `average`", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
     ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
-    ("no numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
+    ("without numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
     ("root rank that does not exist", lambda: hvd.broadcast(1.0, 1)),
     ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
     ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
     ("cannot be sent", lambda: hvd.allgather_object(range(3))),
     ("IndexedSlices by Max", lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), op=hvd.Max)),
     ("gradient_predivide", lambda: hvd.DistributedGradientTape(None, op=hvd.Sum, gradient_predivide_factor=2.0)),
-    ("no optimizer of Keras 3", lambda: hvd.DistributedOptimizer(tf.keras.optimizers)),
+    ("needs an optimizer of Keras 3", lambda: hvd.DistributedOptimizer(tf.keras.optimizers)),
     ("op=Min", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Min)),
     ("scale_local", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), scale_local_gradients=False)),
-    ("learning rate that cannot be", lambda: hvd.callbacks.LearningRateWarmupCallback(0.0)),
+    ("invalid learning rate", lambda: hvd.callbacks.LearningRateWarmupCallback(0.0)),
 ]
 
 
