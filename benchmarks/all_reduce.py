@@ -94,16 +94,16 @@ def commands(args: argparse.Namespace, folder: str) -> dict[str, list[list[str]]
     for kind in ("shm", "shm-any", "tcp", "tensorflow", "bound-sum", "bound-copy"):
         place = Path(folder, kind)
         place.mkdir()
-        worker = [sys.executable, str(HERE / "all_reduce_worker.py"), kind]
+        worker = [sys.executable, str(HERE / "peers" / "all_reduce_worker.py"), kind]
         ports = free_ports(RANKS)
         found[kind] = [[*worker, str(rank), str(place), *ports] for rank in range(RANKS)]
     for kind, python in (("torch", args.torch), ("jax", args.jax)):
         (port,) = free_ports(1)
-        script = str(HERE / f"{kind}_peer.py")
+        script = str(HERE / "peers" / f"{kind}_peer.py")
         found[kind] = [[python, script, str(r), port] for r in range(RANKS)] if python else f"no --{kind} or --peers"
     if args.mpi:
         mpiexec = str(Path(args.mpi).parent / "mpiexec")
-        found["mpich"] = [[mpiexec, "-n", str(RANKS), args.mpi, str(HERE / "mpich_peer.py")]]
+        found["mpich"] = [[mpiexec, "-n", str(RANKS), args.mpi, str(HERE / "peers" / "mpich_peer.py")]]
     else:
         found["mpich"] = "no --mpi or --peers"
     return found

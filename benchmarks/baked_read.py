@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.shapes import cpu_seconds, interleaved, machine, told
+from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, told
 from training.reading.open import OpenSplit
 
 BATCH_ROWS = 4096

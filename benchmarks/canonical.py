@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import step_models
+from benchmarks.shared import step_models
 
 ROWS = 128
 CASES = {  # name -> units, and whether BatchNormalization is over lane groups

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.shapes import machine
+from benchmarks.shared.shapes import machine
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from tests.training._tiny import write_table

@@ -23,7 +23,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import (
+    cpu_seconds,
+    image_rows,
+    image_schema,
+    interleaved,
+    machine,
+    tab_rows,
+    tab_schema,
+    told,
+)
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.schema import Schema
@@ -32,7 +41,7 @@ from lockstep.storage.kernels import frames
 
 BATCH_ROWS = 4096
 NULL_SHARE = 0.05
-PEER = Path(__file__).with_name("tfx_peer.py")
+PEER = Path(__file__).with_name("peers") / "tfx_peer.py"
 
 
 def by_kernel(schema: Schema, batches: list[pa.RecordBatch], out: str) -> Callable[[], None]:

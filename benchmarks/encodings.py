@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from benchmarks.shapes import cpu_seconds, interleaved, machine, told
+from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, told
 from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from lockstep.features.encode.hashing import TokenTable, buckets_of
 

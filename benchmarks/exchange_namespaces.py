@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.step_models import CLASSES, DENSE_LAYERS, DENSE_UNITS
-from benchmarks.step_worker import KEY, Control, hear, say
+from benchmarks.shared.step_models import CLASSES, DENSE_LAYERS, DENSE_UNITS
+from benchmarks.shared.step_worker import KEY, Control, hear, say
 from benchmarks.train_step import ROOT
 from tests.network.hosts import Hosts, why_not
 from training.comm import connect

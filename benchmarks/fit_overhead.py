@@ -17,7 +17,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from benchmarks import step_models, step_worker
+from benchmarks.shared import step_models, step_worker
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.shapes import FLOATS, INTS, machine
+from benchmarks.shared.shapes import FLOATS, INTS, machine
 from benchmarks.write_job import all_cpu_seconds
 from etl.write.dataset import write_dataset
 from jobs._session import spark_session

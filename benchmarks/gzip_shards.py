@@ -23,8 +23,17 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.arrays import split_arrays
-from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
+from benchmarks.shared.arrays import split_arrays
+from benchmarks.shared.shapes import (
+    cpu_seconds,
+    image_rows,
+    image_schema,
+    interleaved,
+    machine,
+    tab_rows,
+    tab_schema,
+    told,
+)
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema

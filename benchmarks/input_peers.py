@@ -2,7 +2,7 @@
 
     python -m benchmarks.input_peers [--tab N] [--images N] [--epochs E] [--repeats N] [--no-peers]
 
-Two shapes of benchmarks.shapes: 40 columns (26 int64, 13 float32, a label), images of 3,072 bytes; each as TFRecord and
+Two shapes of shared/shapes.py: 40 columns (26 int64, 13 float32, a label), images of 3,072 bytes; each as TFRecord and
 as Parquet (zstd, page checksums, row groups of 2 MiB), in four shards, in memory. All works of a shape and format run
 in turn in one process; the first round, of one epoch, is dropped; ratios are taken round by round.
 
@@ -43,7 +43,7 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.petastorm_read import write as write_parquet
-from benchmarks.shapes import image_rows, image_schema, machine, spread, tab_rows, tab_schema
+from benchmarks.shared.shapes import image_rows, image_schema, machine, spread, tab_rows, tab_schema
 from lockstep.features.schema.schema import Schema
 from tests.training._tiny import write_rows
 from training.batches.feed import RankFeed, eval_batches

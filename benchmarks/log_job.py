@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.shapes import interleaved, machine, seconds
+from benchmarks.shared.shapes import interleaved, machine, seconds
 from etl.logs import job as logs
 from etl.write.config import LogsConfig
 from jobs._session import spark_session

@@ -26,9 +26,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.arrays import split_arrays
-from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
-from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.arrays import split_arrays
+from benchmarks.shared.arrow_peer import arrow_batches, fixed_batches, split_files
+from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl.petastorm import enable
 from etl.write.shards import BLOCK_BYTES, parquet_options
 from lockstep.features.schema.schema import Schema

@@ -2,7 +2,7 @@
 
     python -m benchmarks.read_batches [--rows N] [--repeats N] [--formats tfrecord parquet]
 
-Both shapes of benchmarks.shapes, written once by our own writers in four shards, in memory; Parquet also on the disk,
+Both shapes of shared/shapes.py, written once by our own writers in four shards, in memory; Parquet also on the disk,
 where the page cache has it. tf.data reads with and without autotuning (never with num_parallel_reads, which is its slow
 way) and parses whole batches by tf.io.parse_example; images stay bytes there, while ours are arrays of (n, 32, 32, 3).
 CPU seconds of the process are counted, since other work may share the machine, and of two runs in a row the second: a
@@ -22,9 +22,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.arrays import split_arrays
-from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
-from benchmarks.shapes import (
+from benchmarks.shared.arrays import split_arrays
+from benchmarks.shared.arrow_peer import arrow_batches, fixed_batches, split_files
+from benchmarks.shared.shapes import (
     image_rows,
     image_schema,
     interleaved,

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.shapes import image_schema, machine, pixels
+from benchmarks.shared.shapes import image_schema, machine, pixels
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.shapes import machine
+from benchmarks.shared.shapes import machine
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.scaling_simulated import simulated
+from benchmarks.shared.scaling_simulated import simulated
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
 from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.shapes import machine
+from benchmarks.shared.shapes import machine
 from training.plan.epoch_plan import EpochPlan
 
 I64 = npt.NDArray[np.int64]

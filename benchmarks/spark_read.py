@@ -2,7 +2,7 @@
 
     python -m benchmarks.spark_read [--rows N] [--images N] [--repeats N] [--shards N] [--master M]
 
-A work is the whole job: load(), plan, read, noop. The table and the images are those of benchmarks/shapes.py; before
+A work is the whole job: load(), plan, read, noop. The table and the images are those of shared/shapes.py; before
 anything is measured both forms are compared row by row. Parquet is written by Spark, uncompressed, in as many files.
 CPU seconds are those of the JVM and all its Python workers; they say more than wall seconds on a machine that others
 use too.
@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from jobs._session import spark_session
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.schema import Schema

@@ -31,7 +31,7 @@ from jobs._session import spark_session
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 
-PEER = Path(__file__).with_name("tfx_reads_peer.py")
+PEER = Path(__file__).with_name("peers") / "tfx_reads_peer.py"
 ROWS = 500
 LARGEST = (1 << 63) - 1
 INTS = (0, 1, -1, 300, 1 << 31, -(1 << 40), LARGEST, -LARGEST - 1)

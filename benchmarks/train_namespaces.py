@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     if (reason := why_not()) is not None:
         raise SystemExit(f"not measured: {reason}")
-    worker = [sys.executable, "-m", "benchmarks.step_worker"]
+    worker = [sys.executable, "-m", "benchmarks.shared.step_worker"]
     with Hosts(RANKS, rate_bits_s=RATE_BITS_S) as hosts:
         alone = Contestant("ceiling", [*worker, "plain", "dense", "RANK"], {}, needs_places=False)
         places = {"BENCHMARK_HOSTS": ",".join(hosts.addresses)}

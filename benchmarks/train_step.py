@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_models import BATCH_ROWS
+from benchmarks.shared.step_models import BATCH_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
@@ -94,7 +94,7 @@ class Contestant:
 
 def contestants(args: argparse.Namespace) -> list[Contestant]:
     """All that can run here; the others are named."""
-    worker = [sys.executable, "-m", "benchmarks.step_worker"]
+    worker = [sys.executable, "-m", "benchmarks.shared.step_worker"]
     found = [
         Contestant("ceiling", [*worker, "plain", args.model, "RANK"], {}, needs_places=False),
         Contestant("lockstep", [*worker, "ours", args.model, "RANK"], {}, needs_places=True),
@@ -105,7 +105,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     else:
         print("not measured: tf_keras under MultiWorkerMirroredStrategy (give --tf-keras)")
     if args.torch_python:
-        script = [args.torch_python, "benchmarks/step_torch.py", args.model, "RANK"]
+        script = [args.torch_python, "benchmarks/peers/step_torch.py", args.model, "RANK"]
         found.append(Contestant("ddp", script, {"OMP_NUM_THREADS": "1"}, needs_places=True))
     else:
         print("not measured: PyTorch DDP over gloo (give --torch-python)")

@@ -26,7 +26,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl import columns as c
 from etl.spark.tasks import upload
 from etl.split.assign import Assign, Stored

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import etl
-from benchmarks.arrays import split_arrays
+from benchmarks.shared.arrays import split_arrays
 from etl.logs.fields import Column, Form
 from etl.logs.parse import output_ddl
 from etl.logs.records import RecordLines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from benchmarks.shapes import tab_rows, tab_schema
+from benchmarks.shared.shapes import tab_rows, tab_schema
 from benchmarks.write_job import CountedAssign, LateAssign, PlainAssign
 from etl import columns as c
 from etl.split.assign import Assign

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.arrays import _array, cut, split_arrays
+from benchmarks.shared.arrays import _array, cut, split_arrays
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._tiny import write_images, write_table

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
+from benchmarks.shared.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
 from training.comm.cost import (
     COUNTS,
     EVEN,

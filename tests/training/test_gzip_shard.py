@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.arrays import split_arrays
+from benchmarks.shared.arrays import split_arrays
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import CorruptionError

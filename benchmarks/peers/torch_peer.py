@@ -1,6 +1,6 @@
 """PyTorch's gloo, as a process of another environment: benchmarks.all_reduce starts two.
 
-PYTHON_WITH_TORCH benchmarks/torch_peer.py RANK PORT
+PYTHON_WITH_TORCH benchmarks/peers/torch_peer.py RANK PORT
 """
 
 from __future__ import annotations

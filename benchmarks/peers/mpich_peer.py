@@ -1,6 +1,6 @@
 """MPICH over shared memory, as processes of another environment: benchmarks.all_reduce starts them by its mpiexec.
 
-MPIEXEC -n 2 PYTHON_WITH_MPI4PY benchmarks/mpich_peer.py
+MPIEXEC -n 2 PYTHON_WITH_MPI4PY benchmarks/peers/mpich_peer.py
 
 Rank 0 alone has stdin and tells the other; its figure is the slower rank's.
 """

@@ -1,6 +1,6 @@
 """tfx-bsl's decoder, as a process of another environment: benchmarks.tfx_reads starts it.
 
-    PYTHON_WITH_TFX_BSL benchmarks/tfx_reads_peer.py OUT.arrow inferred|declared KINDS SHARD...
+    PYTHON_WITH_TFX_BSL benchmarks/peers/tfx_reads_peer.py OUT.arrow inferred|declared KINDS SHARD...
 
 KINDS is JSON: the type (INT, FLOAT or BYTES) of each feature, which the decoder is told with `declared`.
 """

@@ -1,6 +1,6 @@
 """One process of benchmarks.train_step: it trains the same batch again and again, as many steps as it is told.
 
-    python -m benchmarks.step_worker CONTESTANT MODEL RANK RANKS    (started by benchmarks.train_step)
+    python -m benchmarks.shared.step_worker CONTESTANT MODEL RANK RANKS    (started by benchmarks.train_step)
 
 Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
 MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import step_models
+from benchmarks.shared import step_models
 
 KEY = b"t" * 32
 # As training.rank.runtime sets a rank's: one thread computes, and one more lets the exchange be fed while it does.

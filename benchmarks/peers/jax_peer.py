@@ -1,6 +1,6 @@
 """JAX's CPU collectives over gloo, as a process of another environment: benchmarks.all_reduce starts two.
 
-PYTHON_WITH_JAX benchmarks/jax_peer.py RANK PORT
+PYTHON_WITH_JAX benchmarks/peers/jax_peer.py RANK PORT
 """
 
 from __future__ import annotations

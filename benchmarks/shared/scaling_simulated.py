@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
+from benchmarks.shared.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
 from training.comm.cost import LinkCosts
 
 # What is simulated. Parameters by stage from the architectures; work by their multiplications (He et al. 2016; Simonyan

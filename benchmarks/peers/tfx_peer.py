@@ -1,6 +1,6 @@
 """tfx-bsl's encoder with framing, as a process of another environment: benchmarks.codec starts it.
 
-    PYTHON_WITH_TFX_BSL benchmarks/tfx_peer.py ROWS.arrow OUT
+    PYTHON_WITH_TFX_BSL benchmarks/peers/tfx_peer.py ROWS.arrow OUT
 
 For each line on stdin it writes all rows of an Arrow file as TFRecord and answers with the CPU seconds that it took.
 tfx-bsl 1.21.0 needs a protobuf and a pandas that do not go with this project's pins.

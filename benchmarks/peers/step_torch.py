@@ -1,8 +1,8 @@
 """PyTorch's DistributedDataParallel over gloo, as a process of another environment: benchmarks.train_step starts it.
 
-    PYTHON_WITH_TORCH benchmarks/step_torch.py MODEL RANK RANKS
+    PYTHON_WITH_TORCH benchmarks/peers/step_torch.py MODEL RANK RANKS
 
-The talk is that of benchmarks/step_worker.py; the models are those of benchmarks/step_models.py.
+The talk is that of benchmarks/shared/step_worker.py; the models are those of benchmarks/shared/step_models.py.
 """
 
 from __future__ import annotations

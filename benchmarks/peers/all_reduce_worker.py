@@ -1,6 +1,6 @@
 """One rank of a contestant of benchmarks.all_reduce that lives in the project's own environment.
 
-python benchmarks/all_reduce_worker.py KIND RANK FOLDER PORT PORT        two ranks; FOLDER is where they meet
+python benchmarks/peers/all_reduce_worker.py KIND RANK FOLDER PORT PORT        two ranks; FOLDER is where they meet
 """
 
 from __future__ import annotations
