@@ -124,8 +124,9 @@ class PlainAssign(Assign):
 class LateAssign(Assign):
     """Leaves the columns as they are, for LateShards to encode; only sizes are worked out."""
 
-    def ddl(self) -> str:
-        return self._columns().ddl()
+    @property
+    def output(self) -> pa.Schema:
+        return self._columns().output
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         found = self._columns().rows(batch)

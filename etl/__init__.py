@@ -1,4 +1,6 @@
-"""Raw input to rows, splits and shards, on Spark; knows nothing of training. `write_dataset` takes any data frame."""
+"""Spark jobs from raw input to rows, splits and shards; imports nothing of training. `write_dataset` takes any data
+frame.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ VERSION = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: tasks import modules of this package, and the writer's would all come with each.
+    # Loaded on first use: tasks import modules of this package, and each would load all of the writer's modules too.
     if name == "write_dataset":
         from etl.write.dataset import write_dataset
 

@@ -8,25 +8,32 @@ import pyarrow.compute as pc
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 
-# What a data frame for write_dataset may hold besides the fields: where a row comes from (needed), which repetition of
-# its id columns it is, which split its input names, and why it is not written.
+# Columns that a data frame for write_dataset may have in addition to the fields: where a row comes from (required),
+# which repetition of its id columns it is, which split its input names, and why it is not written.
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
+# Of a rejected record: the path of its file below the source, if the source is a folder; why it was rejected; its first
+# bytes; length and SHA-256 of the whole record.
+PLACE, REASON, RAW, LENGTH, SHA256 = "_place", "_reason", "_raw", "_length", "_sha256"
+REJECTED = pa.schema(
+    [
+        (SOURCE, pa.int32()),
+        (POSITION, pa.int64()),
+        (PLACE, pa.string()),
+        (REASON, pa.string()),
+        (RAW, pa.binary()),
+        (LENGTH, pa.int64()),
+        (SHA256, pa.string()),
+    ]
+)
+PACKED = "_packed"  # whether an image is still an encoded file
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
-# What must not be on two sides of the split, as a number: see etl.split.leakage.
+# A number for the value that must not be in two splits: see etl.split.leakage.
 LEAK = "_leak"
-# Types in Spark's notation: whole numbers, and what has parts.
+# Types in Spark's notation: whole numbers, and nested types.
 WHOLE = ("tinyint", "smallint", "int", "bigint")
 NESTED = ("array", "struct", "map", "variant")
-_DDL = {
-    "int64": "bigint",
-    "float32": "float",
-    "float64": "double",
-    "uint64": "decimal(20,0)",
-    "bool": "boolean",
-    "string": "string",
-    "bytes": "binary",
-}
+_SPARK_NAMES = {"int32": "int", "int64": "bigint", "bool": "boolean"}  # other types have one name in Arrow and Spark
 _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 
@@ -38,38 +45,49 @@ def nested_list(kind: str) -> bool:
 
 def ddl_type(field: Field) -> str:
     """The field's type in Spark's notation."""
-    if field.is_tensor:
-        return "binary"
-    return f"array<{_DDL[field.dtype]}>" if field.is_list else _DDL[field.dtype]
+    return spark_type(field.arrow_type)
 
 
-def ddl(fields: tuple[Field, ...]) -> list[str]:
+def ddl_of(schema: pa.Schema) -> str:
     """Columns in Spark's notation."""
-    return [f"{quoted(field.name)} {ddl_type(field)}" for field in fields]
+    return ", ".join(f"{quoted(field.name)} {spark_type(field.type)}" for field in schema)
+
+
+def spark_type(kind: pa.DataType) -> str:
+    """An Arrow type in Spark's notation."""
+    if pa.types.is_list(kind):
+        return f"array<{spark_type(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{quoted(part.name)}: {spark_type(part.type)}' for part in kind.fields)}>"
+    if pa.types.is_timestamp(kind):
+        return "timestamp"
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    return _SPARK_NAMES.get(str(kind), str(kind))
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark reads it whole, dots and all."""
+    """A column's name, quoted for Spark, so that dots are part of it."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def counted_fields(schema: Schema) -> tuple[Field, ...]:
-    """The fields that are counted over all rows, which therefore travel unencoded too: those with a vocabulary or other
-    statistics to fit, and the classes of the label.
+    """The fields that are counted over all rows and therefore stay columns when records are encoded: those with a
+    vocabulary or other statistics to fit, and the label if it may hold classes.
     """
     label = class_field(schema)
     return schema.fitted_fields if label is None else (*schema.fitted_fields, label)
 
 
 def class_field(schema: Schema) -> Field | None:
-    """The label, where its values may be classes."""
+    """The label if its values may be classes, else None."""
     label = schema.label
     return label if label is not None and not label.shape and label.dtype in ("bool", "int64", "string") else None
 
 
 def text_of(column: pa.Array) -> pa.Array:
-    """What is hashed of a column that names records or groups, (n,): its text, the decimal digits of its numbers, or
-    its bytes. Equal numbers have one text: -0.0 is 0.
+    """The values of an id or group column in the form that is hashed, (n,): text, decimal digits of numbers, or bytes.
+    Equal numbers have equal text: -0.0 becomes 0.
     """
     if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
         return column
@@ -77,7 +95,7 @@ def text_of(column: pa.Array) -> pa.Array:
 
 
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
-    """The bytes that each row of a column takes in Arrow: values and 4 for each length, whatever codec comes after.
+    """The bytes that each row of a column takes in Arrow: its values and 4 for each length, before any compression.
 
     Returns (n,) int64. docs/decisions/010-blocks-and-sizes.md says why a Parquet shard is measured so.
     """
@@ -92,6 +110,3 @@ def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
         return pa.repeat(pa.scalar(_FIXED_BYTES[field.dtype], pa.int64()), len(column))
     lengths = pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
     return pc.add(lengths, _LENGTH_BYTES)
-
-
-PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder

@@ -1,4 +1,4 @@
-"""A manifest and offset indexes for TFRecord files of somebody else, beside them; the files stay as they are."""
+"""A manifest and offset indexes for TFRecord files of other programs, next to them; the files stay unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# A file's entry, whether it is gzip, its index's entry, the URL of that index as this attempt wrote it.
+# A file's manifest entry, whether it is gzip, the entry of its index, and the URL where this attempt wrote the index.
 Scanned = tuple[ShardInfo, bool, FileInfo | None, str | None]
 _FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
 BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-sizes.md
@@ -45,7 +45,7 @@ BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-siz
 
 @dataclass(frozen=True)
 class Scan:
-    """What a worker needs to scan one file: the root, where indexes go until all are made, records of a block."""
+    """Scans files: the root, the folder for indexes until all are made, and the records of a block."""
 
     root: str
     staging: str
@@ -62,8 +62,8 @@ class Scan:
             yield found
 
     def scan(self, path: str) -> Scanned:
-        """Read the file at `path` (relative) to its end and write its index; returns what `Scanned` says. Raises
-        CorruptionError naming the record and offset where it is not whole.
+        """Read the file at `path` (relative) to its end and write its index. Raises CorruptionError naming the record
+        and offset if the file is damaged.
         """
         url = join(self.root, path)
         fs = filesystem(url)
@@ -79,7 +79,7 @@ class Scan:
             written = FramedWriter(_NOWHERE, index, self.block_records)
             with fs.open_read(url) as file:
                 _copy(file, url, written)
-            # A name of its own: an attempt that was lost must not stand in the way of the next.
+            # A unique name, so that a lost attempt does not block the next one.
             place = upload(self.staging, "index", index)
         blocks = tuple(written.block_offsets)
         info = ShardInfo(path, written.records, written.bytes, written.sha256, written.crc32c, None, blocks)
@@ -87,10 +87,10 @@ class Scan:
 
 
 class _Nowhere:
-    """Where the records go that are only looked at."""
+    """A file that discards what is written."""
 
     def write(self, data: memoryview) -> int:
-        """Take nothing of it."""
+        """Discard the data."""
         return len(data)
 
 
@@ -99,13 +99,13 @@ _NOWHERE = _Nowhere()
 
 def _copy(source: BinaryIO, url: str, target: FramedWriter) -> None:
     for piece in pieces(source, url):
-        # Looked at twice, which costs little: the writer does not know the file that an error has to name.
+        # Checked twice, which costs little: the writer cannot name the file in an error.
         record_offsets(piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset)
         target.write(piece.data)
 
 
 def check(url: str) -> None:
-    """Raise ExistsError where a manifest or index is there already, ConfigError for something that is no directory."""
+    """Raise ExistsError if there is a manifest or an index already, ConfigError if `url` is not a directory."""
     fs = filesystem(url)
     try:
         status = fs.stat(url)
@@ -133,7 +133,7 @@ def check(url: str) -> None:
 
 
 def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
-    """What to say of a directory whose manifest is `data`: only an index of ours may be made anew."""
+    """The error for a directory whose manifest is `data`; only an index of ours may be made again."""
     try:
         indexed = is_indexed(data, manifest)
     except DataError as error:
@@ -148,23 +148,23 @@ def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
             f"{url} is indexed already",
             got=f"the {MANIFEST_NAME} of an earlier jobs.index",
             allowed=_FREE,
-            next_step=f"If files have changed since, delete {MANIFEST_NAME} and {INDEX_FOLDER} there, and index anew.",
+            next_step=f"If files changed, delete {MANIFEST_NAME} and {INDEX_FOLDER} there, and run jobs.index again.",
         )
     return ExistsError(
         f"{url} has a manifest already and needs no index",
         got=f"a {MANIFEST_NAME} that jobs.index has not made, such as that of a published dataset",
-        allowed="a directory of TFRecord files of somebody else",
-        next_step="Leave it as it is, and read it: jobs.describe URL, jobs.train, spark.read.format('tfrecord').",
+        allowed="a directory of TFRecord files of other programs",
+        next_step="Read it without an index: jobs.describe URL, jobs.train, spark.read.format('tfrecord').",
     )
 
 
 def index_directory(
     url: str, *, pattern: str, sample_records: int, spark: SparkSession | None, settings: dict[str, str]
 ) -> IndexedManifest:
-    """Read every file that fits `pattern` below `url` once, and write `_index/` and `_manifest.json` there.
+    """Read every file below `url` that matches `pattern` once, and write `_index/` and `_manifest.json` there.
 
-    With `spark` the files are read by its tasks, one each, else one after another. Nothing is left where it fails.
-    Raises what `check` raises; DataError for names that a manifest cannot hold and for records that are no Examples,
+    With `spark` a task reads each file, else they are read one after another. A failed call leaves nothing behind.
+    Raises what `check` raises; DataError for names that a manifest cannot hold and for records that are not Examples,
     CorruptionError for a damaged file.
     """
     check(url)
@@ -198,7 +198,7 @@ def index_directory(
 
 
 def _publish(fs: FileSystem, url: str, staging: str, manifest: IndexedManifest, places: Mapping[str, str]) -> None:
-    """Give the indexes, by the paths of their files in `places`, their names, and write the manifest; or leave none."""
+    """Rename the indexes, at `places` by the paths of their files, and write the manifest; or leave neither."""
     if places:
         ready = join(staging, "ready")
         for path, place in places.items():
@@ -209,7 +209,7 @@ def _publish(fs: FileSystem, url: str, staging: str, manifest: IndexedManifest, 
     try:
         write_file(fs, join(url, MANIFEST_NAME), manifest.to_bytes())
     except BaseException:
-        if places:  # else what is there, if anything, is not of this call
+        if places:  # else an index there is not from this call
             fs.discard(join(url, INDEX_FOLDER))
         raise
 
@@ -227,8 +227,8 @@ def _unchanged(files: Iterable[ForeignFile], infos: Iterable[ShardInfo]) -> None
     for file, info in zip(files, infos, strict=True):
         if file.bytes != info.bytes:
             raise DataError(
-                f"{file.url} has changed while it was read",
+                f"{file.url} changed while it was read",
                 got=f"{info.bytes} bytes",
                 allowed=f"{file.bytes} bytes, as at the start",
-                next_step="Run jobs.index when nobody writes there.",
+                next_step="Run jobs.index when no other program writes there.",
             )

@@ -1,4 +1,4 @@
-"""From a table of Spark's catalog, a query or files that Spark reads to a dataset."""
+"""A dataset from a table of Spark's catalog, a query, or files that Spark reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from etl.spark.errors import translated
 from etl.spark.session import watched
-from etl.write.checks import check_output, check_schema
+from etl.write.append import Parent
+from etl.write.checks import chance_in, check_output, check_schema
 from etl.write.config import WriteConfig
-from etl.write.dataset import write_dataset
+from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
 from etl.write.quarantine import Origin
 from lockstep.features.schema.declare import load_schema
@@ -35,7 +36,7 @@ class TableConfig(WriteConfig):
     input_format: str = "parquet"
     """Any format that Spark's session knows."""
     id_columns: tuple[str, ...]
-    """The columns that tell rows apart; unique together."""
+    """The columns that identify a row; unique together."""
     label: str | None = None
     """The column to predict."""
     exclude: tuple[str, ...] = ()
@@ -49,18 +50,18 @@ class TableConfig(WriteConfig):
         super(TableConfig, self).__post_init__()
         for name in ("inputs", "id_columns", "exclude"):
             object.__setattr__(self, name, several(getattr(self, name)))
-        told = [flag for flag, value in self._sources().items() if value]
-        check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        given = [flag for flag, value in self._sources().items() if value]
+        check_flag(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
         check_flag(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
         ids = self.id_columns
         check_flag(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
         check_flag(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
-        alone = self.schema is None or not (self.exclude or self.label)
-        check_flag(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
+        one = self.schema is None or not (self.exclude or self.label)
+        check_flag(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """The settings that decide the content of the dataset, in addition to input and seed."""
         own = {"job": "etl_table", "table": self.table, "query": self.query, "inputs": list(self.inputs)}
         own |= {"input_format": self.input_format if self.inputs else None, "id_columns": list(self.id_columns)}
         return {**super(TableConfig, self).to_json(), **own}
@@ -72,37 +73,46 @@ class TableConfig(WriteConfig):
 _NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
 
 
-def check(config: TableConfig) -> Schema | None:
-    """What can be checked before Spark starts: the output is free, the schema's file is one and goes with weights and
-    the dataset that is continued. Returns the schema.
-    """
-    check_output(config)
-    if config.schema is None:
-        return None
-    schema = load_schema(config.schema)
-    check_schema(config, schema)
-    return schema
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The declared schema, if there is one, and the dataset that the output continues."""
+
+    schema: Schema | None
+    parent: Parent | None
 
 
-def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
-    """Read, split and publish. Raises the errors of check, NotFoundError for a table or path that is not there,
-    ConfigError for a query that is none or gives other rows each time, and those of write_dataset.
+def check(config: TableConfig) -> Plan:
+    """Check before Spark starts that the output is free, and that a declared schema goes with --bake, --weights,
+    --petastorm and the dataset that is continued.
     """
-    schema = check(config)
+    parent = check_output(config)
+    schema = None if config.schema is None else load_schema(config.schema)
+    if schema is not None:
+        check_schema(config, schema, parent)
+    return Plan(schema, parent)
+
+
+def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> DatasetManifest:
+    """Read, split and publish; `plan` is what `check` returned, if it was called.
+
+    Raises the errors of check and write_dataset, NotFoundError for a missing table or path, and ConfigError for a query
+    that is not valid or whose rows differ each time it is read.
+    """
+    plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table"):
         df = frame(spark, config)
-        return write_dataset(
+        return write_frame(
             df,
-            config.output,
-            schema=schema or infer_schema(df, config.label, config.exclude, config.id_columns),
+            config,
+            plan.parent,
             id_columns=config.id_columns,
+            schema=plan.schema or infer_schema(df, config.label, config.exclude, config.id_columns),
             origin=Origin(created_config=config.to_json()),
-            **config.write_options(),
         )
 
 
 def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
-    """The rows that the configuration names."""
+    """The rows of the table, query or files."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import AnalysisException, ParseException
 
@@ -110,7 +120,7 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
         if config.table is not None:
             df = spark.table(config.table)
         elif config.query is not None:
-            # In parentheses only a query can be read: a statement that changes something is an error there.
+            # Only a query is valid in parentheses: a statement that changes something is an error.
             df = spark.sql(f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query")
         else:
             df = spark.read.format(config.input_format).load(list(config.inputs))
@@ -120,27 +130,20 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
         if f"[{_NO_FORMAT}]" not in str(error):
             raise
         raise ConfigError(
-            f"Spark knows no format {config.input_format}",
+            f"Spark does not know the format {config.input_format}",
             got=_NO_FORMAT,
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None
-    _refuse_chance(spark, df)
-    return df
-
-
-def _refuse_chance(spark: SparkSession, df: DataFrame) -> None:
-    plan = df._jdf.queryExecution().analyzed()  # pyspark tells nothing of a plan's expressions
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    clock = jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
-    if not plan.deterministic() or plan.containsPattern(clock):
+    chance = chance_in(df)
+    if chance is not None:
         raise ConfigError(
-            "the rows of the input are others each time it is read",
-            got="an expression that depends on chance or the clock",
+            "the rows of the input differ each time it is read",
+            got=chance,
             allowed="stored values and functions of them (rand with a seed depends on how rows are cut)",
-            next_step="Store the result as a table first, or take that expression out.",
+            next_step="Store the result as a table first, or remove that expression.",
         )
+    return df
 
 
 def _unreadable(config: TableConfig, error: Exception) -> ConfigError:

@@ -1,19 +1,15 @@
-"""What the command lines of the ETL jobs share."""
+"""The flags that the ETL jobs share, and the summary that they print."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import fields
 from typing import Any
 
 from etl.split.leakage import content_line
-from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS
+from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, WriteConfig
 from jobs._cli import JobParser, joined
 from lockstep.storage.dataset.manifest import DatasetManifest
-
-_WRITTEN = (
-    "output", "fmt", "compression", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights",
-    "quarantine", "append_to", "clean", "petastorm", "bake", "label_window",
-)  # fmt: skip
 
 
 def add_output_flags(job: JobParser, split: str) -> None:
@@ -39,33 +35,35 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--sample", type=joined, metavar="COLUMN=VALUE:SHARE", help=sampled)
     add("--weights", default="none", metavar="W", help=f"{' | '.join(WEIGHTS)}: a field `weight` by class of the label")
     add("--append-to", metavar="URL", help="the dataset that the new one continues")
-    add("--clean", action="store_true", help="first remove what killed jobs left beside the output")
+    add("--clean", action="store_true", help="first remove what killed jobs left next to the output")
     add("--petastorm", action="store_true", help="also write the metadata of Petastorm's make_reader (a pickle)")
-    baked = "store what a model is fed, fitted on `train` alone, in place of the features (docs/features.md)"
+    baked = "store the inputs of a model, fitted on `train` only, instead of the features (docs/features.md)"
     add("--bake", action="store_true", help=baked)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add
 
 
 def add_label_window(job: JobParser, default: str) -> None:
-    """The flag of the jobs whose records have a time; `default` says what it is where it is not given."""
-    told = "with --split time:...: leave out records whose label looks up to so many seconds ahead and so into the next"
-    told += " split (of a column of whole numbers: its own unit)"
-    job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{told} (default {default})")
+    """The flag of the jobs whose records have a time; `default` is its default, for the help."""
+    window = (
+        "with --split time:...: leave out records whose label looks up to so many seconds ahead and so into the next"
+    )
+    window += " split (for a column of whole numbers: in its unit)"
+    job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{window} (default {default})")
 
 
 def write_values(args: Namespace) -> dict[str, Any]:
-    """The fields of WriteConfig that those flags say."""
-    return {name: getattr(args, name) for name in _WRITTEN if hasattr(args, name)}
+    """The fields of WriteConfig from the flags."""
+    return {field.name: getattr(args, field.name) for field in fields(WriteConfig) if hasattr(args, field.name)}
 
 
 def output_values(args: Namespace) -> dict[str, Any]:
-    """The fields of OutputConfig that the flags of add_output_flags say."""
+    """The fields of OutputConfig from the flags of add_output_flags."""
     return {"inputs": tuple(args.input), "max_bad": args.max_bad, **write_values(args)}
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """What was done, in two or three lines."""
+    """Counts, splits, leakage and digest, in two or three lines."""
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
     splits = ", ".join(

@@ -1,4 +1,4 @@
-"""Say what is in a dataset: schema, counts, sizes, shards, statistics, leakage and quarantine; --html makes a page."""
+"""Print what is in a dataset: schema, counts, sizes, shards, statistics, leakage, quarantine; --html writes a page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def parser() -> JobParser:
     job = JobParser("describe", __doc__ or "", "describe")
     add = job.add_argument
     add("dataset", metavar="DATASET", help="a path or URL of a dataset, or of a directory that jobs.index has indexed")
-    page = "write a page there too, with histograms and sample pictures; replaces only a page that it wrote"
+    page = "also write a page there, with histograms and sample pictures; replaces only pages of this job"
     add("--html", metavar="FILE", help=page)
-    told = "look at the values of about so many records, from all over each split (default %(default)s)"
-    add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=told)
+    most = "read the values of about so many records, spread over each split (default %(default)s)"
+    add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=most)
     return job
 
 
@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_page(url: str) -> None:
-    """Raise NotFoundError where the folder of `url` is missing, ExistsError where something lies there that is no
-    page of this job.
+    """Raise NotFoundError if the folder of `url` is missing, ExistsError if `url` exists and is not a page of this job.
     """
     fs, folder = filesystem(url), parent(url)
     if not fs.exists(folder):
@@ -61,9 +60,9 @@ def check_page(url: str) -> None:
         )
     if fs.exists(url) and not _is_page(fs, url):
         raise ExistsError(
-            f"--html: {url} is there and is no page of jobs.describe",
+            f"--html: {url} exists and is not a page of jobs.describe",
             got="a folder" if fs.stat(url).is_dir else "another file",
-            allowed="a new name, or a page that jobs.describe has written",
+            allowed="a new name, or a page that jobs.describe wrote",
             next_step="Choose another name after --html.",
         )
 

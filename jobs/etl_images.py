@@ -30,7 +30,7 @@ def parser() -> JobParser:
     job = JobParser("etl_images", __doc__ or "", "etl_images")
     flag = job.add_argument
     flag("--source", default="idx", metavar="KIND", help=f"{' | '.join(SOURCES)} (default idx); cifar: binary version")
-    flag("--image-size", metavar="HxW", help="bring images to this size (default: as they are; folder, tar: needed)")
+    flag("--image-size", metavar="HxW", help="bring images to this size (default: unchanged; folder, tar: required)")
     flag("--fit", default="resize", metavar="HOW", help=f"how: {' | '.join(FITS)} (default resize)")
     flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"clockwise: {' | '.join(map(str, ROTATIONS))}")
     flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx and cifar; 3 for files)")
@@ -38,7 +38,7 @@ def parser() -> JobParser:
         "--store",
         default="pixels",
         metavar="WHAT",
-        help=f"{' | '.join(STORES)}: pixels (default), or files as they are",
+        help=f"{' | '.join(STORES)}: pixels (default), or the unchanged files",
     )
     flag("--num-classes", type=int, metavar="N", help="labels are 0 to N-1 (default 10, cifar100 100, named ones: all)")
     flag("--image-column", default="image", metavar="NAME", help="parquet: encoded images, as in image.bytes")
@@ -49,7 +49,7 @@ def parser() -> JobParser:
 
 
 def config_of(args: Namespace) -> ImagesConfig:
-    """The configuration that the flags say."""
+    """The configuration from the flags."""
     return ImagesConfig(
         image_size=None if args.image_size is None else parse_size(args.image_size),
         **{name: getattr(args, name) for name in OWN},
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    plan = image_sets.check(config)
+    images = image_sets.check(config)
     with spark_session("lockstep etl_images", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
-        manifest = image_sets.run(spark, config, plan)
+        manifest = image_sets.run(spark, config, images)
     print(summary(manifest, args.output))
     return 0
 

@@ -29,8 +29,8 @@ def parser() -> JobParser:
     formats = f"{' | '.join(LOG_FORMATS)} (default common: the Common Log Format; json: an object a line)"
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
-    told = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
-    job.add_argument("--label", metavar="EXPR", help=f"{told} With --schema: over columns (default: the label's own)")
+    label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
+    job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/features.md)")
@@ -48,7 +48,7 @@ def parser() -> JobParser:
 
 
 def config_of(args: Namespace) -> LogsConfig:
-    """The configuration that the flags say."""
+    """The configuration from the flags."""
     return LogsConfig(
         log_format=args.log_format,
         label=args.label,

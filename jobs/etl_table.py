@@ -28,7 +28,7 @@ def parser() -> JobParser:
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
     add("--input-format", default="parquet", metavar="F", help="of --input: any that Spark knows (default parquet)")
-    add("--id-columns", type=names, required=True, metavar="A,B", help="columns that tell rows apart; unique together")
+    add("--id-columns", type=names, required=True, metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
@@ -38,7 +38,7 @@ def parser() -> JobParser:
 
 
 def config_of(args: Namespace) -> TableConfig:
-    """The configuration that the flags say."""
+    """The configuration from the flags."""
     return TableConfig(
         table=args.table,
         query=args.query,
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    tables.check(config)
+    plan = tables.check(config)
     with spark_session("lockstep etl_table", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
-        manifest = tables.run(spark, config)
+        manifest = tables.run(spark, config, plan)
     print(summary(manifest, args.output))
     return 0
 

@@ -1,4 +1,4 @@
-"""Give TFRecord files of somebody else a manifest and offset indexes in place; they themselves stay as they are."""
+"""Add a manifest and offset indexes to TFRecord files of other programs; the files themselves stay unchanged."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parser() -> JobParser:
     add("url", metavar="URL", help="the directory; it must hold neither _manifest.json nor _index")
     add("--format", default="tfrecord", choices=["tfrecord"], help="what the files are (default tfrecord)")
     add("--pattern", default=DATA_GLOB, metavar="GLOB", help="names of the files, in any folder (default %(default)s)")
-    told = "records that the schema is inferred from (default %(default)s)"
-    add("--sample-records", type=int, default=SAMPLE_RECORDS, metavar="N", help=told)
+    sample = "records that the schema is inferred from (default %(default)s)"
+    add("--sample-records", type=int, default=SAMPLE_RECORDS, metavar="N", help=sample)
     add("--master", metavar="URL", help="Spark master: one task a file; without it this process reads one by one")
     return job
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _summary(url: str, manifest: IndexedManifest) -> str:
-    """What was found, a line for each column."""
+    """Files, records and bytes, and a line for each column."""
     records = sum(file.records for file in manifest.files)
     size = sum(file.bytes for file in manifest.files)
     lines = [f"{url}: {len(manifest.files)} files, {records} records, {size} bytes"]

@@ -1,1 +1,1 @@
-"""What is in a dataset: statistics of each column, as text and as a page."""
+"""Descriptions of datasets: statistics of each column, sample pictures, as text and as an HTML page."""

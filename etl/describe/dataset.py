@@ -1,4 +1,4 @@
-"""What is in a dataset: schema, counts, sizes, statistics and sample images, from its manifest and a look at blocks."""
+"""A description of a dataset from its manifest and some of its blocks: schema, counts, sizes, statistics, pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 
-MAX_SOURCES = 20  # of many input files the first are named
+MAX_SOURCES = 20  # input files that are listed
 Rows = tuple[tuple[str, ...], ...]
 
 
@@ -44,7 +44,7 @@ class Table:
 
 
 def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
-    """What a dataset's manifest says: counts, splits, schema, leakage, fitted files, input, configuration."""
+    """The tables of a dataset's manifest: counts, splits, schema, leakage, fitted files, input, configuration."""
     counts = manifest.counts
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     dropped = [(f"dropped: {why}", str(count)) for why, count in sorted(counts.dropped.items())]
@@ -118,12 +118,12 @@ def _baked(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             kinds = [one["kind"] for one in (declared, declared.get("of", {})) if one]
             fitted = field.encoding.get("fitted", {"file": "", "splits": []})
             stored = f"{field.dtype} list" if field.is_list else field.dtype
-            told = "" if ids is None else str(ids)
-            yield field.name, " of ".join(kinds) or "none", stored, told, fitted["file"], ", ".join(fitted["splits"])
+            ids = "" if ids is None else str(ids)
+            yield field.name, " of ".join(kinds) or "none", stored, ids, fitted["file"], ", ".join(fitted["splits"])
 
 
 def indexed_tables(manifest: IndexedManifest) -> list[Table]:
-    """What the manifest of an indexed directory says."""
+    """The tables of the manifest of an indexed directory."""
     sizes = [file.bytes for file in manifest.files]
     facts = (
         ("kind", "TFRecord files of somebody else, with an index"),
@@ -140,7 +140,7 @@ def indexed_tables(manifest: IndexedManifest) -> list[Table]:
 
 
 def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
-    """Why input was rejected; the files hold raw bytes of the input too, of which nothing is told."""
+    """Why input was rejected; the raw bytes that the files hold are never shown."""
     reasons: Counter[str] = Counter()
     for path, info in sorted(manifest.files.items()):
         if not path.startswith("_quarantine/"):
@@ -160,7 +160,7 @@ def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
 
 
 def size(count: int) -> str:
-    """A number of bytes, exactly and in words."""
+    """A number of bytes, exactly and in KiB, MiB or GiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count} ({count / unit:.1f} {name})"
@@ -168,29 +168,29 @@ def size(count: int) -> str:
 
 
 def spread(sizes: Sequence[int]) -> str:
-    """Least, mean and greatest of some sizes, and how far the greatest is above the mean."""
+    """Minimum, mean and maximum of some sizes, and how far the maximum is above the mean."""
     mean = sum(sizes) / len(sizes)
     over = f", the largest {100 * (max(sizes) / mean - 1):.1f} % above the mean" if mean and len(sizes) > 1 else ""
     return f"{min(sizes)} / {mean:.0f} / {max(sizes)}{over}"
 
 
-MAX_STORED_BYTES = 256 << 10  # a larger picture would make the page heavy
+MAX_STORED_BYTES = 256 << 10  # larger pictures would make the page too large
 MAX_SIDE = 1024
-# What a browser shows as a picture and nothing else: no SVG, which may hold scripts.
+# Formats that a browser shows as pictures only: no SVG, which may hold scripts.
 _STORED = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"))
 _CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture as a data URL, and the words below it."""
+    """One picture as a data URL, and its caption."""
 
     url: str
     caption: str
 
 
 def image_field(fields: Sequence[Field]) -> Field | None:
-    """The first field that may hold pictures: a uint8 tensor of (height, width) or (height, width, channels), else a
+    """The first field that may hold pictures: a uint8 tensor (height, width) or (height, width, channels), else a
     scalar of bytes.
     """
     for field in fields:
@@ -202,22 +202,22 @@ def image_field(fields: Sequence[Field]) -> Field | None:
 
 
 def pictures(batch: pa.RecordBatch, field: Field, label: str | None, split: str, count: int) -> list[Picture]:
-    """Up to `count` pictures of a batch, one from each stretch of it; values that are none are passed over."""
+    """Up to `count` pictures, evenly spaced in a batch; values that are no pictures are skipped."""
     if count <= 0 or not len(batch):
         return []
     step = max(1, len(batch) // count)
     rows = batch.slice(0, step * count).take(pa.array(range(0, min(len(batch), step * count), step)))
     found = []
     labels = rows.column(label).to_pylist() if label is not None else [None] * len(rows)
-    for value, told in zip(rows.column(field.name).to_pylist(), labels, strict=True):
+    for value, name in zip(rows.column(field.name).to_pylist(), labels, strict=True):
         url = None if value is None else data_url(value, field)
         if url is not None:
-            found.append(Picture(url, split if label is None else f"{split}: {told}"))
+            found.append(Picture(url, split if label is None else f"{split}: {name}"))
     return found[:count]
 
 
 def data_url(value: bytes, field: Field) -> str | None:
-    """A value as a data URL, or None for one that is no picture."""
+    """A value as a data URL, None if it is no picture."""
     if field.is_tensor:
         sides = [size for size in field.shape if size is not None]
         pixels = np.frombuffer(value, np.uint8).reshape(sides[0], sides[1], -1)
@@ -231,7 +231,7 @@ def data_url(value: bytes, field: Field) -> str | None:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A PNG file of pixels (height, width, channels) uint8: 1 channel is grey, 3 are red, green, blue, 4 have alpha."""
+    """A PNG file of pixels (height, width, channels) uint8; channels 1 grey, 3 RGB, 4 RGBA."""
     from PIL import Image
 
     target = io.BytesIO()
@@ -246,7 +246,7 @@ MAX_CLASSES = 100  # rows of the table of classes
 
 @dataclass(frozen=True)
 class Description:
-    """All that is told of a dataset; every text in it may come from data and is not to be trusted."""
+    """The description of a dataset. Its texts may come from data and must be escaped."""
 
     url: str
     tables: tuple[Table, ...]
@@ -258,13 +258,13 @@ class Description:
 def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     """Describe the dataset or indexed directory at `url`.
 
-    Counts and sizes are the manifest's. Values are those of about `max_records` records at most (from blocks that lie
-    evenly over each split, in proportion), so memory and time do not grow with the dataset. Raises ConfigError for
-    max_records below 1, NotFoundError where there is no dataset, CorruptionError or DataError for what is damaged.
+    Counts and sizes come from the manifest, values from about `max_records` records at most, out of evenly spaced
+    blocks of each split, in proportion: memory and time do not grow with the dataset. Raises ConfigError for
+    max_records below 1, NotFoundError if there is no dataset, CorruptionError or DataError for damage.
     """
     if max_records < 1:
         raise ConfigError(
-            "no records would be looked at", got=str(max_records), allowed="1 or more", next_step="Raise --max-records."
+            "no records would be read", got=str(max_records), allowed="1 or more", next_step="Raise --max-records."
         )
     fs, where = filesystem(url), join(url, MANIFEST_NAME)
     if fs.exists(where) and is_indexed(data := fs.read_bytes(where), where):
@@ -274,7 +274,7 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     try:
         manifest = load_dataset(url)
     except NotFoundError as error:
-        error.next_step = "Check the path; files of somebody else can be described once jobs.index has been there."
+        error.next_step = "Check the path; run jobs.index first to describe TFRecord files of other programs."
         raise
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]
@@ -311,7 +311,7 @@ def _described(
             if label is not None:
                 counts.update(str(value) for value in batch.column(label).to_pylist())
             if image is not None:
-                # From each batch its share, so that they come from all over the split.
+                # Each batch gives its share, so that they are spread over the split.
                 here = -(-share * len(batch) // max(1, min(wanted, records)))
                 shown += pictures(batch, image, label, name, min(here, share - len(shown)))
         found += shown
@@ -326,7 +326,7 @@ def _described(
 
 
 def _look(blocks: Sequence[Block], wanted: int) -> Iterator[pa.RecordBatch]:
-    """Batches of blocks that lie evenly among all, until there are `wanted` records."""
+    """Batches of evenly spaced blocks, up to `wanted` records."""
     mean = sum(block.records for block in blocks) / max(len(blocks), 1)
     count = min(len(blocks), max(1, -(-wanted // max(1, int(mean)))))
     left = wanted

@@ -1,4 +1,4 @@
-"""A description as one HTML file that needs no other: tables, histograms as SVG, pictures as data URLs."""
+"""A description as text, and as one self-contained HTML file: tables, histograms as SVG, pictures as data URLs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_text(found: Description) -> str:
 
 
 def shown(text: str, limit: int = MAX_CELL) -> str:
-    """`text` cut to `limit` characters, its control characters as escapes: a terminal obeys some of them."""
+    """`text` cut to `limit` characters, with control characters escaped, since a terminal would obey some of them."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short)
 
@@ -68,15 +68,15 @@ def _bars(histogram: Histogram) -> Iterator[str]:
         yield f"      {label.ljust(width)}  {count:>9}  {bar}"
 
 
-# How every page begins, by which jobs.describe knows one of its own.
+# The beginning of each page, by which jobs.describe recognises its own pages.
 PAGE_START = """\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Lockstep jobs.describe">
 """
 WIDTH, HEIGHT, GAP = 360, 90, 1
 MAX_LABEL = 40
-# The template engine escapes every text, and the policy in the head keeps a browser from running or fetching anything,
-# should a text get past it: names, values and reasons come from data that nobody vouches for.
+# Names, values and reasons come from untrusted data. The template engine escapes every text, and if one got past it,
+# the policy in the head would keep the browser from running or fetching anything.
 _TEMPLATE = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>

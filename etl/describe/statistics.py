@@ -1,4 +1,4 @@
-"""What the values of a column are like: counts, ranges, distinct values and a histogram, batch by batch."""
+"""Statistics of a column, batch by batch: counts, ranges, distinct values and a histogram."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from lockstep.features.arrow import flat
 from lockstep.features.sample_id import splitmix64_array
 
-KEPT = 1 << 17  # values held for median, histogram and distinct values; of more, about half of that to all of it
-PIECE = 1 << 20  # values looked at together
+KEPT = 1 << 17  # values kept for median, histogram and distinct values; of more values, half to all of that
+PIECE = 1 << 20  # values per step
 MAX_PIECES = 1000  # held apart
 
 
@@ -113,14 +113,14 @@ class NumberStats:
 
 BINS = 24
 TOP = 10
-MAX_DISTINCT = 100_000  # strings kept apart; more are told as "more than"
-MAX_TEXT = 200  # characters of a string by which it is told from others
+MAX_DISTINCT = 100_000  # different strings that are counted; beyond that the text says "more than"
+MAX_TEXT = 200  # characters by which strings are compared
 _NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values lie where: a label and a count for each bar, in order."""
+    """The label and the count of each bar, in order."""
 
     title: str
     bars: tuple[tuple[str, int], ...]
@@ -128,7 +128,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ColumnSummary:
-    """What is told of a column: rows that were looked at, nulls among them, facts by name, and histograms."""
+    """The statistics of a column: rows that were read, nulls among them, facts by name, and histograms."""
 
     name: str
     type: str
@@ -181,7 +181,7 @@ class ColumnStats:
             self._strings(values)
 
     def summary(self) -> ColumnSummary:
-        """What the batches so far show."""
+        """The statistics of all batches so far."""
         shape = "" if not self.shape else " list" if self.shape == (None,) else f" {'x'.join(map(str, self.shape))}"
         facts: list[tuple[str, str]] = []
         histograms: list[Histogram] = []
@@ -231,7 +231,7 @@ class ColumnStats:
         more = "more than " if self._more_texts else ""
         cut = f", by their first {MAX_TEXT} characters" if self._cut_texts else ""
         facts.append(("distinct", f"{more}{len(self._texts)}{cut}"))
-        # Count descending, then text: the same page for the same data.
+        # By count, descending, then by text: the same page for the same data.
         top = sorted(self._texts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
         if top[0][1] > 1:
             histograms.append(Histogram(f"the most frequent of {more}{len(self._texts)}", tuple(top)))
@@ -245,16 +245,16 @@ def histogram(values: npt.NDArray[Any], title: str) -> Histogram:
     if values.dtype.kind in "iu":
         low, high = int(values.min()), int(values.max())
         width = (high - low) // BINS + 1
-        # In unsigned arithmetic, where the way from the least to the greatest int64 has its place.
+        # In unsigned arithmetic, which holds the difference between the least and the greatest int64.
         steps = (values.astype(np.int64).view(np.uint64) - np.uint64(low % (1 << 64))) // np.uint64(width)
         counts = np.bincount(steps.astype(np.int64))
         starts = [low + i * width for i in range(len(counts))]
         labels = [str(start) if width == 1 else f"{start} to {min(high, start + width - 1)}" for start in starts]
         return Histogram(title, tuple(zip(labels, map(int, counts), strict=True)))
     distinct, repeats = np.unique(values, return_counts=True)
-    if len(distinct) <= BINS:  # also where they lie too near to each other for bins between them
+    if len(distinct) <= BINS:  # also if they are too close for bins between them
         return Histogram(title, tuple((f"{value:.6g}", int(n)) for value, n in zip(distinct, repeats, strict=True)))
-    # Halved, since the ends of 64-bit floats lie further apart than a float can say.
+    # Halved: the difference between the ends of float64 exceeds float64.
     counts, edges = np.histogram(values.astype(np.float64) / 2, bins=BINS)
     bars = zip(edges[:-1] * 2, edges[1:] * 2, counts, strict=True)
     return Histogram(title, tuple((f"{start:.4g} to {end:.4g}", int(count)) for start, end, count in bars))

@@ -1,1 +1,1 @@
-"""Statistics learned from the training split: means, vocabularies, class weights."""
+"""Statistics of the training split: vocabularies, moments, class counts; and baked rows, which they are applied to."""

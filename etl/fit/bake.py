@@ -1,6 +1,6 @@
-"""`--bake`: rows whose encodings are applied before they are written, with statistics of the training split alone.
+"""`--bake`: encodings are applied before rows are written, with statistics of the training split only.
 
-Statistics need the splits, and splits need all rows: so the rows are kept as they are declared, counted, and encoded in
+Statistics need the splits, and splits need all rows: so the rows are kept as declared, counted, and encoded in
 one more pass over what Spark keeps of them.
 """
 
@@ -28,21 +28,28 @@ from lockstep.storage.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_OWN = (c.SPLIT, c.DROPPED, c.KEY, c.SOURCE, c.POSITION)
-_OWN_DDL = f"{c.SPLIT} string, {c.DROPPED} string, {c.KEY} bigint, {c.SOURCE} int, {c.POSITION} bigint"
+_OWN = pa.schema(
+    [
+        (c.SPLIT, pa.string()),
+        (c.DROPPED, pa.string()),
+        (c.KEY, pa.int64()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+    ]
+)
 
 
 def check_bake(schema: Schema, split: SplitSpec) -> None:
-    """Raise ConfigError where the inputs of a model cannot be stored in place of these fields."""
+    """Raise ConfigError if the inputs of a model cannot be stored instead of these fields."""
     check_bakeable(schema)
     if split.kind == "kfold" and schema.fitted_fields:
         raise _folds(schema, f"--split {split.text}")
 
 
 def fitted_of(schema: Schema, documents: Mapping[str, bytes]) -> dict[str, Fitted]:
-    """The statistics of each field that needs some, from the contents of `_fitted/` by name.
+    """The statistics of each field that needs some, from the contents of the files in `_fitted/` by name.
 
-    Raises ConfigError for statistics of folds, of which there are several for a field.
+    Raises ConfigError for statistics of folds: a field has several of these.
     """
     fields = schema.fitted_fields
     if any(field.fitted_file not in documents for field in fields):
@@ -52,15 +59,13 @@ def fitted_of(schema: Schema, documents: Mapping[str, bytes]) -> dict[str, Fitte
 
 @contextmanager
 def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
-    """Rows of etl.split.assign as `bake` makes them, without those that are dropped; kept until the end of the
-    context.
-    """
+    """Rows of etl.split.assign, baked, without those that are dropped; cached until the end of the context."""
     from pyspark.sql import functions as f
 
     # By number: mapInArrow cannot take a column with a dot in its name.
     fields = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(bake.schema)]
-    kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN, *fields)
-    baked = mapped(kept, bake, bake.ddl()).persist()
+    kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN.names, *fields)
+    baked = mapped(kept, bake, bake.output).persist()
     try:
         yield baked
     finally:
@@ -69,7 +74,7 @@ def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
 
 @dataclass(frozen=True)
 class Bake:
-    """The function for mapInArrow: the writer's columns and the fields as columns `0`, `1` ... in, rows of `ddl()` out.
+    """The function for mapInArrow: the columns of `_OWN` and the fields as columns `0`, `1` ... in, `output` out.
 
     Raises DataError for a value that would become another number as a model's input.
     """
@@ -80,26 +85,27 @@ class Bake:
 
     @cached_property
     def baker(self) -> Baker:
-        """What bakes; its `schema` is that of the dataset."""
+        """The encoder; its `schema` is that of the dataset."""
         return Baker(self.schema, self.fitted)
 
     @cached_property
     def _stored(self) -> Stored:
         return Stored(self.baker.schema, self.fmt)
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        return ", ".join([_OWN_DDL, *self._stored.ddl()])
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        return pa.schema([*_OWN, *self._stored.output])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Bake what the task gets."""
+        """Bake the rows of the task."""
         names = [field.name for field in self.schema]
         for batch in batches:
             declared = pa.RecordBatch.from_arrays([batch.column(str(n)) for n in range(len(names))], names=names)
             start = 0
             for rows in self.baker.batches(declared):
-                own = {name: batch.column(name).slice(start, len(rows)) for name in _OWN}
+                own = {name: batch.column(name).slice(start, len(rows)) for name in _OWN.names}
                 start += len(rows)
                 yield pa.RecordBatch.from_pydict(own | self._stored.columns(rows))
 

@@ -1,7 +1,7 @@
-"""Sums and sums of squares without any rounding: the same whatever the order and the grouping of the values.
+"""Sums and sums of squares without rounding: the same for any order and grouping of the values.
 
 A float64 is a whole number times a power of two, so sums of floats are sums of whole numbers: NumPy adds the parts of
-the values of one exponent, Python's long integers hold the rest. Mean and variance are fractions until the end, where
+values of equal exponent, Python's long integers hold the sums. Mean and variance are fractions until the end, where
 each is rounded once.
 """
 
@@ -19,11 +19,11 @@ from lockstep.storage.errors import DataError
 
 _LIMB_BITS = 22
 _LIMB = np.uint64((1 << _LIMB_BITS) - 1)
-# Products of two limbs stay below 2^44, so that sums of so many of them stay within int64.
+# Products of two limbs are less than 2^44, so sums of this many fit int64.
 _CHUNK = 1 << 18
 _MANTISSA_BITS = 53
 _LEAST_EXPONENT = -1073  # of np.frexp, for the smallest float64
-# A float is its 53 bits times 2^(exponent - 53): in units of this power of two each is a whole number.
+# A float is its 53 bits times 2^(exponent - 53): a whole number in units of the smallest such power of two.
 FLOAT_UNIT = _LEAST_EXPONENT - _MANTISSA_BITS
 
 
@@ -47,7 +47,7 @@ class ExactSums:
             if chunk.dtype == np.uint64:
                 self._add(chunk, np.zeros(len(chunk), dtype=bool), np.zeros(len(chunk), np.int64))
             elif self.unit == 0:
-                # -2^63 has no positive int64: as unsigned numbers, the two's complement does it.
+                # -2^63 has no positive int64: negate as unsigned, in two's complement.
                 words = chunk.astype(np.int64).view(np.uint64)
                 self._add(np.where(chunk < 0, ~words + np.uint64(1), words), chunk < 0, np.zeros(len(chunk), np.int64))
             else:
@@ -56,7 +56,7 @@ class ExactSums:
                 self._add(whole, chunk < 0, exponents.astype(np.int64) - _LEAST_EXPONENT)
 
     def merge(self, other: ExactSums) -> None:
-        """Add what another one has added."""
+        """Add the sums of another one."""
         if self.unit != other.unit:
             raise DataError(
                 "sums in different units cannot be added",

@@ -1,4 +1,4 @@
-"""Vocabularies, means and variances: learnt on the training split alone, exactly, whatever the parallelism."""
+"""Vocabularies, means and variances of the training split: exact, and the same for any parallelism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from lockstep.storage.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-_DDL = "field int, split string, count bigint, total string, squares string"
 _ROW = pa.schema(
     [
         ("field", pa.int32()),
@@ -42,7 +41,7 @@ _ROW = pa.schema(
 
 
 class Fit(Protocol):
-    """The splits that are counted, and the fold that is not."""
+    """The splits that are counted, and the fold that is held out."""
 
     @property
     def splits(self) -> tuple[str, ...]: ...
@@ -53,17 +52,17 @@ class Fit(Protocol):
 def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -> dict[tuple[str, str | None], Moments]:
     """The moments of each field and held-out fold, in one pass over the rows.
 
-    Null and NaN are left out. Raises DataError for an infinite value and for a field without any value.
+    Null and NaN are ignored. Raises DataError for an infinite value and for a field without any value.
     """
     if not fields:
         return {}
     from pyspark.sql import functions as f
 
     used = {name for fit in plan for name in fit.splits}
-    # By number: mapInArrow cannot take a column with a dot in its name.
+    # By number: mapInArrow does not accept a dot in a column's name.
     columns = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(fields)]
     counted = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns)
-    parts = mapped(counted, Sums(tuple(fields)), _DDL)
+    parts = mapped(counted, Sums(tuple(fields)), _ROW)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
     with described(rows.sparkSession, "add up means and variances"):
         collected = parts.collect()
@@ -83,7 +82,7 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
 
 @dataclass(frozen=True)
 class Sums:
-    """The function for mapInArrow: `_split` and the fields as columns `0`, `1`... in; a row of _DDL for each split and
+    """The function for mapInArrow: `_split` and the fields as columns `0`, `1`... in; a row of _ROW for each split and
     field out.
     """
 
@@ -91,7 +90,7 @@ class Sums:
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Add up what the task gets."""
+        """Sum up the rows of the task."""
         sums: dict[tuple[int, str], ExactSums] = {}
         for batch in batches:
             for name in pc.unique(batch.column(c.SPLIT)).to_pylist():
@@ -106,7 +105,7 @@ class Sums:
 
 
 def add(sums: ExactSums, field: Field, column: pa.Array) -> None:
-    """Add the values of a column but null and NaN. Raises DataError for one that is infinite."""
+    """Add the values of a column except null and NaN. Raises DataError for an infinite one."""
     values = plain_values(column.drop_null())
     if sums.unit:
         values = values.astype(np.float64)[~np.isnan(values)]
@@ -129,20 +128,20 @@ _FOLD = re.compile(r"fold-\d+")
 
 @dataclass(frozen=True, slots=True)
 class FittedOn:
-    """The splits that are counted, and the fold that is not, if the dataset has folds."""
+    """The splits that are counted, and the fold that is held out, if the dataset has folds."""
 
     splits: tuple[str, ...]
     held_out: str | None = None
 
 
 def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What is fitted for a dataset of these splits: the file's name below `_fitted/` -> its content as JSON.
+    """The fitted files of a dataset with these splits: file name below `_fitted/` -> content as JSON.
 
-    `rows` are those of etl.split.assign: `_split` (null where a row is dropped) and the schema's `fitted_fields`. The
-    split `train` is counted; among folds (`fold-0`, `fold-1`, ...) all but one, once for each, into NAME.fold-0.json
-    and so on. Counts are exact; a vocabulary's order is count descending, then UTF-8 bytes; mean and variance are
-    worked out as fractions and rounded once. The driver holds max_size tokens a field and fold. Raises ConfigError for
-    splits without a training one, DataError for a column that has no mean.
+    `rows` are those of etl.split.assign: `_split` (null if a row is dropped) and the schema's `fitted_fields`. The
+    split `train` is counted; with folds (`fold-0`, `fold-1`, ...) all but one, for each fold held out, into
+    NAME.fold-0.json and so on. Counts are exact; a vocabulary is sorted by count, descending, then by UTF-8 bytes; mean
+    and variance are computed as fractions and rounded once. The driver holds max_size tokens a field and fold. Raises
+    ConfigError if there is no training split, DataError for a column that has no mean.
     """
     fields = schema.fitted_fields
     if not fields:
@@ -161,7 +160,7 @@ def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str,
 
 
 def fitted_on(splits: Sequence[str]) -> tuple[FittedOn, ...]:
-    """On which splits statistics are fitted: `train`, or each choice of all folds but one."""
+    """The splits that statistics are fitted on: `train`, or for each fold all others."""
     if TRAIN in splits:
         return (FittedOn((TRAIN,)),)
     if len(splits) < 2 or not all(_FOLD.fullmatch(name) for name in splits):
@@ -225,7 +224,7 @@ def _pairs(number: int, field: Field) -> Column:
     from pyspark.sql import functions as f
 
     values = f.col(c.quoted(field.name)) if field.is_list else f.array(c.quoted(field.name))
-    # int64 as decimal digits: a cast of text to text costs nothing
+    # int64 as decimal digits; casting text to text is free
     return f.transform(
         values, lambda token: f.struct(f.lit(number).alias("field"), token.cast("string").alias("token"))
     )
@@ -238,18 +237,17 @@ def _part(field: Field) -> Encoding:
 
 
 def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | None = None) -> dict[str, int]:
-    """How many records of each class of the label `assign` will write of `df`, by the text of the class.
+    """The number of records of each class of the label that `assign` will write of `df`, by the text of the class.
 
-    `window` is that of settle. Counted on the training split, after sampling; over all splits where no record is in
-    one called train (folds).
-    Raises DataError for too many classes.
+    Counted on the training split, after sampling; over all splits if none is called train (folds). `window` is that of
+    settle. Raises DataError for too many classes.
     """
     from pyspark.sql import functions as f
 
     label = schema.label
     assert label is not None, "etl.write.checks.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
-    rows = mapped(df, narrow, narrow.ddl()).persist()
+    rows = mapped(df, narrow, narrow.output).persist()
     try:
         kept = settle(rows, assign.split, window).where(f.col(c.DROPPED).isNull())
         trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
@@ -269,7 +267,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
 
 
 def counts_of(found: Iterable[tuple[bool, str, int]]) -> dict[str, int]:
-    """Records by class, from (whether in the training split, class, records): of that split alone if it has any."""
+    """Records by class, from (is in the training split, class, records): only of that split if it has any."""
     rows = list(found)
     trained = any(trains for trains, _, _ in rows)
     return {name: count for trains, name, count in rows if trains or not trained}

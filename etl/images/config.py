@@ -11,6 +11,8 @@ from etl.write.config import OutputConfig
 from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import check_flag
 
 SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
@@ -107,6 +109,23 @@ class ImagesConfig(OutputConfig):
         split = self.split_spec
         hashed = split.kind in ("random", "kfold", "given") and split.column is None
         return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+
+    def fields(self, shape: tuple[int, int, int] | None, num_classes: int) -> Schema:
+        """The fields of the dataset: pixels (height, width, channels) uint8, and the class. With --store encoded an
+        image is the bytes of its file, which a reader decodes and brings to that size.
+
+        `shape` is that of the input's images, None for files of any size.
+        """
+        if shape is None:
+            assert self.image_size is not None, "files of any size are brought to one"
+            shape = (*self.image_size, 3)
+        height, width, channels = self.intake.shape(*shape)
+        image = Field(name="image", dtype="uint8", shape=(height, width, channels))
+        if self.store == "encoded":
+            encoding = {"kind": "image", "height": height, "width": width, "channels": channels, "fit": self.fit}
+            image = Field(name="image", dtype="bytes", encoding=encoding)
+        label = Field(name="label", dtype="int64", kind="label", num_classes=num_classes)
+        return Schema((sample_id_field(), image, label))
 
     @property
     def intake(self) -> Intake:

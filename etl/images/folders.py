@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 MAX_FILES_A_PIECE = 2000
-_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
+_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.PLACE, c.LENGTH, c.SHA256)
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -162,7 +162,6 @@ def _digest(url: str) -> str:
     return digest.hexdigest()
 
 
-_DDL = f"{c.SOURCE} int, lines binary, bytes bigint"
 _LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa.int64())])
 
 
@@ -171,8 +170,8 @@ def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceIn
 
     `parsed` are rows of etl.images.source. Spark sorts them; the driver holds the lines of one partition.
     """
-    files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256")
-    found = mapped(files.orderBy(c.SOURCE, "place"), lines_of, _DDL)
+    files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, c.PLACE, c.LENGTH, c.SHA256)
+    found = mapped(files.orderBy(c.SOURCE, c.PLACE), lines_of, _LINES)
     digests, sizes = [hashlib.sha256() for _ in sources], [0 for _ in sources]
     for row in found.toLocalIterator():
         digests[row[c.SOURCE]].update(row["lines"])
@@ -195,8 +194,8 @@ def lines_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _lines(batch: pa.RecordBatch) -> pa.RecordBatch:
-    lengths = batch.column("length")
-    lines = pc.binary_join_element_wise(batch.column("sha256"), lengths.cast(pa.string()), batch.column("place"), " ")
+    lengths = batch.column(c.LENGTH)
+    lines = pc.binary_join_element_wise(batch.column(c.SHA256), lengths.cast(pa.string()), batch.column(c.PLACE), " ")
     text = "".join(line + "\n" for line in lines.to_pylist())
     row = {c.SOURCE: batch.column(c.SOURCE)[0].as_py(), "lines": text.encode(), "bytes": pc.sum(lengths).as_py()}
     return pa.RecordBatch.from_pylist([row], schema=_LINES)

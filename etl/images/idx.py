@@ -199,10 +199,10 @@ class IdxPiece(Piece):
                 "kind": r.BAD,
                 c.SOURCE: self.labels_source,
                 c.POSITION: numbers + labels.header_bytes,
-                "reason": r.LABEL_OUT_OF_RANGE,
-                "raw": raw,
-                "length": np.ones(len(label), dtype=np.int64),
-                "sha256": [hashlib.sha256(value).hexdigest() for value in raw],
+                c.REASON: r.LABEL_OUT_OF_RANGE,
+                c.RAW: raw,
+                c.LENGTH: np.ones(len(label), dtype=np.int64),
+                c.SHA256: [hashlib.sha256(value).hexdigest() for value in raw],
             },
         )
 

@@ -17,23 +17,21 @@ from etl.images.folders import FolderPiece, digest_trees
 from etl.images.idx import IdxPiece
 from etl.images.parquet import ParquetPiece
 from etl.images.planned import NotPlannable
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT_DDL, RECORD, ImagePlan, Piece, step_bytes
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, step_bytes
 from etl.images.tar import TarPiece
-from etl.input.files import digest_sources
-from etl.spark.errors import translated
-from etl.spark.session import described, tuned, watched
-from etl.spark.tasks import EachSlice, sliced
-from etl.write.checks import check_columns, check_output, check_schema
-from etl.write.dataset import write_dataset
-from etl.write.late import Intake, Late, LateImages, has_late_content
-from etl.write.quarantine import Origin, check_bad
+from etl.input.files import Source, digest_sources
+from etl.spark.session import described
+from etl.spark.tasks import Items, over_slices
+from etl.write.append import Parent
+from etl.write.checks import Target, check_output, check_target
+from etl.write.job import Counts, Input, Labelled
+from etl.write.job import run as run_job
+from etl.write.late import Intake, LateImages, has_late_content
 from etl.write.shards import RUN_AGAIN
-from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
+from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
-from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -41,14 +39,10 @@ if TYPE_CHECKING:
 _OTHER_GROUPS = 16  # what is rejected, and what is left out by the few rules there are
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """How many rows of each kind there are, and the classes of the images by their names."""
+@dataclass(frozen=True, kw_only=True)
+class Tally(Counts):
+    """What was read, the classes of the images by their names, and how many images name no split."""
 
-    read: int
-    bad: int
-    raw_bytes: int
-    dropped: Mapping[str, int]
     classes: tuple[str, ...]
     without_split: int
 
@@ -59,10 +53,10 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
     """
     from pyspark.sql import functions as f
 
-    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col("reason")).alias("reason"))
+    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col(c.REASON)).alias("reason"))
     sums = (
         f.count(f.lit(1)).alias("n"),
-        f.sum(f.octet_length("raw")).alias("raw"),
+        f.sum(f.octet_length(c.RAW)).alias("raw"),
         f.count(f.when(f.col(c.SPLIT).isNull(), 1)).alias("unsplit"),
     )
     most = most_classes + _OTHER_GROUPS
@@ -81,7 +75,7 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
     )
 
 
-def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally) -> Sequence[str]:
+def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally, parent: Parent | None) -> Sequence[str]:
     """The names of the labels in order, () where nobody knows any: sorted, or those of the dataset that is continued.
 
     Raises DataError where they cannot be labels.
@@ -96,10 +90,10 @@ def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally) -> Sequence
     if plan.num_classes is not None:
         return plan.class_names
     most = config.num_classes or MAX_CLASSES
-    least = 2 if config.append_to is None else 1
+    least = 2 if parent is None else 1
     if not least <= len(tally.classes) <= most:
         raise _wrong_number(str(len(tally.classes)), tally.classes, f"{least} to {most}")
-    return tally.classes if config.append_to is None else _continued(config.append_to, tally.classes)
+    return tally.classes if parent is None else _continued(parent, tally.classes)
 
 
 def _wrong_number(found: str, classes: Sequence[str | None], allowed: str) -> DataError:
@@ -111,14 +105,14 @@ def _wrong_number(found: str, classes: Sequence[str | None], allowed: str) -> Da
     )
 
 
-def _continued(url: str, found: Sequence[str]) -> Sequence[str]:
-    """The names of the dataset at `url`, whose labels the new one's must be. Raises DataError for another name."""
-    known = load_dataset(absolute(url)).created_by["config"].get("class_names")
+def _continued(parent: Parent, found: Sequence[str]) -> Sequence[str]:
+    """The names of the parent's labels, which the new ones must be. Raises DataError for another name."""
+    known = parent.manifest.created_by["config"].get("class_names")
     names = known if isinstance(known, list) else []
     others = [name for name in found if name not in set(names)]
     if others:
         raise DataError(
-            f"{url} cannot be continued: it has not all classes",
+            f"{parent.url} cannot be continued: it does not have all classes",
             got=", ".join(others[:5]),
             allowed=", ".join(map(str, names[:20])) or "a dataset whose classes have names",
             next_step="Make a dataset of its own without --append-to.",
@@ -143,32 +137,42 @@ def from_json(found: Mapping[str, Any]) -> Piece:
     return _KINDS[values.pop("kind")](**values)
 
 
-class ParseImages(EachSlice):
-    """The function for mapInArrow: pieces in, rows of etl.images.source.OUTPUT_DDL out."""
+@dataclass(frozen=True)
+class ParseImages:
+    """Reads the pieces of a task: pieces as JSON in, rows of etl.images.source.OUTPUT out. Raises what they raise."""
 
-    def __init__(self, settings: dict[str, str], intake: Intake, num_classes: int | None) -> None:
-        super().__init__(settings)
-        self._intake, self._num_classes = intake, num_classes
+    intake: Intake
+    num_classes: int | None
 
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Read the pieces. Raises what their kinds raise."""
+    def __call__(self, items: Items) -> Iterator[pa.RecordBatch]:
         for item in items:
-            yield from from_json(item).read(self._intake, self._num_classes)
+            yield from from_json(item).read(self.intake, self.num_classes)
 
 
 log = logging.getLogger(__name__)
 
 
-def check(config: ImagesConfig) -> ImagePlan:
-    """What can be checked before Spark starts: the output, the files, their names, headers and lengths, and that split,
-    sample, weights and the dataset that is continued go with what the images become.
+def check(config: ImagesConfig) -> ImageInput:
+    """Check before Spark starts that the output is free, that the files have the names, headers and lengths expected,
+    and that split, sample, weights and the dataset that is continued go with the images' fields.
     """
-    check_output(config)
+    parent = check_output(config)
     plan = _planned(config)
-    fields = _schema(config, plan, plan.num_classes or _known_classes(config))
-    check_columns(config, fields, {field.name: c.ddl_type(field) for field in fields if field.name != SAMPLE_ID})
-    check_schema(config, fields)
-    return plan
+    return ImageInput(config, plan, _target(config, plan, plan.num_classes or _known_classes(config, parent), parent))
+
+
+def _target(config: ImagesConfig, plan: ImagePlan, num_classes: int, parent: Parent | None) -> Target:
+    fields = config.fields(plan.shape, num_classes)
+    kinds = {field.name: c.ddl_type(field) for field in fields if field.name != SAMPLE_ID}
+    return check_target(config, fields, kinds, parent)
+
+
+def _known_classes(config: ImagesConfig, parent: Parent | None) -> int:
+    """The number of classes where they have names, before these are known: the parent's, or the most."""
+    label = None if parent is None else Schema.from_json(parent.manifest.schema).label
+    if label is not None and label.num_classes is not None:
+        return label.num_classes
+    return config.num_classes or MAX_CLASSES
 
 
 def _planned(config: ImagesConfig) -> ImagePlan:
@@ -188,114 +192,83 @@ def _planned(config: ImagesConfig) -> ImagePlan:
     return cifar.plan(config.inputs, config.source, given=given, num_classes=classes, split_bytes=step)
 
 
-def schema(shape: tuple[int, int, int], num_classes: int, *, encoded_fit: str | None = None) -> Schema:
-    """The fields of an image set's dataset: (height, width, channels) uint8 pixels and the class.
+def run(spark: SparkSession, config: ImagesConfig, images: ImageInput | None = None) -> DatasetManifest:
+    """Read, decode, fit, split and publish; `images` is what `check` returned, if it was called.
 
-    With `encoded_fit` the image is a file's bytes, which a reader decodes and brings to that shape in that way.
+    Raises the errors of check, and DataError for files that do not hold what they should.
     """
-    image = Field(name="image", dtype="uint8", shape=shape)
-    if encoded_fit is not None:
-        height, width, channels = shape
-        encoding = {"kind": "image", "height": height, "width": width, "channels": channels, "fit": encoded_fit}
-        image = Field(name="image", dtype="bytes", encoding=encoding)
-    return Schema((sample_id_field(), image, Field(name="label", dtype="int64", kind="label", num_classes=num_classes)))
+    return run_job(spark, images or check(config))
 
 
-def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None) -> DatasetManifest:
-    """Read, decode, fit, split and publish; `plan` is what `check` gave, where it was asked already.
-
-    Raises the errors of check, and DataError where files are not what they say.
+@dataclass(frozen=True)
+class ImageInput(Input[Tally]):
+    """An image set: its files, and the dataset that they become, whose number of classes is only an upper bound while
+    the names of the classes are not known.
     """
-    plan = plan or check(config)
-    intake = config.intake
-    with translated(spark, "reading the images"), tuned(spark, plan.sources), watched(spark, "etl images"):
-        if plan.files is not None:
+
+    what, label, is_rejected = "images", "images", f"kind = {BAD}"
+    config: ImagesConfig
+    plan: ImagePlan
+    target: Target
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The files, archives or folders."""
+        return self.plan.sources
+
+    def write(self, spark: SparkSession) -> DatasetManifest:
+        """Plan each shard on the driver if names and headers are enough for it; else pass all rows through Spark."""
+        if self.plan.files is not None:
             try:
-                return planned.run(spark, config, plan, schema_of=lambda count: _schema(config, plan, count))
+                return planned.run(spark, self.config, self.plan)
             except NotPlannable as why:
                 log.debug("the shards are not planned ahead: %s", why)
-        pieces, step = [to_json(piece) for piece in plan.pieces], step_bytes(config.split_bytes)
-        parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
-        parsed = sliced(spark, pieces, plan.piece_bytes(), step).mapInArrow(parse, OUTPUT_DDL).persist()
-        try:
-            with described(spark, "read and decode the images"):
-                tally = tally_of(parsed, config.num_classes or MAX_CLASSES)
-            # Some headers promise so many records and each task checks its own: a second way to the same number.
-            if plan.records not in (None, tally.read):
-                raise DataError(
-                    "the records that were read are not those that the files' headers promise",
-                    got=str(tally.read),
-                    allowed=str(plan.records),
-                    next_step=RUN_AGAIN,
-                )
-            quarantine = (
-                parsed.where(f"kind = {BAD}")
-                .withColumnRenamed(c.SOURCE, "source")
-                .withColumnRenamed(c.POSITION, "position")
+        return super().write(spark)
+
+    def parsed(self, spark: SparkSession) -> DataFrame:
+        """The rows of etl.images.source.OUTPUT."""
+        pieces = [to_json(piece) for piece in self.plan.pieces]
+        parse = ParseImages(self.config.intake, self.plan.num_classes)
+        step = step_bytes(self.config.split_bytes)
+        return over_slices(spark, pieces, self.plan.piece_bytes(), step, parse, OUTPUT)
+
+    def counted(self, parsed: DataFrame) -> Tally:
+        """Count in one pass."""
+        with described(parsed.sparkSession, "read and decode the images"):
+            tally = tally_of(parsed, self.config.num_classes or MAX_CLASSES)
+        # Some headers promise so many records and each task checks its own: a second way to the same number.
+        if self.plan.records not in (None, tally.read):
+            raise DataError(
+                "the records that were read are not those that the files' headers promise",
+                got=str(tally.read),
+                allowed=str(self.plan.records),
+                next_step=RUN_AGAIN,
             )
-            urls = [source.url for source in plan.sources]
-            check_bad(config, quarantine, urls, tally.bad, tally.read)
-            names = class_names(config, plan, tally)
-            classes = plan.num_classes or len(names)
-            origin = Origin(
-                sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
-                read=tally.read,
-                dropped=tally.dropped,
-                quarantined=tally.bad,
-                quarantined_raw_bytes=tally.raw_bytes,
-                quarantine=quarantine,
-                created_config=config.told(names),
-            )
-            rows = _labelled(parsed.where(f"kind = {RECORD}"), plan, names)
-            if plan.names_may_repeat:
-                rows = _counted(rows, parsed)
-            fields = _schema(config, plan, classes)
-            return write_dataset(
-                rows,
-                config.output,
-                schema=fields,
-                id_columns=ID_COLUMNS,
-                origin=origin,
-                late=_late(config, fields) if config.late else None,
-                **config.write_options(),
-            )
-        finally:
-            parsed.unpersist()
+        return tally
+
+    def labelled(self, parsed: DataFrame, counts: Tally) -> Labelled:
+        """Classes that are names become numbers in the order of the names."""
+        config, plan, spark = self.config, self.plan, parsed.sparkSession
+        names = class_names(config, plan, counts, self.target.parent)
+        classes, target = plan.num_classes or len(names), self.target
+        if classes != target.rows["label"].num_classes:
+            target = _target(config, plan, classes, target.parent)
+        rows = _with_labels(parsed.where(f"kind = {RECORD}"), plan, names)
+        late = None
+        if config.late:
+            by_content = has_late_content(config.split_spec, target.rows)
+            late = LateImages(target.rows["image"], config.intake, by_content)
+        return Labelled(
+            rows=_with_occurrences(rows, parsed) if plan.names_may_repeat else rows,
+            target=target,
+            id_columns=ID_COLUMNS,
+            sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
+            created_config=config.told(names),
+            late=late,
+        )
 
 
-def _schema(config: ImagesConfig, plan: ImagePlan, num_classes: int) -> Schema:
-    intake = config.intake
-    shape = intake.shape(*(plan.shape or (*_size(config), 3)))
-    return schema(shape, num_classes, encoded_fit=config.fit if intake.keep else None)
-
-
-def _known_classes(config: ImagesConfig) -> int:
-    """How many classes there are where they have names, before these are known: the parent's, or the most."""
-    if config.append_to is not None:
-        label = Schema.from_json(load_dataset(config.append_to).schema).label
-        if label is not None and label.num_classes is not None:
-            return label.num_classes
-    return config.num_classes or MAX_CLASSES
-
-
-def _late(config: ImagesConfig, fields: Schema) -> Late:
-    """How the images are made in the task that writes them, and how many of them may turn out broken there."""
-    images = LateImages(fields["image"], config.intake, has_late_content(config.split_spec, fields))
-
-    def check(origin: Origin) -> None:
-        assert origin.quarantine is not None and origin.read is not None
-        urls = [source.url for source in origin.sources]
-        check_bad(config, origin.quarantine, urls, origin.quarantined, origin.read)
-
-    return Late(images, check)
-
-
-def _size(config: ImagesConfig) -> tuple[int, int]:
-    assert config.image_size is not None, "files of any size are brought to one"
-    return config.image_size
-
-
-def _labelled(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFrame:
+def _with_labels(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFrame:
     """Rows whose class is a name get the place of that name as their label."""
     if plan.num_classes is not None:
         return rows
@@ -305,9 +278,9 @@ def _labelled(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFra
     return rows.drop("label").join(f.broadcast(table), "class")
 
 
-def _counted(rows: DataFrame, parsed: DataFrame) -> DataFrame:
-    """Without the occurrences where a name comes twice, as after an archive was added to: the writer then works them
-    out in order of source and position, for which it moves the images. Names alone tell whether it must.
+def _with_occurrences(rows: DataFrame, parsed: DataFrame) -> DataFrame:
+    """Without the column of occurrences if a name comes twice, as after an archive was appended to: the writer then
+    computes them in order of source and position, for which it shuffles the images. Names are enough to decide it.
     """
     known = parsed.where(f"kind = {RECORD}").groupBy("name").count()
     return rows.drop(c.OCCURRENCE) if known.where("count > 1").limit(1).collect() else rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,16 +21,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.columns import LENGTH
 from etl.images.config import MAX_CLASSES, ImagesConfig
 from etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, LENGTH, OFFSET, OUTPUT, ImagePlan
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
 from etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
 from etl.spark.session import described
 from etl.spark.tasks import slices
 from etl.split.assign import Assign
-from etl.split.leakage import CONTENT, Leakage, Values, checks_of, told
-from etl.write.checks import check_schema
-from etl.write.dataset import Done, Job, compression_of, published
+from etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
+from etl.write.checks import Target, check_schema
+from etl.write.dataset import Done, Job, building, compression_of, publish
 from etl.write.late import AssignLate, LateImages, WriteLate
 from etl.write.quarantine import Origin
 from etl.write.shards import ShardTable, WriteShards, placed, plan_shards
@@ -54,17 +55,6 @@ MAX_OPENED = 10_000  # archives times tasks that open them
 _SIGN = np.uint64(1 << 63)
 _LOW = np.uint64((1 << 32) - 1)
 _HALF = np.uint64(32)
-QUARANTINE = pa.schema(
-    [
-        ("source", pa.int32()),
-        ("position", pa.int64()),
-        ("place", pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
-    ]
-)
 
 
 class NotPlannable(Exception):
@@ -97,13 +87,12 @@ def known_of(plan: ImagePlan, early: list[dict[str, Any]]) -> Known:
     assert plan.files is not None
     files = plan.files.files
     if early:
-        out = _numbers(np.array([row["source"] for row in early]), np.array([row["position"] for row in early]))
+        out = _numbers(np.array([row[c.SOURCE] for row in early]), np.array([row[c.POSITION] for row in early]))
         every = _numbers(np.asarray(files.column(c.SOURCE)), np.asarray(files.column(c.POSITION)))
         files = files.filter(pa.array(~np.isin(every, out)))
     other = pa.Table.from_batches(plan.files.other, OUTPUT)
-    named = other.rename_columns([{c.SOURCE: "source", c.POSITION: "position"}.get(n, n) for n in other.column_names])
-    bad = named.filter(pc.equal(named.column("kind"), BAD)).select(QUARANTINE.names).to_pylist()
-    reasons = other.filter(pc.equal(other.column("kind"), DROPPED)).column("reason").to_pylist()
+    bad = other.filter(pc.equal(other.column("kind"), BAD)).select(c.REJECTED.names).to_pylist()
+    reasons = other.filter(pc.equal(other.column("kind"), DROPPED)).column(c.REASON).to_pylist()
     return Known(files, [*bad, *early], Counter(reasons))
 
 
@@ -239,18 +228,13 @@ class _FoundEarly(Exception):
         self.rows = rows
 
 
-def run(
-    spark: SparkSession, config: ImagesConfig, plan: ImagePlan, schema_of: Callable[[int], Schema]
-) -> DatasetManifest:
-    """Plan, write and publish. `schema_of` gives the schema for a number of classes.
-
-    Raises NotPlannable, with nothing published, and the errors of etl.images.job.run.
-    """
+def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan) -> DatasetManifest:
+    """Plan, write and publish. Raises NotPlannable, with nothing published, and the errors of etl.images.job.run."""
     early: list[dict[str, Any]] = []
     while True:
         known = known_of(plan, early)
         refuse(config, known)
-        schema, _ = check_schema(config, schema_of(len(known.classes)))
+        schema = check_schema(config, config.fields(plan.shape, len(known.classes)))
         try:
             return _Planned(spark, ShardPlans(config, plan, known, schema)).published()
         except _FoundEarly as found:
@@ -275,10 +259,10 @@ class _Planned:
         """Write and publish. Raises NotPlannable and _FoundEarly."""
         config, known, schema = self.plans.config, self.plans.known, self.plans.schema
         origin = Origin(quarantine=self._frame(known.bad), created_config=config.told(known.classes))
-        config = replace(config, output=absolute(config.output))
-        job = Job(config, schema, ID_COLUMNS, config.split_spec, origin, None, None)
+        job = Job(Target(config, schema, schema, None), ID_COLUMNS, origin)
         shards = self.plans.shards()
-        return published(job, lambda staging, _: self._done(staging, job, shards))
+        with building(job) as place:
+            return publish(place, job, self._done(place.staging, job, shards))
 
     def _done(self, staging: Staging, job: Job, shards: list[PlannedShard]) -> Done:
         plans, config, sources = self.plans, job.config, self.plans.plan.sources
@@ -304,7 +288,7 @@ class _Planned:
         bad = [*known.bad, *broken]
         refuse_bad(plans.config, known.read, len(bad))
         if early:
-            raise _FoundEarly([row for row in broken if (row["source"], row["position"]) in early])
+            raise _FoundEarly([row for row in broken if (row[c.SOURCE], row[c.POSITION]) in early])
         paths = DatasetPaths(staging.root)
         splits, indexes = placed(staging.fs, paths, [shard.row for shard in made], table, config.fmt)
         if not all(any(shard.records for shard in split.shards) for split in splits.values()):
@@ -314,7 +298,7 @@ class _Planned:
             sources=infos_of(sources, digests),
             read=known.read,
             quarantined=len(bad),
-            quarantined_raw_bytes=sum(len(row["raw"]) for row in bad),
+            quarantined_raw_bytes=sum(len(row[c.RAW]) for row in bad),
             quarantine=self._frame(bad),
         )
         return Done(
@@ -336,10 +320,10 @@ class _Planned:
         values = on_two_sides(np.concatenate(keys), sides)
         checks = checks_of(job.split, job.schema)
         found = {check: values.shared if check == CONTENT else 0 for check in checks}
-        return told(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
+        return logged(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
 
     def _frame(self, bad: list[dict[str, Any]]) -> DataFrame:
-        return self.spark.createDataFrame(pa.Table.from_pylist(bad, QUARANTINE))
+        return self.spark.createDataFrame(pa.Table.from_pylist(bad, c.REJECTED))
 
 
 def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> Values:

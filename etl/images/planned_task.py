@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
-from etl.columns import PACKED, PLACE
-from etl.images.source import LENGTH, OFFSET
+from etl.columns import LENGTH, PACKED, PLACE
+from etl.images.source import OFFSET
 from etl.images.tar_format import cut_error
 from etl.input.files import digest_of
 from etl.spark.errors import in_task
@@ -52,7 +52,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ShardMade:
-    """The shard's row (etl.write.shards.RESULT_DDL), the leak keys of its records (int64, end to end), and what is
+    """The shard's row (etl.write.shards.RESULT), the leak keys of its records (int64, end to end), and what is
     broken: rows of the quarantine. Of those, `early` are the (source, position) that would
     have been found out before the shards were settled, had their images been read before.
     """
@@ -97,10 +97,10 @@ class MakeShards:
         leaks, bad = [], []
         for batch in told:
             if batch.column(SAMPLE_ID).null_count:
-                bad += [_rejected(row) for row in batch.to_pylist()]
+                bad += batch.select(c.REJECTED.names).to_pylist()
             else:
                 leaks.append(np.asarray(batch.column(c.LEAK)).tobytes())
-        early = self._early(plan, files, {(row["source"], row["position"]) for row in bad}) if bad else ()
+        early = self._early(plan, files, {(row[c.SOURCE], row[c.POSITION]) for row in bad}) if bad else ()
         return ShardMade(row, b"".join(leaks), tuple(bad), early)
 
     def _batches(self, shard: int, plan: pa.Table, files: list[bytes]) -> Iterator[pa.RecordBatch]:
@@ -157,10 +157,6 @@ def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
                     if len(found[row]) < length:
                         raise cut_error(url, int(positions[row]), length)
     return found
-
-
-def _rejected(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"source": row[c.SOURCE], "position": row[c.POSITION], **row["bad"]}
 
 
 def _joined(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:

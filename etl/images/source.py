@@ -24,13 +24,13 @@ from etl.write.late import Intake
 # About 100 bytes each of the driver's memory. In the message that starts a shard's task, which Spark allows 128 MiB by
 # default, they are 52 bytes each: even if all of them lie in one shard, they fit.
 MAX_FILES = 2_000_000
-OFFSET, LENGTH = "_offset", "_length"
+OFFSET = "_offset"
 FILES = pa.schema(
     [
         (c.SOURCE, pa.int32()),
         (c.POSITION, pa.int64()),
         (OFFSET, pa.int64()),
-        (LENGTH, pa.int64()),
+        (c.LENGTH, pa.int64()),
         (c.SPLIT, pa.string()),
         ("class", pa.string()),
         ("name", pa.string()),
@@ -95,13 +95,11 @@ UNSAFE_NAME = "unsafe_name"
 NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
-# `place` is what stands behind the source's URL where a source is a folder; `class` the name that becomes a label.
+# `class` is the name that becomes a label.
 OUTPUT = pa.schema(
     [
         ("kind", pa.int32()),
-        (c.SOURCE, pa.int32()),
-        (c.POSITION, pa.int64()),
-        ("place", pa.string()),
+        *c.REJECTED,
         (c.OCCURRENCE, pa.int64()),
         (c.SPLIT, pa.string()),
         ("name", pa.string()),
@@ -110,16 +108,7 @@ OUTPUT = pa.schema(
         (PACKED, pa.bool_()),
         ("label", pa.int64()),
         ("class", pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
     ]
-)
-OUTPUT_DDL = (
-    f"kind int, {c.SOURCE} int, {c.POSITION} bigint, place string, {c.OCCURRENCE} bigint, {c.SPLIT} string,"
-    f" name string, number bigint, image binary, {PACKED} boolean, label bigint, class string, reason string,"
-    " raw binary, length bigint, sha256 string"
 )
 
 
@@ -169,13 +158,13 @@ class Gather:
         self, reason: str, position: int, raw: bytes, length: int, sha256: str, place: str | None = None
     ) -> None:
         """Add a rejected record by the first bytes, the length and the SHA-256 of the whole."""
-        told = {"kind": BAD, "reason": reason, "raw": raw, "length": length, "sha256": sha256}
-        self._other.append({**told, c.POSITION: position, "place": place})
+        rejected = {c.POSITION: position, c.PLACE: place, c.REASON: reason, c.RAW: raw}
+        self._other.append({"kind": BAD, **rejected, c.LENGTH: length, c.SHA256: sha256})
         self._bytes += len(raw)
 
     def drop(self, reason: str, position: int, place: str | None = None) -> None:
         """Add what is read and left out by a rule that `reason` names."""
-        self._other.append({"kind": DROPPED, "reason": reason, c.POSITION: position, "place": place})
+        self._other.append({"kind": DROPPED, c.REASON: reason, c.POSITION: position, c.PLACE: place})
 
     def full(self) -> Iterator[pa.RecordBatch]:
         """The batches that are due: none before enough has come together."""

@@ -16,12 +16,11 @@ import pyarrow as pa
 
 from etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
 from etl.spark.session import described
-from etl.spark.tasks import EachSlice, sliced
+from etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileStat, FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, basename, join, split_url
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ _WILD = re.compile(r"[*?\[]")
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is nobody's data: Spark's and our own side files, and half-written files of `hdfs dfs -put`."""
+    """Whether a name is not data: side files of Spark and ours, and half-written files of `hdfs dfs -put`."""
     return name.startswith(("_", ".")) or name.endswith("._COPYING_")
 
 
@@ -41,9 +40,9 @@ def is_pattern(url: str) -> bool:
 
 
 def expand(url: str) -> list[str]:
-    """The files and directories that a pattern names, in order of their names; hidden ones only where it asks for them.
+    """The files and directories that match a pattern, sorted by name; hidden ones only if the pattern names them.
 
-    Raises NotFoundError where there is none.
+    Raises NotFoundError if there is none.
     """
     path = split_url(url)[2]
     fs = filesystem(url)
@@ -56,15 +55,15 @@ def expand(url: str) -> list[str]:
     if not found:
         raise NotFoundError(
             f"input {url} names no file",
-            got="a pattern that nothing fits",
-            allowed="a pattern that fits a file or more; `*` and `?` never fit a `/`",
-            next_step="Check --input; quote the pattern, so that the shell leaves it as it is.",
+            got="a pattern that matches nothing",
+            allowed="a pattern that matches one file or more; `*` and `?` never match a `/`",
+            next_step="Check --input; quote the pattern, so that the shell does not expand it.",
         )
     return [entry.removeprefix("./") for entry in found]
 
 
 def visible_files(fs: FileSystem, url: str) -> Iterator[FileStat]:
-    """The files below a directory, depth first, sorted by name in each directory, without what is hidden.
+    """The visible files below a directory, depth first, sorted by name in each directory.
 
     Raises DataError for a link to a directory, which may lead elsewhere or in a circle.
     """
@@ -76,7 +75,7 @@ def visible_files(fs: FileSystem, url: str) -> Iterator[FileStat]:
                 f"input {entry.url} is a link to a folder",
                 got="a link",
                 allowed="files, links to files and folders",
-                next_step="Take the link out, or give --input the folder that it leads to.",
+                next_step="Remove the link, or give --input the folder that it leads to.",
             )
         if entry.is_dir:
             pending += [below for below in fs.list(entry.url) if not is_hidden(below.name)][::-1]
@@ -118,8 +117,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of one file; `start` and `length` count bytes on disk, a packed file is one range. `whole` says that they
-    are all that the file has.
+    """A range of one file; `start` and `length` count bytes on disk, a packed file is one range. `whole` means that the
+    range is all of the file.
     """
 
     source_index: int
@@ -131,25 +130,25 @@ class Range:
 
 
 def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None) -> list[Source]:
-    """The input files, in the order given; directories and patterns give theirs in order of names. `check` is called
-    with each file and its first HEAD_BYTES.
+    """The input files in the order given; those of a directory or pattern are sorted by name. `check` is called with
+    each file and its first HEAD_BYTES.
 
-    Raises NotFoundError for a missing path, for a directory without files and for a pattern that nothing fits,
-    DataError for an empty file and one of another packer, ConfigError for a file that is named twice.
+    Raises NotFoundError for a missing path, a directory without files and a pattern without a match, DataError for an
+    empty file and an unknown compression, ConfigError for a file that is named twice.
     """
     sources: list[Source] = []
     seen: dict[str, str] = {}
     for url in urls:
-        # A name that holds a wildcard and is there as it stands is meant.
+        # If a file has exactly this name, wildcards are part of the name.
         for named in expand(url) if is_pattern(url) and not filesystem(url).exists(url) else [url]:
             for file in _files(named):
                 place = _place(file.url)
                 if place in seen:
                     raise ConfigError(
-                        f"input {file.url} is there twice",
+                        f"input {file.url} is given twice",
                         got=f"named by {seen[place]} and by {url}",
                         allowed="each file once",
-                        next_step="Take one of them out of --input.",
+                        next_step="Remove one of them from --input.",
                     )
                 seen[place] = url
                 sources.append(_source(file, check))
@@ -157,8 +156,8 @@ def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | N
 
 
 def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = False) -> list[Range]:
-    """Cut plain files at each `split_bytes` bytes; a packed file, which can only be read from its start, stays whole,
-    and so does every file where `whole` is asked for.
+    """Cut plain files every `split_bytes` bytes. A packed file, which can only be read from its start, is one range;
+    with `whole` every file is.
     """
     ranges = []
     for index, source in enumerate(sources):
@@ -171,7 +170,7 @@ def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = Fa
 
 
 def source_name(url: str) -> str:
-    """A file's name without `.gz`, `.bz2` or `.zst`: what stays when files move or are packed."""
+    """A file's name without `.gz`, `.bz2` or `.zst`: it is the same after the file was moved or packed."""
     name = basename(url)
     suffix = next((suffix for suffix in SUFFIXES.values() if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
@@ -205,16 +204,16 @@ def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> So
             f"input {file.url} is empty",
             got="0 bytes",
             allowed="content",
-            next_step="Take the file out or fetch it again.",
+            next_step="Remove the file or fetch it again.",
         )
     head = filesystem(file.url).read_range(file.url, 0, min(HEAD_BYTES if check else MAGIC_BYTES, file.size_bytes))
     foreign = foreign_codec(head)
     if foreign is not None:
         raise DataError(
-            f"input {file.url} is packed in a way that is not read",
+            f"input {file.url} has a compression that is not supported",
             got=foreign,
             allowed="plain files, gzip, bzip2 and zstd",
-            next_step="Unpack it, or pack it anew by one of these.",
+            next_step="Unpack it, or compress it with one of these.",
         )
     source = Source(file.url, file.size_bytes, codec_of(head))
     if check is not None:
@@ -223,25 +222,20 @@ def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> So
 
 
 def _place(url: str) -> str:
-    """The same text for every way of writing one file's URL; a local link counts as what it leads to."""
+    """One text for all spellings of a file's URL; a local link counts as its target."""
     scheme, authority, path = split_url(url)
     if scheme == "file":
         return os.path.realpath(path)
     return f"{scheme}://{authority}{os.path.normpath(path)}"
 
 
-DDL = "number int, bytes bigint, sha256 string"
 _READ_BYTES = 4 << 20
-_SCHEMA = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
+DIGEST = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
 
 
-class DigestSources(EachSlice):
-    """The function for mapInArrow: the number, URL and planned bytes of files in, rows of DDL out."""
-
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for a file whose length is not the planned one."""
-        rows = [digest_of(item["number"], item["url"], item["bytes"]) for item in items]
-        yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+def _digests(items: Items) -> Iterator[pa.RecordBatch]:
+    """Rows of DIGEST for files given by number, URL and planned bytes."""
+    yield pa.RecordBatch.from_pylist([digest_of(**item) for item in items], schema=DIGEST)
 
 
 def digest_sources(
@@ -249,24 +243,25 @@ def digest_sources(
 ) -> tuple[SourceInfo, ...]:
     """Length and SHA-256 of each input file, in order.
 
-    Files that are not `known` (rows of DDL) are read a second time for it: a range's digest says nothing of its file's.
+    Files that are not `known` (rows of DIGEST) are read a second time: the digest of a file does not follow from those
+    of its ranges.
     """
     numbers = sorted(set(range(len(sources))) - {row["number"] for row in known})
     found = list(known)
     if numbers:
+        sizes = [sources[number].size_bytes for number in numbers]
         items = [
-            {"number": number, "url": absolute(sources[number].url), "bytes": sources[number].size_bytes}
-            for number in numbers
+            {"number": number, "url": absolute(sources[number].url), "planned_bytes": size}
+            for number, size in zip(numbers, sizes, strict=True)
         ]
-        plan = sliced(spark, items, [sources[number].size_bytes for number in numbers], DEFAULT_SPLIT_BYTES)
         with described(spark, "SHA-256 of the input files"):
-            rows = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+            rows = over_slices(spark, items, sizes, DEFAULT_SPLIT_BYTES, _digests, DIGEST).collect()
         found += [row.asDict() for row in rows]
     return infos_of(sources, found)
 
 
 def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> tuple[SourceInfo, ...]:
-    """What the manifest says of the sources, from the rows of DDL in any order."""
+    """The manifest's entries for the sources, from rows of DIGEST in any order."""
     return tuple(
         SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
         for row in sorted(found, key=lambda row: row["number"])
@@ -274,13 +269,13 @@ def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> t
 
 
 def digest_of(number: int, url: str, planned_bytes: int) -> dict[str, object]:
-    """A row of DDL for one file. Raises DataError where it is not of the planned length."""
+    """A row of DIGEST for one file. Raises DataError if the file does not have the planned length."""
     with filesystem(url).open_read(url) as file, HashedFile(file) as hashed:
         return {"number": number, "bytes": planned_bytes, "sha256": hashed.whole(url, planned_bytes)}
 
 
 class HashedFile(io.RawIOBase):
-    """A file that is read from its start on, and hashed meanwhile."""
+    """A file that is read from its start and hashed on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
@@ -296,7 +291,7 @@ class HashedFile(io.RawIOBase):
         return data
 
     def whole(self, url: str, planned_bytes: int) -> str:
-        """The SHA-256 of the file, the rest of which is read. Raises DataError where it is not as long as planned."""
+        """Read the rest of the file; returns its SHA-256. Raises DataError if it does not have the planned length."""
         while self.read(_READ_BYTES):
             pass
         if self._size != planned_bytes:
@@ -321,8 +316,8 @@ _PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 
 
 def check_lines(source: Source, head: bytes) -> None:
-    """Raise DataError for a file of UTF-16 or UTF-32, or whose lines end with carriage returns only. `head` are the
-    first bytes of the file as it is stored, packed or not.
+    """Raise DataError for a file in UTF-16 or UTF-32, or whose lines end with carriage returns only. `head` is the
+    beginning of the file as stored, packed or not.
     """
     start = _unpacked(source, head)
     wide = next((name for bom, name in _BOMS.items() if start.startswith(bom)), None) or _by_zeros(start)
@@ -343,7 +338,7 @@ def check_lines(source: Source, head: bytes) -> None:
 
 
 def _by_zeros(start: bytes) -> str | None:
-    """UTF-16 without a byte order mark: Latin letters have a zero for their other byte, text in UTF-8 has none."""
+    """UTF-16 without a byte order mark: every other byte of Latin letters is zero, and UTF-8 text has no zeros."""
     even, odd = start[::2], start[1::2]
     for zeros, letters, name in ((odd, even, "UTF-16LE"), (even, odd, "UTF-16BE")):
         if len(zeros) > 1 and 2 * zeros.count(0) > len(zeros) and 20 * letters.count(0) < len(letters):
@@ -356,7 +351,7 @@ def _returns(start: bytes) -> bool:
 
 
 def _unpacked(source: Source, head: bytes) -> bytes:
-    """The first bytes of the content; of a packed file whose head does not suffice, from the file."""
+    """The first bytes of the content; of a packed file they are read from the file if `head` is too short."""
     if source.codec == PLAIN:
         return head
     try:

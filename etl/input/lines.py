@@ -1,7 +1,7 @@
 """Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes.
 
-Where newlines may stand inside quotes, a "line" here is a record: it ends with the first newline behind an even number
-of quotes. Whether a newline is inside is only known from the start of the file, so such a file is one range.
+If newlines may occur inside quotes, a "line" here is a record: it ends at the first newline after an even number of
+quotes. This can only be decided from the start of the file, so such a file is one range.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 
 CHUNK_BYTES = 1 << 20
-MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held
+MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted, never held in memory
 RAW_BYTES = 64 << 10
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Whole lines without their ends: positions of their first bytes (n,) int64, and their bytes (n,) binary."""
+    """Whole lines without line ends: positions of their first bytes (n,) int64, and their bytes (n,) binary."""
 
     positions: NDArray[np.int64]
     values: pa.Array
@@ -37,7 +37,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, whole length and SHA-256 (hex)."""
+    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, and length and SHA-256 (hex) of the whole line."""
 
     position: int
     raw: bytes
@@ -53,15 +53,17 @@ def read_lines(
     most_bytes: int | None = None,
     on_digest: Callable[[str], None] | None = None,
 ) -> Iterator[Lines | LongLine]:
-    """Yield the lines that begin in the range, some thousand at a time; of a packed file that is only looked at, those
-    of the first `most_bytes`, the last of which may be cut. Of a whole file `on_digest` is given the SHA-256 at last.
+    """Yield the lines that begin in the range, some thousand at a time; with `most_bytes` only those in about the first
+    `most_bytes` of a packed file, the last of which may be cut. If the range is a whole file, `on_digest` is called
+    with its SHA-256 at the end.
 
-    Raises DataError naming the file where a packed stream is cut or damaged, or where it is not as long as planned.
+    Raises DataError naming the file if a packed stream is cut or damaged, or if the file does not have its planned
+    length.
     """
     with filesystem(part.url).open_read(part.url) as file:
         if part.whole and on_digest is not None:
             hashed = HashedFile(file)
-            # it is read as a BinaryIO is, but not declared one
+            # reads like a BinaryIO, but is not declared as one
             yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes)
             on_digest(hashed.whole(part.url, part.length))
         else:
@@ -81,7 +83,7 @@ def _lines_in(
         file.seek(begin)
     pieces = _plain(part, file, begin, chunk_bytes)
     if part.start:
-        # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
+        # If the byte before is a newline, a line begins at `start`; else skip the rest of the line.
         begin, pieces = _skip_line(pieces, begin)
     yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
 
@@ -101,7 +103,7 @@ def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterato
 
 
 def _skip_line(pieces: Iterator[bytes], begin: int) -> tuple[int, Iterator[bytes]]:
-    """Drop bytes through the first newline; returns the position behind it and what follows."""
+    """Drop bytes up to the first newline; returns the position after it and the remaining pieces."""
     position = begin
     for piece in pieces:
         found = piece.find(b"\n")
@@ -119,7 +121,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -> Iterator[Lines | LongLine]:
-    """Cut the bytes from position `begin` on into lines that begin before `end` (None: all)."""
+    """Cut the bytes from position `begin` into lines that begin before `end` (None: all)."""
     position, pending = begin, b""  # `position` is that of pending's first byte, which begins a line
     long: _Long | None = None
     for piece in pieces:
@@ -150,7 +152,7 @@ def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -
 
 
 def _ends(array: NDArray[np.uint8], quoted: bool, *, inside: bool) -> NDArray[np.int64]:
-    """Where lines end in bytes that begin inside or outside quotes: (n,) int64, the places of their newlines."""
+    """The positions of the newlines that end lines, (n,) int64; `inside` says whether the bytes begin inside quotes."""
     newlines = array == _NEWLINE
     quotes = array == _QUOTE if quoted else None
     if quotes is not None and (inside or quotes.any()):
@@ -161,7 +163,7 @@ def _ends(array: NDArray[np.uint8], quoted: bool, *, inside: bool) -> NDArray[np
 def _whole_lines(
     data: bytes, array: NDArray[np.uint8], ends: NDArray[np.int64], position: int, end: int | None
 ) -> Iterator[Lines | LongLine]:
-    """The lines of `data`, which begins a line at `position`; `array` is the same bytes, `ends` where lines end."""
+    """The lines of `data`, which starts with a line at `position`; `array` is the same bytes, `ends` the line ends."""
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1] + 1]) if len(ends) else ends
     if end is not None:
         within = position + starts < end
@@ -173,7 +175,7 @@ def _whole_lines(
     if not len(starts):
         return
     stops = ends - ((ends > starts) & (array[np.maximum(ends - 1, 0)] == _RETURN))
-    # Lengths of lines without their ends add up to Arrow's offsets once the bytes in between are taken out.
+    # Without the line ends, the lengths of the lines add up to Arrow's offsets.
     edges = np.zeros(len(array) + 1, dtype=np.int8)
     edges[starts] += 1
     edges[stops] -= 1
@@ -185,7 +187,7 @@ def _whole_lines(
 
 
 class _Long:
-    """A line too long to be held: hashed and counted."""
+    """A line that is too long to hold in memory: hashed and counted."""
 
     def __init__(self, position: int, data: bytes, quoted: bool) -> None:
         self.position, self.length, self._raw = position, 0, b""

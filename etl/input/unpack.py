@@ -1,4 +1,4 @@
-"""Packed input as a stream of its bytes: gzip, bzip2 and zstd, each of several members or frames, in bounded memory."""
+"""Decompression of gzip, bzip2 and zstd, also of several members or frames, in bounded memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ARROW = {"bzip2": "bz2", "zstd": "zstd"}
 
 
 def codec_of(head: bytes) -> str:
-    """The codec of a file that begins with `head` (MAGIC_BYTES, or a whole shorter file): gzip, bzip2, zstd or none."""
+    """The codec of a file that begins with `head` (MAGIC_BYTES, or a shorter file): gzip, bzip2, zstd or none."""
     if head.startswith(_GZIP):
         return "gzip"
     if head.startswith(_BZIP2) and head[4:10] in _BZIP2_BLOCKS:
@@ -41,14 +41,14 @@ def codec_of(head: bytes) -> str:
 
 
 def foreign_codec(head: bytes) -> str | None:
-    """The packer of a file that begins with `head`, where it is one that is not read here; else None."""
+    """The name of an unsupported compression of a file that begins with `head`, else None."""
     return next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
 
 
 def unpacked(url: str, file: BinaryIO, codec: str, chunk_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed bytes of an open file, `chunk_bytes` at most at a time, however much it unpacks to.
+    """Yield the decompressed bytes of an open file, at most `chunk_bytes` at a time.
 
-    Raises DataError naming the file and the place for a stream that is cut, damaged or followed by something else.
+    Raises DataError naming the file and the position for a stream that is cut, damaged or followed by other bytes.
     """
     done = 0
     with _stream(file, codec) as stream:
@@ -64,10 +64,10 @@ def unpacked(url: str, file: BinaryIO, codec: str, chunk_bytes: int) -> Iterator
 
 
 def damaged(url: str, codec: str, done: int, error: Exception) -> DataError:
-    """The error for a packed file that is cut or damaged behind `done` decompressed bytes."""
+    """The error for a packed file that is cut or damaged after `done` decompressed bytes."""
     return DataError(
         f"input {url} is a damaged {codec} file",
-        got=f"{str(error) or type(error).__name__}, behind {done} decompressed bytes",
+        got=f"{str(error) or type(error).__name__}, after {done} decompressed bytes",
         allowed=f"a whole {codec} stream",
         next_step="Fetch the file again; compare its length and digest with the origin's.",
     )
@@ -75,9 +75,9 @@ def damaged(url: str, codec: str, done: int, error: Exception) -> DataError:
 
 def _stream(file: BinaryIO, codec: str) -> BinaryIO:
     if codec == "gzip":
-        # a GzipFile reads as a BinaryIO does, but is not declared one
+        # a GzipFile reads like a BinaryIO, but is not declared as one
         return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
-    # Python's bz2 takes anything behind the first stream for padding; Arrow's refuses what is no stream.
+    # Python's bz2 takes anything after the first stream for padding; Arrow's refuses it.
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _ARROW[codec])
 
 
@@ -86,7 +86,7 @@ _FIRST_BYTES = 4 << 10
 
 
 class Forward:
-    """Positions count unpacked bytes and must never fall. Raises DataError where a packed file is damaged."""
+    """A file that is read forwards; positions count unpacked bytes. Raises DataError if a packed file is damaged."""
 
     def __init__(self, url: str, codec: str) -> None:
         self._file = filesystem(url).open_read(url)
@@ -97,11 +97,11 @@ class Forward:
         self._ahead = _FIRST_BYTES
 
     def at(self, position: int, size: int) -> bytes:
-        """`size` bytes from `position`; fewer only where the file ends."""
+        """`size` bytes from `position`; fewer only at the end of the file."""
         start = position - self._base
         if start < 0:
             raise DataError(
-                "a file that is read forwards was asked for bytes that were let go",
+                "a file that is read forwards was asked for bytes that were dropped",
                 got=f"position {position}",
                 allowed=f"{self._base} or later",
                 next_step="Run the job again; if it fails again, report the archive's listing.",
@@ -112,13 +112,13 @@ class Forward:
         return self._buffer[start : start + size]
 
     def _fill(self, position: int, size: int) -> None:
-        """Have at least `size` bytes from `position` on in the buffer, and none before it."""
+        """Read until the buffer has at least `size` bytes from `position`; drop those before."""
         end = self._base + len(self._buffer)
         pieces = [self._buffer[position - self._base :]]
         if self._chunks is None:
             if position > end:
                 self._file.seek(position)
-                self._ahead = _FIRST_BYTES  # who skips once will skip again: headers alone are looked for
+                self._ahead = _FIRST_BYTES  # after one skip expect more: only headers are read
             else:
                 self._ahead = min(2 * self._ahead, CHUNK_BYTES)
             pieces.append(self._file.read(max(size - len(pieces[0]), self._ahead)))

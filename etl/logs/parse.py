@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.columns import quoted
+from etl import columns as c
 from etl.input.files import Range
 from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
 from etl.logs.fields import Form
 from etl.logs.values import Reasons, without_bom
-from etl.spark.tasks import MIN_ROWS, EachSlice
+from etl.spark.tasks import MIN_ROWS, Items
 
 ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3
 LINE_TOO_LONG = "line_too_long"
@@ -30,14 +30,9 @@ NO_TIME = -(1 << 62)
 _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
-        ("_source", pa.int32()),
-        ("_position", pa.int64()),
         ("_file", pa.string()),
         ("_occurrence", pa.int64()),
-        ("_reason", pa.string()),
-        ("_raw", pa.binary()),
-        ("_length", pa.int64()),
-        ("_sha256", pa.string()),
+        *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
         ("_dropped_lines", pa.int64()),
@@ -102,21 +97,16 @@ def output_schema(parser: LineParser) -> pa.Schema:
     return pa.schema([*_BASE, *parser.schema])
 
 
-def output_ddl(parser: LineParser) -> str:
-    """The same in Spark's notation."""
-    return ddl_of(output_schema(parser))
+@dataclass(frozen=True)
+class ParseLog:
+    """Reads and parses the ranges of a task: Works as JSON in, rows of output_schema out. Raises what read_lines
+    raises.
+    """
 
+    parser: LineParser
 
-class ParseLog(EachSlice):
-    """The function for mapInArrow: Works in, rows of output_schema out."""
-
-    def __init__(self, settings: dict[str, str], parser: LineParser) -> None:
-        super().__init__(settings)
-        self._parser = parser
-
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Read and parse the ranges of a task. Raises what read_lines raises."""
-        return parse_ranges([Work.from_json(item) for item in items], self._parser)
+    def __call__(self, items: Items) -> Iterator[pa.RecordBatch]:
+        return parse_ranges([Work.from_json(item) for item in items], self.parser)
 
 
 def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
@@ -285,20 +275,3 @@ def _long_columns(line: LongLine) -> dict[str, Any]:
         "_length": [line.length],
         "_sha256": [line.sha256],
     }
-
-
-def ddl_of(schema: pa.Schema) -> str:
-    """Columns in Spark's notation."""
-    return ", ".join(f"{quoted(field.name)} {ddl_type(field.type)}" for field in schema)
-
-
-def ddl_type(kind: pa.DataType) -> str:
-    """An Arrow type in Spark's notation."""
-    if pa.types.is_list(kind):
-        return f"array<{ddl_type(kind.value_type)}>"
-    if pa.types.is_timestamp(kind):
-        return "timestamp"
-    if pa.types.is_decimal(kind):
-        return f"decimal({kind.precision},{kind.scale})"
-    names = {"int32": "int", "int64": "bigint", "float": "float", "double": "double", "bool": "boolean"}
-    return names.get(str(kind), str(kind))  # string and binary are called so by both

@@ -18,12 +18,12 @@ from etl.input.files import Range, Source, check_lines, find_sources, plan_range
 from etl.input.lines import MAX_LINE_BYTES, Lines, LongLine, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
-from etl.logs.parse import LineParser, Work, ddl_type
+from etl.logs.parse import LineParser, Work
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.logs.values import without_bom
 from etl.logs.web import WebLines, roles
-from etl.split.sampling import Sampling
-from etl.write.checks import check_columns, check_schema
+from etl.write.append import Parent
+from etl.write.checks import Target, check_target
 from etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
@@ -123,7 +123,7 @@ class Plan:
     sources: tuple[Source, ...]
     work: tuple[Work, ...]
     parser: LineParser
-    schema: Schema
+    target: Target
     id_columns: tuple[str, ...]
 
     @property
@@ -132,32 +132,31 @@ class Plan:
         return isinstance(self.parser, WebLines) and _told(self.parser.form)
 
 
-def plan_of(config: LogsConfig) -> Plan:
-    """Find the files and read the names of their fields.
+def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
+    """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
-    Raises the errors of find_sources, check_lines, names_in and check_schema, and ConfigError for columns that are not
-    there.
+    Raises the errors of find_sources, check_lines, names_in and check_target, and ConfigError for missing columns.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     if config.schema is None:
-        _check_asked(config, web.schema(_told(form)), web.ID_SCHEMA)
+        target = _target(config, web.schema(_told(form)), web.ID_SCHEMA, parent)
         sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]
         if config.log_format in TABLE_FORMATS:
             for source, there in zip(sources, names, strict=True):
                 roles(there, source.url)
         work = _work(sources, names, config)
-        return Plan(tuple(sources), work, WebLines(form), web.schema(_told(form)), web.ID_COLUMNS)
+        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS)
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
     sources = find_sources(config.inputs, check_lines)
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
-    _check_asked(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]))
+    target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
     _check_columns(config, schema, parser, sources, names)
-    return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
+    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns)
 
 
 def _told(form: Form) -> bool:
@@ -176,11 +175,11 @@ def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: L
     return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
 
 
-def _check_asked(config: LogsConfig, schema: Schema, read: pa.Schema) -> None:
-    """What can be told of rows with the columns `read` and those of the schema. Raises ConfigError."""
+def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:
+    """The dataset of rows with the columns `read` and those of the schema. Raises ConfigError."""
     made = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
-    check_columns(config, schema, {field.name: ddl_type(field.type) for field in read} | made)
-    check_schema(config, schema)
+    kinds = {field.name: c.spark_type(field.type) for field in read} | made
+    return check_target(config, schema, kinds, parent)
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
@@ -195,7 +194,7 @@ def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[st
     others = [name for name in known if name and not name.startswith("_") and name.lower() in asked]
     others += config.time_columns
     made = schema.label.name if schema.label is not None and config.label is not None else None
-    sampled = None if config.sample is None else Sampling.parse(config.sample).column
+    sampled = None if config.sampling is None else config.sampling.column
     others += [name for name in (config.split_spec.column, sampled) if name not in (None, made)]
     return list(dict.fromkeys(others))
 

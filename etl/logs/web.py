@@ -63,10 +63,10 @@ def _tokens(name: str, max_size: int) -> Field:
     return Field(name=name, dtype="string", shape=(None,), encoding=_vocabulary(f"{name}.json", max_size, 5))
 
 
-def label_columns(told: bool) -> str:
-    """What a label may ask of a request, in Spark's notation; `told` as for `schema`."""
-    texts = ", ".join(f"{name} string" for name in ("visitor", "page", "query", *(TOLD if told else ())))
-    return f"{texts}, time bigint, log_end bigint"
+def label_schema(told: bool) -> pa.Schema:
+    """The columns that a label's expression may use; `told` as for `schema`."""
+    texts = [(name, pa.string()) for name in ("visitor", "page", "query", *(TOLD if told else ()))]
+    return pa.schema([*texts, ("time", pa.int64()), ("log_end", pa.int64())])
 
 
 def schema(told: bool = False) -> Schema:

@@ -1,1 +1,1 @@
-"""Spark sessions, tasks and Spark's errors in our four parts."""
+"""Work for Spark tasks, settings of a Spark session, and Spark's errors in our four parts."""

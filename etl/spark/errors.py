@@ -1,4 +1,5 @@
-"""Errors of ours on their way out of Spark: a task's error reaches the user as itself, without Java's stack."""
+"""Errors across Spark: an error raised in a task reaches the user with its class and four parts, without Java's stack.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _LOUD_IN_PYTHON = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
 class TaskError(RuntimeError):
-    """Carries a LockstepError through Spark, which keeps nothing but the text."""
+    """Carries a LockstepError through Spark, which keeps only the text."""
 
 
 class SameIdError(DataError):
@@ -58,7 +59,7 @@ def to_wire(error: LockstepError) -> str:
 
 
 def from_text(text: str) -> LockstepError | None:
-    """The error that to_wire wrote somewhere into `text`, or None."""
+    """The error that to_wire wrote into `text`, or None."""
     found = _MARK.search(text)
     if found is None:
         return None
@@ -83,9 +84,10 @@ def in_task(function: Callable[[S, P], Iterator[T]]) -> Callable[[S, P], Iterato
 
 @contextmanager
 def translated(spark: SparkSession, what: str) -> Iterator[None]:
-    """Run Spark jobs; a task's LockstepError is raised here, anything else of Spark's as a LockstepError naming `what`.
+    """Run Spark jobs. A task's LockstepError is raised here; any other error of Spark becomes a LockstepError that
+    names `what`.
 
-    Loggers of Java and of pyspark that print each failed attempt with its stack are silent meanwhile.
+    The loggers of Java and pyspark that print each failed attempt with its stack are silenced meanwhile.
     """
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
@@ -95,7 +97,8 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
             yield
     except (PySparkException, Py4JError) as error:
         text = str(error)
-        # The error of an analysis prints the plan, in which a mark is what a task would raise, not what one has raised.
+        # An AnalysisException prints the plan: a mark in it is an error that a task could raise, not one that was
+        # raised.
         ours = None if isinstance(error, AnalysisException) else from_text(text)
         if ours is not None:
             raise ours from error
@@ -103,8 +106,8 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
         raise LockstepError(
             f"Spark failed while {what}",
             got=(found.group(0) if found else text.strip().splitlines()[0])[:500],
-            allowed="jobs that end",
-            next_step="Run again with --debug for the whole trace, and look into the executors' logs.",
+            allowed="a Spark job that succeeds",
+            next_step="Run again with --debug for the full trace, and read the executors' logs.",
         ) from error
 
 
@@ -139,7 +142,7 @@ def _set_level(logger: logging.Logger, level: str | None) -> None:
 
 
 def _java_level(jvm: JVMView, name: str) -> str | None:
-    """The level that a logger of Java has been given, None where it has that of its parent."""
+    """The level set on a logger of Java, None if it inherits its parent's."""
     own = jvm.org.apache.logging.log4j.LogManager.getContext(False).getConfiguration().getLoggers().get(name)
     return None if own is None else str(own.getLevel().name())
 

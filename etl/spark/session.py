@@ -1,4 +1,4 @@
-"""A Spark session while a job of ours uses it: settings that are put back, descriptions of jobs, a progress line."""
+"""A Spark session while one of our jobs uses it: temporary settings, descriptions of Spark jobs, a progress line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 PARTITION_BYTES = 32 << 20
-LEAST_BYTES = 1 << 20  # of less a core of its own saves nothing
+LEAST_BYTES = 1 << 20  # for less input, another core saves no time
 PACKED_GROWTH = 10  # logs shrink by about this much
-# A batch is a unit of memory in a Python task and, where rows are cached, in Java, whose serializer holds on to several
-# of them at once. Spark's 10,000 rows of some KiB each are too many (docs/decisions/060-codec-kernels.md).
+# A batch is a unit of memory in a Python task and, for cached rows, in Java, whose serializer holds several of them at
+# once. Spark's default of 10,000 rows of some KiB each is too much (docs/decisions/060-codec-kernels.md).
 BATCHES = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "4096",
     "spark.sql.inMemoryColumnarStorage.batchSize": "128",
@@ -33,9 +33,10 @@ BATCHES = {
 
 @contextmanager
 def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
-    """As many shuffle partitions as the input asks for, so that a small job is not 200 tasks a shuffle; `bounded`.
+    """Set the number of shuffle partitions by the size of the input, so that a small job does not run 200 tasks a
+    shuffle; includes `bounded`.
 
-    Spark does not plan adaptively: there is nothing left for it to choose, and it would make a job of each stage.
+    Adaptive planning is off: it has nothing to choose here, and it makes a Spark job of each stage.
     """
     size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
     cores = spark.sparkContext.defaultParallelism
@@ -47,8 +48,8 @@ def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
 
 @contextmanager
 def bounded(spark: SparkSession) -> Iterator[None]:
-    """Batches of Arrow and of Spark's cache so small that a task's memory does not grow with its rows' bytes; a session
-    whose batches are smaller keeps them.
+    """Limit the batches of Arrow and of Spark's cache, so that a task's memory does not grow with the size of its rows.
+    A session that has a lower limit keeps it.
     """
     own = {key: int(spark.conf.get(key) or 0) for key in BATCHES}  # 0 or less: without a limit
     with _set(spark, {key: str(min(int(most), own[key])) if own[key] > 0 else most for key, most in BATCHES.items()}):
@@ -57,7 +58,9 @@ def bounded(spark: SparkSession) -> Iterator[None]:
 
 @dataclass
 class _Changed:
-    """A setting as it was, as the jobs that run want it, in the order in which they began, and as it was last set."""
+    """A setting: its value before, the values that running jobs want, in the order in which they began, and the last
+    set.
+    """
 
     before: str | None
     wanted: list[str] = field(default_factory=list)
@@ -72,10 +75,10 @@ _changed: dict[Hashable, _Changed] = {}
 def changed(
     name: Hashable, value: str, get: Callable[[], str | None], put: Callable[[str | None], object]
 ) -> Iterator[None]:
-    """Have a setting of the process, known by `name`, at `value`. `get` and `put` read and set it; None is unset.
+    """Hold a setting of the process, known by `name`, at `value`. `get` and `put` read and set it; None means unset.
 
-    Of several jobs at once the one that began last decides, and the last to end puts back what was before the first.
-    What somebody else has set meanwhile stays, or comes back.
+    If several jobs run at once, the one that began last decides, and the last one to end restores the value from before
+    the first. A value that other code sets meanwhile stays or is restored.
     """
     with _lock:
         found = get()
@@ -124,8 +127,8 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
 
 
 def at_once(spark: SparkSession, first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
-    """What both give, the first in a thread of its own: most of a small Spark job's time is its planning, on one core.
-    Once both have ended, raises the first one's error, else the second one's.
+    """Run both functions at the same time, the first in its own thread, and return their results: most of a small Spark
+    job's time is planning, on one core. When both have ended, raises the first one's error, else the second one's.
     """
     from pyspark import InheritableThread
 
@@ -150,7 +153,7 @@ POLL_S = 0.5
 
 @contextmanager
 def watched(spark: SparkSession, label: str) -> Iterator[None]:
-    """Show the tasks that Spark finishes meanwhile; any failure to ask Spark ends the display, not the job."""
+    """Show how many tasks Spark finishes meanwhile; if Spark cannot be asked, the display ends, not the job."""
     stop = threading.Event()
     with Progress(label, None, "tasks") as progress:
         thread = threading.Thread(target=_poll, args=(spark, progress, stop), name="lockstep-watch", daemon=True)
@@ -172,12 +175,12 @@ def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> Non
         try:
             active = counted.look()
         except (Py4JError, OSError):
-            return  # the session ends; whoever runs the job hears of it there
-        progress.set(counted.tasks, note="" if ended else _now(active))  # the last line is about the whole
+            return  # the session ends; the code that runs the job gets the error
+        progress.set(counted.tasks, note="" if ended else _now(active))  # the last line is the total
 
 
 class _Counted:
-    """Tasks finished in all stages from the first that is seen at work, those between two looks too."""
+    """Counts finished tasks of all stages from the first active one on, also of stages that ran between two polls."""
 
     def __init__(self, tracker: StatusTracker) -> None:
         self._tracker = tracker
@@ -190,10 +193,10 @@ class _Counted:
         return sum(self._finished.values())
 
     def look(self) -> list[SparkStageInfo]:
-        """Ask Spark; returns the stages that are at work."""
+        """Ask Spark; returns the active stages."""
         active = sorted(self._tracker.getActiveStageIds())
         if active:
-            # Spark numbers its stages one after another: what lies between was too short to be seen.
+            # Spark numbers stages consecutively: those in between were too short to be seen.
             self._open.update(range(active[0] if self._next is None else self._next, active[-1] + 1))
             self._next = max(active[-1] + 1, self._next or 0)
         found = {number: self._tracker.getStageInfo(number) for number in sorted(self._open)}
@@ -206,6 +209,6 @@ class _Counted:
 
 
 def _now(stages: Sequence[SparkStageInfo]) -> str:
-    """What runs at this moment: the tasks of each stage that are done, and of how many."""
-    told = [f"{stage.numCompletedTasks} of {stage.numTasks} tasks of stage {stage.stageId}" for stage in stages]
-    return f"now {', '.join(told)}" if told else ""
+    """The active stages: how many of their tasks are done."""
+    parts = [f"{stage.numCompletedTasks} of {stage.numTasks} tasks of stage {stage.stageId}" for stage in stages]
+    return f"now {', '.join(parts)}" if parts else ""

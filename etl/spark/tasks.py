@@ -1,11 +1,10 @@
-"""Work for tasks: a plan in slices of neighbouring items, functions over batches, rows sent to partitions."""
+"""Work for Spark tasks: items in slices, functions over Arrow batches, rows by partition, files that tasks write."""
 
 from __future__ import annotations
 
 import json
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from etl.columns import ddl_of
 from etl.spark.errors import in_task
 from lockstep.storage.errors import DataError, StorageError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_stream
-from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Batches = Iterable[pa.RecordBatch]
 
 @dataclass(frozen=True)
 class _Declared:
-    """A function for mapInArrow whose batches come under its own `names` and with 32-bit offsets."""
+    """A function for mapInArrow whose batches have its own column `names` and 32-bit offsets."""
 
     function: Callable[[Batches], Iterator[pa.RecordBatch]]
     names: tuple[str, ...]
@@ -43,18 +43,20 @@ class _Declared:
         return self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
 
 
-def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], ddl: str) -> DataFrame:
-    """df.mapInArrow, whatever the session's settings and the columns' names: Spark resolves names without quoting them,
-    so that dots and backticks would fail, and sends `narrowed` types under another setting as large ones.
+def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], output: pa.Schema) -> DataFrame:
+    """df.mapInArrow for any column names and session settings; `output` are the columns of `function`'s batches.
+
+    Spark resolves column names without quoting them, so names with dots and backticks would fail, and with
+    spark.sql.execution.arrow.useLargeVarTypes it sends the `narrowed` types as large ones.
     """
     names = tuple(df.columns)
     if any(set(name) & set(".`") for name in names):
         df = df.toDF(*(f"_{number}" for number in range(len(names))))
-    return df.mapInArrow(_Declared(function, names), ddl)
+    return df.mapInArrow(_Declared(function, names), ddl_of(output))
 
 
 def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with strings and bytes of 32-bit offsets, in lists too; Spark sends 64-bit ones where
+    """The batch with 32-bit offsets for strings and bytes, in lists too; Spark sends 64-bit ones if
     spark.sql.execution.arrow.useLargeVarTypes is set. Offsets are converted, values are not copied.
 
     Raises DataError for a column of 2 GiB or more.
@@ -71,7 +73,7 @@ def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
 def rows_too_large(size_bytes: int, rows: int) -> DataError:
     """The error for a batch that 32-bit offsets cannot hold."""
     return DataError(
-        "rows that Spark hands over together are too large",
+        "a batch of rows from Spark is too large",
         got=f"{size_bytes} bytes in {rows} rows",
         allowed="less than 2 GiB",
         next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
@@ -86,28 +88,42 @@ def _narrow(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind
 
 
-class EachSlice(ABC):
-    """The function for mapInArrow over `sliced` rows: a subclass says what becomes of a task's items."""
+Items = Sequence[Mapping[str, Any]]
 
-    def __init__(self, settings: dict[str, str]) -> None:
-        self._settings = settings
+
+def over_slices(
+    spark: SparkSession,
+    items: Items,
+    sizes: Sequence[int],
+    slice_bytes: int,
+    function: Callable[[Items], Iterator[pa.RecordBatch]],
+    output: pa.Schema,
+) -> DataFrame:
+    """The rows that `function` makes of `items`, which are plain values: each task gets neighbouring items, as `slices`
+    cuts them by their `sizes` in bytes. `output` are the columns of its batches.
+    """
+    each = _EachSlice(function, hadoop_settings())
+    return _sliced(spark, items, sizes, slice_bytes).mapInArrow(each, ddl_of(output))
+
+
+@dataclass(frozen=True)
+class _EachSlice:
+    """The function for mapInArrow over `_sliced` rows, under the session's Hadoop settings."""
+
+    function: Callable[[Items], Iterator[pa.RecordBatch]]
+    settings: dict[str, str]
 
     @in_task
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        """What `batches_of` gives, with the session's Hadoop settings in force."""
-        set_hadoop_settings(self._settings)
+        set_hadoop_settings(self.settings)
         for batch in batches:
             for text in batch.column(0).to_pylist():
-                yield from joined(self.batches_of(json.loads(text)))
-
-    @abstractmethod
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """The batches of some items of the plan."""
+                yield from joined(self.function(json.loads(text)))
 
 
 def joined(batches: Batches) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of MIN_ROWS or more, but the last: each batch costs Spark about a millisecond, and a
-    small file makes two. What is held at a time has fewer rows than that and less than MIN_BYTES.
+    """The same rows in batches of MIN_ROWS or MIN_BYTES at least, except the last: each batch costs Spark about a
+    millisecond, and a small file makes two.
     """
     held: list[pa.RecordBatch] = []
     rows = size = 0
@@ -127,12 +143,10 @@ def _one(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(batches).combine_chunks().to_batches()
 
 
-def sliced(
-    spark: SparkSession, items: Sequence[Mapping[str, Any]], sizes: Sequence[int], slice_bytes: int
-) -> DataFrame:
-    """The plan as a data frame of one column, a row for each task: neighbouring items as JSON, as `slices` has them.
+def _sliced(spark: SparkSession, items: Items, sizes: Sequence[int], slice_bytes: int) -> DataFrame:
+    """A data frame of one column and a row for each task: its items as JSON.
 
-    Made in Java: a data frame of Python's rows would be read by a Python task before the one that it is for.
+    Made in Java: a data frame of Python rows would pass through an additional Python task.
     """
     from pyspark.sql import DataFrame
 
@@ -146,13 +160,13 @@ def sliced(
 
 
 def slices(sizes: Sequence[int], slice_bytes: int, cores: int) -> list[range]:
-    """Which items a task gets, in order: neighbours of `slice_bytes` together, one that has as much alone; of less work
-    than that for each core, as many tasks as cores. To open a file costs as much as reading OPEN_BYTES.
+    """The items of each task, in order: neighbours of `slice_bytes` together, or one item that is as large. If that
+    makes fewer tasks than cores, as many tasks as cores. Opening a file counts like reading OPEN_BYTES.
     """
     costs = np.asarray(sizes, dtype=np.float64) + OPEN_BYTES
     total = costs.sum()
     count = min(max(math.ceil(total / (slice_bytes + OPEN_BYTES)), cores), len(sizes), MAX_TASKS)
-    place = ((np.cumsum(costs) - costs) * count / total).astype(np.int64)  # of where each item begins
+    place = ((np.cumsum(costs) - costs) * count / total).astype(np.int64)  # the task in which each item begins
     starts = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(sizes)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
@@ -160,7 +174,7 @@ def slices(sizes: Sequence[int], slice_bytes: int, cores: int) -> list[range]:
 def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
     """`df` in `count` partitions, each row in the one that `number` (int) names.
 
-    That is repartitionById, which Spark has from 4.1 on; before, rows go by numbers whose hash Spark sends there.
+    Uses repartitionById, which Spark has from 4.1 on; for earlier versions see by_hash.
     """
     if hasattr(df, "repartitionById"):
         return df.repartitionById(count, number)
@@ -168,7 +182,8 @@ def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
-    """by_partition where Spark only partitions by a hash of a value."""
+    """by_partition for versions of Spark that only partition by hash: each number is replaced by a value of that hash.
+    """
     from pyspark.sql import functions as f
 
     values = f.expr(f"array({', '.join(map(str, _values_by_remainder(count)))})")
@@ -176,7 +191,7 @@ def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def _values_by_remainder(count: int) -> list[int]:
-    """For each remainder 0..count-1 the least number whose Spark hash has it, as HashPartitioning takes it."""
+    """For each partition 0..count-1 the least number that Spark's HashPartitioning sends there."""
     found = np.full(count, -1)
     start, step = 0, 8 * count
     while (found < 0).any():
@@ -207,7 +222,7 @@ COPY_BYTES = 4 << 20
 
 
 def partition_of_task(settings: dict[str, str]) -> int:
-    """The number of the partition that this task works on; the Hadoop `settings` are in force from now on."""
+    """The number of this task's partition; sets the Hadoop `settings` for the task."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -217,7 +232,7 @@ def partition_of_task(settings: dict[str, str]) -> int:
 
 
 def upload(folder: str, name: str, file: IO[bytes]) -> str:
-    """Copy a local file into the attempts' folder under a name that no other attempt has; returns its URL."""
+    """Copy a local file into the attempts' folder under a name that no other attempt uses; returns its URL."""
 
     def produce(writer: Writer) -> None:
         file.seek(0)
@@ -225,7 +240,7 @@ def upload(folder: str, name: str, file: IO[bytes]) -> str:
             writer.write(data)
 
     fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
-    if not fs.exists(folder):  # a task that outlives its job must not bring a removed staging folder back
+    if not fs.exists(folder):  # a task that outlives its job must not recreate a removed staging folder
         raise StorageError(
             f"{folder} is gone",
             got="no folder",

@@ -1,1 +1,1 @@
-"""Which row belongs to which split, and what leaks between splits."""
+"""Splits: which row belongs to which split, sampling and weights, and the check for leakage between splits."""

@@ -1,4 +1,4 @@
-"""The second pass, in the tasks: each row's sample id, split, place in its split and encoded size."""
+"""The second pass, in tasks: the sample id, split, order key and encoded size of each row."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lockstep.storage.errors import DataError
 
 @dataclass(frozen=True)
 class Stored:
-    """The columns that rows of a schema have on their way to shards of a format: BYTES, for TFRecord RECORD, and
-    `fields`: all of them for Parquet, else the sample id and what `also` names.
+    """The columns that rows of a schema have on their way to shards of a format: BYTES, for TFRecord also RECORD, and
+    `fields`: for Parquet all of the schema's, for TFRecord the sample id and `also`.
     """
 
     schema: Schema
@@ -37,18 +37,19 @@ class Stored:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The fields that go on as columns."""
+        """The fields that stay columns."""
         return self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *self.also)
 
-    def ddl(self) -> list[str]:
-        """Those columns in their order, in Spark's notation."""
-        record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
-        return [f"{c.BYTES} bigint", *record, *c.ddl(self.fields)]
+    @property
+    def output(self) -> list[pa.Field]:
+        """Those columns in their order."""
+        record = [pa.field(c.RECORD, pa.binary())] if self.fmt == "tfrecord" else []
+        return [pa.field(c.BYTES, pa.int64()), *record, *(pa.field(f.name, f.arrow_type) for f in self.fields)]
 
     def columns(self, rows: pa.RecordBatch) -> dict[str, pa.Array]:
-        """Those columns, by name, of rows whose columns are the schema's.
+        """Those columns, by name, for rows that have the schema's columns.
 
-        Raises DataError for rows that do not fit it, or whose records are more than Arrow's offsets of 32 bits hold.
+        Raises DataError for rows that do not fit the schema, or whose records exceed Arrow's 32-bit offsets.
         """
         if self.fmt == "tfrecord":
             records = self._records(rows)
@@ -60,28 +61,38 @@ class Stored:
 
     @cached_property
     def encoder(self) -> RecordEncoder | SequenceEncoder:
-        """What encodes records (TFRecord)."""
+        """The encoder of records (TFRecord)."""
         return SequenceEncoder(self.schema) if self.schema.record == SEQUENCE_EXAMPLE else RecordEncoder(self.schema)
 
     def _records(self, rows: pa.RecordBatch) -> pa.BinaryArray:
         data, offsets = self.encoder.encode(rows)
         if len(data) >= 1 << 31:
             raise rows_too_large(len(data), rows.num_rows)
-        # A copy: Spark takes a batch over when it likes, and the encoder's buffer is used again for the next one.
+        # A copy: Spark may read a batch late, and the encoder reuses its buffer for the next one.
         buffers: list[Any] = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.tobytes())]
         return pa.Array.from_buffers(pa.binary(), rows.num_rows, buffers)
 
 
 _SIGN = np.uint64(1 << 63)
+_OWN = pa.schema(
+    [
+        (c.SPLIT, pa.string()),
+        (c.DROPPED, pa.string()),
+        (c.KEY, pa.int64()),
+        (c.LEAK, pa.int64()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
 class Assign:
-    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason, but
-    for those that a `counted` split may need.
+    """The function for mapInArrow: rows of the caller in, rows of `output` out. Of dropped rows only the reason stays,
+    except those that a `counted` split may need.
 
-    TFRecord rows are encoded and framed here, once: their exact size is needed before the number of shards is known,
-    and Spark moves one column of bytes faster than the many that it is made of (docs/decisions/060-codec-kernels.md).
+    TFRecord rows are encoded and framed here, once: the number of shards follows from their exact size, and Spark
+    shuffles one column of bytes faster than many columns (docs/decisions/060-codec-kernels.md).
     """
 
     schema: Schema
@@ -92,20 +103,20 @@ class Assign:
     sample: Sampling | None = None
     weights: ClassWeights | None = None
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.LEAK} bigint"]
-        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *self._stored.ddl()])
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        return pa.schema([*_OWN, *self._stored.output])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for a null in an id column, or for a row that does not fit the schema."""
+        """Raises DataError for a null in an id column or a row that does not fit the schema."""
         for batch in batches:
             if batch.num_rows:
                 yield self.rows(batch)
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """What becomes of one batch."""
+        """The rows of `output` for one batch."""
         lost = pa.nulls(0, pa.string())
         if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
             reasons = batch.column(c.DROPPED)
@@ -115,8 +126,8 @@ class Assign:
         if self.sample is None:
             kept = self._kept(batch, ids, splits)
         elif self.split.counted:
-            # Only etl.split.time_and_strata knows whether those that are left out are in a split that is sampled: they
-            # come whole.
+            # Only etl.split.time_and_strata knows whether a row is in a split that is sampled, so rows that sampling
+            # leaves out are kept whole.
             out = pa.array(~self.sample.keeps(batch, ids, self.seed))
             kept = self._kept(batch, ids, splits)
             reasons = pc.if_else(out, SAMPLED_OUT, kept.column(c.DROPPED))
@@ -162,7 +173,7 @@ class Assign:
 
 
 def _as_text(name: str, column: pa.Array) -> pa.Array:
-    """An id column as what is hashed, see etl.columns."""
+    """An id column in the form that is hashed, see etl.columns.text_of."""
     if column.null_count:
         raise DataError(
             f"id column `{name}` is null",

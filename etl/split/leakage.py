@@ -1,4 +1,4 @@
-"""What must not lie on two sides of a split: the same id, group or content, or times that overlap."""
+"""Leakage between splits: the same id, group or content in two of them, or times that overlap."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ID, CONTENT, GROUP, TIME = "sample_id", "content", "group", "time"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of one check: how many records have one that occurs in more than one split, how many values occur in n
-    records each, and one of those that most records have.
+    """The values of one check: how many records have a value that occurs in more than one split, how many values occur
+    in n records each, and one of the most frequent values.
     """
 
     shared: int
@@ -37,15 +37,16 @@ class Values:
 
     @property
     def records(self) -> int:
-        """Records in all."""
+        """The number of records."""
         return sum(n * values for n, values in self.counts.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Leakage:
-    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061.
+    """How many records share their value with a record of another split, by check; see
+    docs/decisions/061-splits-and-leakage.md.
 
-    `values` are those of each check but TIME, `by_chance` is what by_chance gives for CONTENT.
+    `values` has the Values of each check except TIME, `by_chance` the result of by_chance for CONTENT.
     """
 
     kind: str
@@ -55,17 +56,17 @@ class Leakage:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `leakage`."""
-        told: dict[str, Any] = {"kind": self.kind, "checked": sorted(self.found), "found": self.found}
+        entry: dict[str, Any] = {"kind": self.kind, "checked": sorted(self.found), "found": self.found}
         if self.by_chance is not None:
             distinct = sum(self.values[CONTENT].counts.values())
-            told |= {"by_chance": {CONTENT: self.by_chance}, "distinct": {CONTENT: distinct}}
-        return told
+            entry |= {"by_chance": {CONTENT: self.by_chance}, "distinct": {CONTENT: distinct}}
+        return entry
 
 
 def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
-    """The checks that fit a kind of split: what it promises, and what nobody else would notice.
+    """The checks for a kind of split: what it promises, and what no other check would notice.
 
-    A split by the sample id sends equal ids to one side by itself, and each shard is searched for equal ids.
+    A split by the sample id puts equal ids into one split by construction, and each shard is searched for equal ids.
     """
     ids = () if split.kind in ("random", "kfold") and split.column is None else (ID,)
     if split.kind == "time":
@@ -76,15 +77,15 @@ def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
 
 
 def fed(schema: Schema) -> tuple[Field, ...]:
-    """The features that a model is fed with: none that are only stored, such as ids."""
+    """The features that a model is fed with, without those that are only stored, such as ids."""
     return tuple(field for field in schema.features if (field.encoding or {}).get("kind") != "ignore")
 
 
 def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = False) -> Column:
     """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features that a
-    model is fed with; null where it is made `late`, with the features.
+    model is fed with; null if it is computed `late`, together with the features.
 
-    A column that decides the split is of a type that SplitSpec.check takes; moments are numbers
+    A column that decides the split has a type that SplitSpec.check accepts; timestamps are numbers already
     (etl.write.frame.prepared).
     """
     from pyspark.sql import functions as f
@@ -104,22 +105,23 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
     for field in features:
         column = f.col(c.quoted(field.name))
         parts.append(column)
-        # A null and a list's end leave the hash as it is: (null, 1) would be (1, null), and [1], [2] be [1, 2], [].
+        # Nulls and ends of lists do not change the hash: (null, 1) would equal (1, null), and [1], [2] equal [1, 2],
+        # [].
         parts += [column.isNull()] if field.nullable else []
         parts += [f.size(column)] if field.is_list else []
     return f.xxhash64(*parts)
 
 
 def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Mapping[str, int]) -> Leakage:
-    """Look through the rows that etl.split.assign wrote (splits settled, dropped rows left out); `records` are those
-    of each split, in order of time.
+    """Check the rows of etl.split.assign (with final splits, without dropped rows); `records` is the number of each
+    split's records, in order of time.
 
-    Equal content on two sides is counted and told. Raises DataError for an id or a group on two sides and for times
-    that overlap: the split's own promise is broken then.
+    Equal content in two splits is counted and logged. Raises DataError for an id or a group in two splits and for times
+    that overlap, which break the promise of the split.
     """
     checks = checks_of(split, schema)
     columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
-    with described(rows.sparkSession, "look for what is on two sides of the split"):
+    with described(rows.sparkSession, "check for leakage between splits"):
         values = _on_two_sides(rows, columns, tuple(records))
     found = {check: of.shared for check, of in values.items()}
     for check, count in found.items():
@@ -127,11 +129,13 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Ma
             raise _broken(rows, columns[check], check, count, split)
     if TIME in checks:
         found[TIME] = _overlap(rows, split, tuple(records))
-    return told(split, found, values, records)
+    return logged(split, found, values, records)
 
 
-def told(split: SplitSpec, found: dict[str, int], values: Mapping[str, Values], records: Mapping[str, int]) -> Leakage:
-    """What was found, by check; equal content is logged. `records` are those of each split."""
+def logged(
+    split: SplitSpec, found: dict[str, int], values: Mapping[str, Values], records: Mapping[str, int]
+) -> Leakage:
+    """The result of the checks; equal content is logged. `records` is the number of each split's records."""
     chance = by_chance(values[CONTENT].counts, tuple(records.values())) if CONTENT in values else None
     leakage = Leakage(split.kind, found, values, chance)
     line = content_line(leakage.to_json())
@@ -141,24 +145,24 @@ def told(split: SplitSpec, found: dict[str, int], values: Mapping[str, Values], 
 
 
 def content_line(leakage: Mapping[str, Any]) -> str | None:
-    """What a manifest's `leakage` says of equal content on two sides, None where there is none."""
+    """A line about equal content in two splits from a manifest's `leakage`, None if there is none."""
     count = leakage["found"].get(CONTENT, 0)
     if not count:
         return None
     line = f"leakage: {count} records have the same features as one of another split"
-    if "by_chance" not in leakage:  # of a dataset that an earlier version has made
+    if "by_chance" not in leakage:  # in a manifest of an earlier version
         return line
     chance, distinct = leakage["by_chance"][CONTENT], leakage["distinct"][CONTENT]
     return f"{line} (a random split has {chance}; {distinct} different contents in all)"
 
 
 def by_chance(counts: Mapping[int, int], records: Sequence[int]) -> float:
-    """How many records are expected to share their content with one of another split if each record falls into a split
-    by itself, in the shares of `records`; rounded to a tenth.
+    """How many records are expected to share their content with a record of another split if each record is assigned
+    independently, in the shares of `records`; rounded to a tenth.
 
-    `counts` says how many contents occur in n records each. Of n records all are in one split with probability sum(p^n)
-    over the shares p, so that sum(counts[n] n (1 - sum(p^n))) is the expectation. Decimals give it the same digits on
-    any machine.
+    `counts` is how many contents occur in n records each. All of n records are in one split with probability sum(p^n)
+    over the shares p, so the expectation is sum(counts[n] n (1 - sum(p^n))). Decimals give the same digits on any
+    machine.
     """
     with localcontext(Context(prec=28)):
         shares = [Decimal(count) / sum(records) for count in records]
@@ -174,7 +178,7 @@ def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[s
 
     if not columns:
         return {}
-    side = f.lit(0)  # numbers in place of names: Spark aggregates those in place
+    side = f.lit(0)  # numbers instead of names: Spark aggregates them in place
     for place, name in enumerate(names):
         side = f.when(f.col(c.SPLIT) == name, place).otherwise(side)
     looked_at = [f.struct(f.lit(n).alias("of"), f.col(name).alias("value")) for n, name in enumerate(columns.values())]
@@ -184,7 +188,7 @@ def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[s
     sides = values.groupBy("of", "value").agg(
         f.min("side").alias("low"), f.max("side").alias("high"), f.count(f.lit(1)).alias("n")
     )
-    # Of N records there are fewer than sqrt(2 N) different counts.
+    # N records have fewer than sqrt(2 N) different counts.
     shared = f.count_if(f.col("low") < f.col("high")).alias("shared")
     counted = sides.groupBy("of", "n").agg(f.count(f.lit(1)).alias("values"), shared, f.max("value").alias("one"))
     by_number: dict[int, dict[int, Row]] = {number: {} for number in range(len(columns))}
@@ -200,7 +204,7 @@ def _values(by_count: Mapping[int, Row]) -> Values:
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:
-    """0 where each split ends before the next begins; else DataError."""
+    """0 if each split ends before the next begins; else raises DataError."""
     from pyspark.sql import functions as f
 
     spans = {

@@ -1,4 +1,5 @@
-"""Fewer records of common classes, and weights for rare ones: by class alone, never by chance."""
+"""Fewer records of common classes, and weights for rare ones; deterministic (docs/decisions/061-splits-and-leakage.md).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0
 
 def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
     """Read "1%" or "0.01" exactly. Raises ConfigError, naming `flag`, outside 0 to 1."""
-    # Fraction reads more forms than these; 1e99999999 it would work out digit by digit.
+    # Fraction accepts more forms than these; it would compute 1e99999999 digit by digit.
     found = _SHARE.fullmatch(text)
     try:
         share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
@@ -36,16 +37,16 @@ def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
 
 SAMPLED_OUT = "sampled_out"
 WEIGHT = "weight"
-UNCOUNTED = 1.0  # of a class that only validation or test has: the mean weight in training
-_OWN_SEED = 0x73616D706C65  # "sample": what is kept must not follow from the order in shards or from the split
+UNCOUNTED = 1.0  # the weight of a class that only validation or test has: the mean weight in training
+_OWN_SEED = 0x73616D706C65  # "sample": which records are kept must not depend on their order in shards or on the split
 _BOOLEAN, _WHOLE = re.compile("true|false|[01]"), re.compile("0|-?[1-9][0-9]{0,18}")
 _AS_BOOLEAN = {"0": "false", "1": "true"}
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which share of the records of some classes training keeps: `shares` of values of `column`; other classes stay
-    whole.
+    """The share of the records of some classes that training keeps: `shares` by values of `column`; other classes are
+    kept whole.
     """
 
     column: str
@@ -68,8 +69,8 @@ class Sampling:
         return cls(columns.pop(), tuple(found.items()))
 
     def check(self, kind: str, num_classes: int | None = None) -> None:
-        """Raise ConfigError where a column of `kind` (in Spark's notation), the label of `num_classes` perhaps, has no
-        classes or cannot have one that is named.
+        """Raise ConfigError if a column of `kind` (in Spark's notation) has no classes or cannot have one that is
+        named; `num_classes` is given if it is a label with so many.
         """
         whole = kind in c.WHOLE
         if not whole and kind not in ("boolean", "string"):
@@ -91,12 +92,12 @@ class Sampling:
                 raise _no_class(self.column, value, f"0 to {num_classes - 1}")
 
     def sampled(self, kind: str, split: SplitSpec) -> Sampled:
-        """What a dataset says of it, whose column has `kind` (in Spark's notation)."""
+        """The manifest's entry; the column has `kind` (in Spark's notation)."""
         shares = {_AS_BOOLEAN.get(value, value) if kind == "boolean" else value: share for value, share in self.shares}
         return Sampled(self.column, shares, split.trained)
 
     def keeps(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
-        """Which rows stay, (n,) bool: those whose hash lies in the share of their class. `ids` is (n,) int64."""
+        """Which rows are kept, (n,) bool: those whose hash is in the share of their class. `ids` is (n,) int64."""
         column = batch.column(self.column)
         texts = texts_of(self.column, column)
         hashes = shard_keys(ids, splitmix64(seed ^ _OWN_SEED))
@@ -112,7 +113,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ClassWeights:
-    """The weight of each class of `column`, by the text of its value; 1 for a class that was not counted."""
+    """The weight of each class of `column`, by the text of its value; UNCOUNTED for a class that was not counted."""
 
     column: str
     weights: Mapping[str, float]
@@ -126,7 +127,7 @@ class ClassWeights:
 
 
 def balanced(column: str, counts: Mapping[str, int]) -> ClassWeights:
-    """Weights with which all classes weigh alike and the mean weight is 1: records / (classes * records of it)."""
+    """Weights that give all classes equal total weight and a mean of 1: records / (classes * records of the class)."""
     total = sum(counts.values())
     return ClassWeights(column, {name: total / (len(counts) * n) for name, n in sorted(counts.items())})
 

@@ -1,4 +1,5 @@
-"""How records are split. By hash, no record's split depends on another record; stratified and time look at all."""
+"""How records are split: by hash, where no record depends on another, or by counts over all records (stratified, time).
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from lockstep.storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 KINDS = ("random", "group", "kfold", "stratified", "time", "given")
-COUNTED = ("stratified", "time")  # kinds that follow from how many records there are
+COUNTED = ("stratified", "time")  # kinds that depend on the number of records
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
 ALLOWED = (
-    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B (or user:COLUMN:A/B),"
+    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B,"
     " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
 )
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
+_OLD_SHARES = re.compile(r"[0-9.]+(:[0-9.]+)+")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
 
@@ -36,8 +38,8 @@ class SplitSpec:
     """How records are split.
 
     `kind` random: by the sample id; group: by the value of `column`; kfold: either of them, into equal folds;
-    stratified: each value of `column` in the ratio `weights`; time: what is earlier in `column` first; given: as the
-    input says. `names` are the splits in the order of `weights`; empty for given, where the records name them.
+    stratified: each value of `column` in the ratio `weights`; time: by `column`, the earliest records first; given: the
+    input names the split. `names` are the splits in the order of `weights`; empty for given.
     """
 
     kind: str = "random"
@@ -52,12 +54,12 @@ class SplitSpec:
 
     @property
     def counted(self) -> bool:
-        """Whether splits are settled only when all records have been counted (etl.split.time_and_strata)."""
+        """Whether splits are known only after all records were counted (etl.split.time_and_strata)."""
         return self.kind in COUNTED
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The splits that training takes: `train`, or all folds."""
+        """The splits that are used for training: `train`, or all folds."""
         return self.names if self.kind == "kfold" else (TRAIN,)
 
     @property
@@ -73,6 +75,15 @@ class SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
         if text == "given":
             return cls(kind="given")
+        new = current_spelling(text)
+        if new != text:
+            cls.parse(new)  # raises for other mistakes
+            raise ConfigError(
+                "--split is written in a form of an earlier version",
+                got=text[:MAX_SHOWN],
+                allowed=ALLOWED,
+                next_step=f"Write --split {new[:MAX_SHOWN]}, which means the same.",
+            )
         head, _, rest = text.partition(":")
         if head == "kfold":
             count, separator, column = rest.partition(":")
@@ -80,18 +91,17 @@ class SplitSpec:
                 raise _unreadable(text)
             names = tuple(f"fold-{number}" for number in range(int(count)))
             return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None)
-        kind = {"group": "group", "user": "group", "stratified": "stratified", "time": "time"}.get(head)
-        if kind is None:
+        if head not in ("group", "stratified", "time"):
             return cls(names=_names(text, text), weights=_weights(text, text))
         column, _, shares = rest.rpartition(":")
-        if kind == "time" and not column and ":" not in rest:
+        if head == "time" and not column and ":" not in rest:
             column = TIME_COLUMN
         if not column:
             raise _unreadable(text)
-        return cls(kind=kind, names=_names(shares, text), weights=_weights(shares, text), column=column)
+        return cls(kind=head, names=_names(shares, text), weights=_weights(shares, text), column=column)
 
     def check(self, kind: str) -> None:
-        """Raise ConfigError where `column` is of a type, `kind` in Spark's notation, that cannot decide the split."""
+        """Raise ConfigError if a column of type `kind` (in Spark's notation) cannot decide the split."""
         assert self.column is not None
         if self.kind == "time" and kind not in (*c.WHOLE, "date", "timestamp"):
             raise ConfigError(**_unfit(self.column, kind, _TIMES))
@@ -103,8 +113,8 @@ class SplitSpec:
     def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
         """The split of each row: (n,) strings, none null.
 
-        `ids` are the rows' sample ids, (n,) int64. For stratified and time it is not the split that comes back but
-        what etl.split.time_and_strata decides it from: the text of the class, or of the time as a whole number. Raises
+        `ids` are the rows' sample ids, (n,) int64. For stratified and time the result is not the split, but the value
+        from which etl.split.time_and_strata decides it: the class, or the time as a whole number, as text. Raises
         DataError for a null in `column`.
         """
         if self.kind == "given":
@@ -120,6 +130,13 @@ class SplitSpec:
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
+
+
+def current_spelling(text: str) -> str:
+    """`text` with the forms of earlier versions replaced, which old manifests hold: user:COLUMN:8/2 and 8:2."""
+    if text.startswith("user:"):
+        return f"group:{text.removeprefix('user:')}"
+    return text.replace(":", "/") if _OLD_SHARES.fullmatch(text) else text
 
 
 def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
@@ -138,7 +155,7 @@ def texts_of(name: str, column: pa.Array) -> pa.StringArray:
 
 
 def times_of(name: str, column: pa.Array) -> pa.Int64Array:
-    """The values of a time column as whole numbers that rise with them: themselves, days, or microseconds."""
+    """The values of a time column as whole numbers in the same order: unchanged, days, or microseconds."""
     kind = column.type
     if pa.types.is_integer(kind):
         return column.cast(pa.int64())
@@ -150,8 +167,8 @@ def times_of(name: str, column: pa.Array) -> pa.Int64Array:
 
 
 def span_of(kind: str, span: int) -> int:
-    """A span of seconds as times_of counts in a column of `kind` (Spark's notation), days rounded up; of a column of
-    whole numbers the span itself, in the column's unit.
+    """A span of seconds in the unit of times_of for a column of `kind` (Spark's notation), days rounded up; for a
+    column of whole numbers the span itself.
     """
     return {"date": -(-span // 86_400), "timestamp": span * 1_000_000}.get(kind, span)
 
@@ -173,7 +190,7 @@ def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
 
 
 def _parts(shares: str, text: str) -> list[str]:
-    parts = re.split("[/:]", shares)
+    parts = shares.split("/")
     if not 2 <= len(parts) <= 3 or not all(_PART.fullmatch(part) and float(part) > 0 for part in parts):
         raise _unreadable(text)
     return parts
@@ -190,7 +207,7 @@ def _weights(shares: str, text: str) -> tuple[int, ...]:
 
 
 def _example(text: str) -> str:
-    """What somebody may have meant who wrote `text`: its kind and column with shares that can be read."""
+    """A valid split close to `text`: its kind and column with valid shares."""
     head, *rest = text.split(":")
     named = [part for part in rest if re.search("[A-Za-z_]", part)]
     column = named[0] if len(named) == 1 and len(text) <= MAX_SHOWN else None
@@ -198,7 +215,7 @@ def _example(text: str) -> str:
         return "kfold:5" if column is None else f"kfold:5:{column}"
     if head == "time":
         return "time:80/20" if column is None else f"time:{column}:80/20"
-    if head in ("group", "user", "stratified"):
+    if head in ("group", "stratified"):
         return f"{head}:{column or 'COLUMN'}:80/20"
     return "80/20"
 

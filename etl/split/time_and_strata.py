@@ -1,7 +1,7 @@
-"""Splits that need to see all records: each class in one ratio, and the earlier before the later.
+"""Splits that depend on all records: stratified by class, and by time.
 
-Both rest on counts over ranges of keys or times, narrowed in a few passes, so the driver holds some thousand numbers
-however many records there are, and no task sorts a whole class.
+Both use counts over ranges of keys or times, which a few passes narrow down, so the driver holds some thousand numbers
+for any number of records, and no task sorts a whole class.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from etl import columns as c
 from etl.split.sampling import SAMPLED_OUT
 from etl.split.splits import SplitSpec
@@ -19,23 +21,24 @@ from lockstep.storage.errors import DataError
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-BUCKET_BITS = 12  # 4096 ranges a pass: what one pass leaves open is a 4096th of the records
+BUCKET_BITS = 12  # 4096 ranges a pass: each pass narrows the search to about a 4096th of the records
 KEY_BITS = 64
 MAX_CLASSES = 1000
 CENSORED_AT_BORDER = "censored_at_border"
 _LEAST = -(1 << 63)
 
-# (bucket, shift) of the values to look at, or None for all; shift of the buckets to count -> records by bucket. A value
-# v lies in bucket v >> shift.
+# (bucket, shift) of the values to count, or None for all; shift of the buckets -> records by bucket. A value v is in
+# bucket v >> shift.
 Histogram = Callable[[tuple[int, int] | None, int], Mapping[int, int]]
 
 
 def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
-    """Rows of etl.split.assign with the name of each row's split in SPLIT; nothing changes where it is there already.
-    Whole rows that come as SAMPLED_OUT are counted for the splits, and dropped only in those that are trained on.
+    """Rows of etl.split.assign with the name of each row's split in SPLIT; for other kinds of splits they are
+    unchanged. Rows that are marked SAMPLED_OUT are counted for the splits, and dropped only in splits that are trained
+    on.
 
-    In a split by time, rows whose label looks `window` ahead (in the column's unit) and so into the next split are
-    dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
+    In a split by time, a label that looks `window` ahead (in the column's unit) may look into the next split: such rows
+    are dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
     """
     if split.kind == "stratified":
         return _stratified(rows, split)
@@ -45,15 +48,15 @@ def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> Data
 
 
 def cuts_of(total: int, weights: Sequence[int]) -> list[int]:
-    """How many of `total` records lie before each border between the shares `weights`, rounded to the nearest."""
+    """How many of `total` records are before each border between the shares `weights`, rounded to the nearest."""
     whole = sum(weights)
     return [(2 * total * below + whole) // (2 * whole) for below in accumulate(weights[:-1])]
 
 
 def at_rank(rank: int, low: int, high: int, histogram: Histogram) -> tuple[int, int, int]:
-    """The value that stands at 0-based `rank` among all in order, how many are less and how many equal to it.
+    """The value at 0-based `rank` in sorted order, the number of smaller values and of equal ones.
 
-    All values lie in low..high; rank is below their number.
+    All values are in low..high; `rank` is less than their number.
     """
     shift = max(0, (high - low).bit_length() - BUCKET_BITS)
     where, below = None, 0
@@ -71,11 +74,11 @@ def at_rank(rank: int, low: int, high: int, histogram: Histogram) -> tuple[int, 
 
 
 def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: Histogram) -> list[int]:
-    """The last value before each border, of `total` values that lie in low..high, where equal ones stay together.
+    """The last value before each border, for `total` values in low..high; equal values stay together.
 
-    A border should lie after its number of values in `cuts`, which rise and are below `total`: of the places beside the
-    equal values there, it takes the nearer one, the earlier if both are as near. Where that would leave nothing between
-    two borders, before the first or after the last, it takes the next place that does not, if there is one.
+    A border should come after its number of values in `cuts`, which rise and are less than `total`. It moves to the
+    nearer end of the run of equal values there, to the earlier end if both are equally near. If that left nothing
+    between two borders, before the first or after the last, it moves on to the next value, if there is one.
     """
     found: list[tuple[int, int]] = []  # the last value before the border, and how many there are
     for cut in cuts:
@@ -112,7 +115,7 @@ def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame
     ends = ends_of(_inner(span["n"], split.weights), span["n"], span["low"], span["high"], histogram)
     if window is not None:
         nexts = times.agg(*(f.min(f.when(f.col("t") > end, f.col("t"))) for end in ends)).collect()[0]
-        seen = f.lit(False)  # whether the label has seen the next split
+        seen = f.lit(False)  # whether the label looks into the next split
         for end, first in reversed(list(zip(ends, nexts, strict=True))):
             since = span["high"] + 1 if first is None else first - window
             seen = f.when(time <= end, time >= f.lit(max(since, _LEAST))).otherwise(seen)
@@ -155,7 +158,7 @@ def _stratified(rows: DataFrame, split: SplitSpec) -> DataFrame:
         keys[row["class"], row["bucket"]].append(row[c.KEY])
     for found in keys.values():
         found.sort()
-    # The keys of distinct ids are distinct, so the first key behind a border is the border.
+    # Distinct ids have distinct keys, so the first key after a border is the border.
     firsts = {
         name: [keys[name, place[0]][place[1]] if place else None for place in places] for name, places in wanted.items()
     }
@@ -163,7 +166,7 @@ def _stratified(rows: DataFrame, split: SplitSpec) -> DataFrame:
 
 
 def _place(cut: int, counts: Mapping[int, int]) -> tuple[int, int] | None:
-    """The bucket that holds the record at 0-based rank `cut`, and its rank there; None behind the last record."""
+    """The bucket of the record at 0-based rank `cut`, and its rank in the bucket; None after the last record."""
     for bucket in sorted(counts):
         if cut < counts[bucket]:
             return bucket, cut
@@ -193,6 +196,6 @@ def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
 
 
 def _small(rows: DataFrame, table: Mapping[str, Iterable[object]], *numbers: str) -> DataFrame:
-    """A table of a few thousand rows beside `rows`: text, and whole numbers where named."""
-    ddl = ", ".join(f"{name} {'bigint' if name in numbers else 'string'}" for name in table)
-    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), ddl)
+    """A table of a few thousand rows in the session of `rows`: columns of text, those in `numbers` of whole numbers."""
+    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in table])
+    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), c.ddl_of(schema))

@@ -1,4 +1,4 @@
-"""What is said, in a line each, of splits that are not what their shares let one expect."""
+"""Warnings about splits whose sizes or classes are far from what their shares promise, a line each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MIN_Z, MIN_APART = 5, Fraction(1, 10)
 
 
 def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
-    """Says which split of whole groups has the share that is furthest from what was asked for, if one is FAR from it.
+    """A line about the split of whole groups whose share is furthest from the one asked for, if it is FAR from it.
 
-    `records` are the records of each split.
+    `records` is the number of each split's records.
     """
     if split.column is None or split.kind not in ("group", "kfold"):
         return None
@@ -33,13 +33,13 @@ def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
 
 
 def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled: bool) -> list[str]:
-    """One line where all records have one class of `label`. Else a line for each split whose records have one class,
-    and, unless training was `sampled`, for each whose share of a class is far from that in the split `train`, or in all
-    other splits where none is called so.
+    """One line if all records have one class of `label`. Else a line for each split whose records have one class and,
+    unless training was `sampled`, for each split whose share of a class is far from that in `train`, or in all other
+    splits if none is called `train`.
 
     `classes` are the records of each class in each split. Shares are far apart if they differ by more than MIN_APART of
-    the smaller one and by more than MIN_Z standard deviations of chance (two proportions, pooled): neither 50.0 and
-    50.4 % of a million records are, nor 50 and 60 % of a hundred.
+    the smaller one and by more than MIN_Z standard deviations (two proportions, pooled): neither are 50.0 and 50.4 % of
+    a million records, nor 50 and 60 % of a hundred.
     """
     values = {value for counts in classes.values() for value in counts}
     if len(values) == 1 and len(classes) > 1 and all(classes.values()):
@@ -69,7 +69,7 @@ def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled
 
 
 def _farthest(here: Counter[str], there: Counter[str]) -> tuple[str, Fraction, Fraction] | None:
-    """The class whose shares are farthest apart by chance's measure, with both shares; None if none is far."""
+    """The class whose shares are furthest apart in standard deviations, with both shares; None if none are far."""
     one, two = here.total(), there.total()
     if not one or not two:
         return None
@@ -87,5 +87,5 @@ def _farthest(here: Counter[str], there: Counter[str]) -> tuple[str, Fraction, F
 
 
 def percent(share: Fraction) -> str:
-    """A share of a whole to a tenth of a percent."""
+    """A share in percent, to one decimal."""
     return f"{float(100 * share):.1f} %"

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.spark.errors import in_task
+from etl.spark.tasks import mapped
 from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
+from etl.split.splits import SplitSpec, current_spelling
 from etl.write.config import WriteConfig
 from lockstep.features.encode.bake import is_baked, raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -44,59 +45,64 @@ class Parent:
     chain: tuple[tuple[str, DatasetManifest], ...]
 
     @property
+    def url(self) -> str:
+        """Where the parent is."""
+        return self.chain[0][0]
+
+    @property
+    def manifest(self) -> DatasetManifest:
+        """The parent's manifest."""
+        return self.chain[0][1]
+
+    @property
     def block_records(self) -> dict[str, int]:
         """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
-        return {name: split.block_records for name, split in self.chain[0][1].splits.items()}
+        return {name: split.block_records for name, split in self.manifest.splits.items()}
 
     @property
     def class_counts(self) -> dict[str, int]:
         """The records of each class that the weights were made for, by the text of the class."""
-        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
+        return dict(self.manifest.created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `parent`."""
-        url, manifest = self.chain[0]
-        return {"url": url, "digest": manifest.digest}
+        return {"url": self.url, "digest": self.manifest.digest}
+
+    def check_schema(self, schema: Schema) -> None:
+        """Raise ConfigError for a schema that is not the parent's."""
+        different = schema.differences(raw_schema(Schema.from_json(self.manifest.schema)))
+        if different:
+            raise _other(self.url, "schema", f"the schema of {self.url}", different)
 
     def fitted(self) -> dict[str, bytes]:
         """The parent's fitted files by name: an append is encoded as what it continues."""
-        url, manifest = self.chain[0]
-        fs = filesystem(url)
-        listed = {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        url, fs = self.url, filesystem(self.url)
+        listed = {path: info for path, info in self.manifest.files.items() if path.startswith("_fitted/")}
         return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
 
 
-def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
-    """The dataset at `url` and all before it.
+def open_parent(url: str, config: WriteConfig) -> Parent:
+    """The dataset at `url` and all that it continues.
 
-    Raises ConfigError where sample or class counts that it says of itself cannot be read; where weights, sample, form
-    of features, schema, format, split or seed are not those of the dataset to be made (weights and sample where the
-    parent says them; `schema` None is not known yet); and where it has weights but does not say of which classes.
-    DataError where one before has changed.
+    Raises ConfigError if `config` asks for other weights, sample, form of features, format, split or seed than the
+    parent has (weights and sample only where its manifest names them), if its manifest holds a sample or class counts
+    that cannot be read, or if it has weights and no class counts. Raises DataError if an earlier dataset has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
-    same, raw = f"the schema of {url}", raw_schema(above)
-    told = {
-        # Before the schema, which differs too where one of the two has weights.
+    settings = {
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
         "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
-        "schema": (same, (schema or raw).differences(raw) or same),
         "format": (first.format, config.fmt),
         "split": (_split_text(stored.get("split")), config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
     }
-    for what, (theirs, ours) in told.items():
+    for what, (theirs, ours) in settings.items():
         if theirs != ours:
-            raise ConfigError(
-                f"{url} cannot be continued: its {what} is another one",
-                got=_setting(what, ours),
-                allowed=_setting(what, theirs),
-                next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
-            )
+            raise _other(url, what, theirs, ours)
     if config.weights == "balanced" and CLASS_COUNTS not in stored:
         raise ConfigError(
             f"{url} cannot be continued: it does not say how many records of each class its weights were made for",
@@ -128,14 +134,14 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
         for shard in split.shards
     )
     planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
-    old = planned.mapInArrow(ReadIds(shards, hadoop_settings()), f"{SAMPLE_ID} bigint")
+    old = mapped(planned, ReadIds(shards, hadoop_settings()), _IDS)
     again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
     try:
         count = again.count()
         if count:
             first = [row[SAMPLE_ID] for row in again.orderBy(SAMPLE_ID).limit(2).collect()]
             raise DataError(
-                f"{count} records are in {parent.chain[0][0]} already, or in what it continues",
+                f"{count} records are in {parent.url} already, or in what it continues",
                 got=", ".join(f"sample id {sample & (1 << 64) - 1:016x}" for sample in first),
                 allowed="records that are new",
                 next_step="Leave the old input out of --input.",
@@ -232,6 +238,15 @@ def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
     )
 
 
+def _other(url: str, what: str, theirs: object, ours: object) -> ConfigError:
+    return ConfigError(
+        f"{url} cannot be continued: its {what} is another one",
+        got=_setting(what, ours),
+        allowed=_setting(what, theirs),
+        next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
+    )
+
+
 def _setting(what: str, value: object) -> str:
     """A setting as the command line says it, where a flag alone decides it."""
     flag = _FLAGS.get(what)
@@ -260,6 +275,6 @@ def _form(*, baked: bool) -> str:
 
 def _split_text(stored: object) -> str:
     try:
-        return SplitSpec.parse(str(stored)).text
+        return SplitSpec.parse(current_spelling(str(stored))).text
     except ConfigError:  # of a dataset that ETL has not made
         return "none that is told"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from etl.columns import ddl_of
 from etl.fit.bake import check_bake
 from etl.petastorm.metadata import check_petastorm
-from etl.split.sampling import Sampling, weight_field
+from etl.split.sampling import weight_field
 from etl.write.append import Parent, open_parent
 from etl.write.config import NOT_KEPT, WriteConfig
 from etl.write.staging import is_unfinished
@@ -21,13 +24,28 @@ from lockstep.storage.publish import occupied
 from lockstep.storage.urls import absolute, parent
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
-def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str, ...], allowed: str) -> None:
-    """Raise ConfigError for a label over `columns` (in Spark's notation) that is no SQL, names unknown columns, has
-    none of the types `kinds`, does not give one value for each row, or depends on chance or the clock. `allowed` is
-    told then.
+def chance_in(df: DataFrame) -> str | None:
+    """What makes the rows of a data frame differ each time they are read, None where nothing does."""
+    plan = df._jdf.queryExecution().analyzed()  # pyspark has no way to a plan's expressions
+    if not plan.deterministic():
+        return "an expression that depends on chance"
+    if plan.containsPattern(_patterns(df.sparkSession).CURRENT_LIKE()):
+        return "an expression that depends on the clock"
+    return None
+
+
+def _patterns(spark: SparkSession) -> Any:
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    return jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+
+
+def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tuple[str, ...], allowed: str) -> None:
+    """Raise ConfigError, with what is `allowed`, for a label over `columns` that is no SQL, names unknown columns, has
+    none of the types `kinds`, does not give one value for each row, or depends on chance or the clock.
     """
     from pyspark.errors import AnalysisException, ParseException
 
@@ -40,25 +58,18 @@ def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str,
         )
 
     try:
-        labelled = spark.createDataFrame([], columns).selectExpr("*", f"({label}) AS _label")
+        labelled = spark.createDataFrame([], ddl_of(columns)).selectExpr("*", f"({label}) AS _label")
         kind = dict(labelled.dtypes)["_label"]
         plan = labelled._jdf.queryExecution().analyzed()
     except (AnalysisException, ParseException) as error:
         raise bad(str(error).strip().splitlines()[0]) from None
     if kind not in kinds:
         raise bad(f"type {kind}")
-    jvm = spark.sparkContext._jvm  # pyspark tells nothing of a plan's expressions
-    assert jvm is not None
-    patterns = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
-    if not plan.deterministic():
-        raise bad("an expression that depends on chance")
-    if plan.containsPattern(patterns.CURRENT_LIKE()):
-        raise bad("an expression that depends on the clock")
+    chance, patterns = chance_in(labelled), _patterns(spark)
+    if chance is not None:
+        raise bad(chance)
     if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
         raise bad("an expression that makes rows or asks another table")
-
-
-__all__ = ["NOT_KEPT", "check_columns", "check_output", "check_schema", "refuse_existing"]
 
 
 def refuse_existing(url: str) -> None:
@@ -80,25 +91,44 @@ def refuse_existing(url: str) -> None:
         )
 
 
-def check_output(config: WriteConfig) -> None:
-    """What can be told of an output before Spark starts: it and the place of rejected input are free (or --clean will
-    see to it), and what it continues is there and made alike. Raises ExistsError, NotFoundError, ConfigError and
-    DataError.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A dataset that can be made as `config` asks: the schema of its rows, the schema as written, with the field that
+    --weights adds, and the dataset that it continues.
+    """
+
+    config: WriteConfig
+    rows: Schema
+    schema: Schema
+    parent: Parent | None
+
+
+def check_output(config: WriteConfig) -> Parent | None:
+    """Check before Spark starts that the output and the place of rejected input are free, or that --clean will free
+    them; returns the dataset that the output continues. Raises ExistsError, and what open_parent raises.
     """
     refuse_existing(config.output)
     if config.quarantine not in (None, NOT_KEPT):
         place = str(config.quarantine)
         if not (config.clean and is_unfinished(filesystem(place), place, config.output)):
             refuse_existing(place)
-    if config.append_to is not None:
-        open_parent(config.append_to, config, None)
+    return None if config.append_to is None else open_parent(config.append_to, config)
 
 
-def check_schema(config: WriteConfig, schema: Schema) -> tuple[Schema, Parent | None]:
-    """The schema as it will be written, with the field that --weights adds, and what the output continues.
+def check_target(config: WriteConfig, schema: Schema, kinds: Mapping[str, str], parent: Parent | None) -> Target:
+    """The dataset of rows with this schema. `kinds` are the types of the rows' columns, in Spark's notation.
 
-    Raises ConfigError for a schema that --bake, weights, Petastorm or the parent do not go with, and what open_parent
-    raises.
+    Raises ConfigError if --split or --sample name a column that the rows do not have or that does not fit, or if the
+    schema does not go with --bake, --weights, --petastorm or the parent.
+    """
+    check_columns(config, schema, kinds)
+    return Target(config, schema, check_schema(config, schema, parent), parent)
+
+
+def check_schema(config: WriteConfig, schema: Schema, parent: Parent | None = None) -> Schema:
+    """The schema as it will be written, with the field that --weights adds.
+
+    Raises ConfigError for a schema that does not go with --bake, --weights, --petastorm or the parent.
     """
     check_declared(schema)
     if config.bake:
@@ -107,14 +137,16 @@ def check_schema(config: WriteConfig, schema: Schema) -> tuple[Schema, Parent | 
         schema = replace(schema, fields=(*schema.fields, _weight(schema)))
     if config.petastorm:
         check_petastorm(schema, config.fmt)
-    return schema, None if config.append_to is None else open_parent(config.append_to, config, schema)
+    if parent is not None:
+        parent.check_schema(schema)
+    return schema
 
 
 def check_columns(config: WriteConfig, schema: Schema, kinds: Mapping[str, str]) -> None:
     """Raise ConfigError where --split or --sample name a column that rows do not have, or one whose type or classes do
     not go with it. `kinds` are the types of the columns, in Spark's notation.
     """
-    split, sample = config.split_spec, None if config.sample is None else Sampling.parse(config.sample)
+    split, sample = config.split_spec, config.sampling
     for flag, name in (("--split", split.column), ("--sample", None if sample is None else sample.column)):
         if name is not None and name not in kinds:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -103,14 +103,19 @@ class WriteConfig:
         return SplitSpec.parse(self.split)
 
     @property
+    def sampling(self) -> Sampling | None:
+        """`sample`, parsed."""
+        return None if self.sample is None else Sampling.parse(self.sample)
+
+    @property
     def window(self) -> int | None:
-        """`label_window`, or what it is by default."""
+        """`label_window`, or its default."""
         return self.label_window
 
-    def write_options(self) -> dict[str, Any]:
-        """The arguments of write_dataset that this says."""
-        names = [field.name for field in fields(WriteConfig) if field.name != "output"]
-        return {name: getattr(self, name) for name in names}
+    @property
+    def stored_window(self) -> int | None:
+        """`window` for the column that decides the split as it is stored."""
+        return self.window
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""
@@ -213,12 +218,14 @@ class LogsConfig(OutputConfig):
         web = self.schema is None and self.label is None and (spec.kind, spec.column) == ("time", TIME_COLUMN)
         return LABEL_WINDOW_S if self.label_window is None and web else self.label_window
 
-    def write_options(self) -> dict[str, Any]:
-        """The arguments of write_dataset that this says."""
-        # What --time-columns names is in ISO 8601 to the user, and in microseconds from here on.
-        scale = 1_000_000 if self.split_spec.column in self.time_columns else 1
-        window = None if self.window is None else scale * self.window
-        return {**super(LogsConfig, self).write_options(), "label_window": window}
+    @property
+    def stored_window(self) -> int | None:
+        """`window` for the column that decides the split as it is stored: a column of `time_columns` is in ISO 8601 in
+        the input and in microseconds in the dataset.
+        """
+        if self.window is None:
+            return None
+        return self.window * (1_000_000 if self.split_spec.column in self.time_columns else 1)
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input, the seed and the schema."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ from etl.spark.session import at_once, bounded
 from etl.spark.tasks import mapped
 from etl.split.assign import Assign
 from etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
-from etl.split.sampling import Sampling, balanced
-from etl.split.splits import COUNTED, SplitSpec, span_of
+from etl.split.sampling import balanced
+from etl.split.splits import SplitSpec, span_of
 from etl.split.time_and_strata import settle
 from etl.split.warnings import far_from_shares, label_lines, percent
 from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
-from etl.write.checks import check_columns, check_output, check_schema
-from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, WriteConfig
+from etl.write.checks import Target, check_output, check_target
+from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.frame import named_repeats, prepared
-from etl.write.late import AssignLate, Late, write_late
+from etl.write.late import AssignLate, LateImages, write_late
 from etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
 from etl.write.shards import RUN_AGAIN, WriteShards, plan_shards, sizes_of, write_shards
 from etl.write.staging import Staging, publish_beside
@@ -52,17 +52,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """One dataset to be written, with all that is said of it read and checked."""
+    """One dataset to be written: what was checked, the columns that name a record, where the rows come from, and the
+    records of each class that balanced weights are made for.
+    """
 
-    config: WriteConfig
-    schema: Schema
+    target: Target
     id_columns: tuple[str, ...]
-    split: SplitSpec
     origin: Origin
-    parent: Parent | None
-    late: Late | None
+    late: LateImages | None = None
     sampled: Sampled | None = None
     class_counts: Mapping[str, int] | None = None
+
+    @property
+    def config(self) -> WriteConfig:
+        """What was asked for."""
+        return self.target.config
+
+    @property
+    def schema(self) -> Schema:
+        """The schema as written."""
+        return self.target.schema
+
+    @property
+    def split(self) -> SplitSpec:
+        """How records are split."""
+        return self.config.split_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +100,34 @@ class Done:
         return sum(split.records for split in self.splits.values())
 
 
-def published(job: Job, build: Callable[[Staging, ExitStack], Done]) -> DatasetManifest:
-    """Build the dataset of `job` in a folder beside its place, with rejected input and manifest, and publish it.
+@dataclass(frozen=True)
+class Place:
+    """The folder in which a dataset is built, and that of its rejected input where it gets a URL of its own."""
 
-    What `build` puts on the stack ends before the folder does. Raises what Staging raises.
-    """
+    staging: Staging
+    apart: Staging | None
+
+
+@contextmanager
+def building(job: Job) -> Iterator[Place]:
+    """Build a dataset in a folder next to its place; the folder is removed at the end unless `publish` was called."""
     config = job.config
-    with Staging(config.output) as staging, ExitStack() as stack:
+    with Staging(config.output) as staging:
         if config.clean:
             clean_beside(staging.fs, config.output, staging.signed_ms())
-        apart = None
-        if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
-            apart = stack.enter_context(quarantine_apart(config))
-        manifest = _finished(staging, job, apart, build(staging, stack))
-        publish_beside(staging, manifest.to_bytes(), apart)
+        if job.origin.quarantine is None or config.quarantine in (None, NOT_KEPT):
+            yield Place(staging, None)
+        else:
+            with quarantine_apart(config) as apart:
+                yield Place(staging, apart)
+
+
+def publish(place: Place, job: Job, done: Done) -> DatasetManifest:
+    """Add rejected input and manifest to what was built, and publish it. Raises what Staging raises."""
+    manifest = _finished(place.staging, job, place.apart, done)
+    publish_beside(place.staging, manifest.to_bytes(), place.apart)
     if job.origin.quarantine is not None:
-        forget_refused(config)
+        forget_refused(job.config)
     return manifest
 
 
@@ -134,7 +160,7 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
         files=files,
         counts=Counts(read, done.written, origin.quarantined, dict(sorted(done.dropped.items()))),
         source=origin.sources,
-        parent=None if job.parent is None else job.parent.to_json(),
+        parent=None if job.target.parent is None else job.target.parent.to_json(),
         leakage=done.leakage.to_json(),
         compression=compression_of(config),
     )
@@ -183,7 +209,6 @@ def write_dataset(
     bake: bool = False,
     label_window: int | None = None,
     origin: Origin | None = None,
-    late: Late | None = None,
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
 
@@ -191,8 +216,7 @@ def write_dataset(
     from, they must be unique. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
     other arguments are those of WriteConfig. `df` may hold `_occurrence` (bigint: which repetition of its id columns a
     row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than
-    once and must give the same rows each time. `origin` is what an ETL job says of its input, `late` of images that
-    become pixels in the task that writes them.
+    once and must give the same rows each time. `origin` says where the rows come from, for the manifest.
 
     Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
     arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
@@ -205,76 +229,93 @@ def write_dataset(
     >>> manifest.counts.written, sorted(manifest.splits)
     (500, ['test', 'train'])
     """
-    text, id_columns = split if isinstance(split, str) else split.text, several(id_columns)
     config = WriteConfig(
-        output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
+        output=absolute(url), fmt=fmt, compression=compression,
+        split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
         petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
-    spec = config.split_spec
-    if late is not None:
-        _check_late(config, spec)
-    check_output(config)
-    picked = () if sample is None else (Sampling.parse(sample).column,)
-    picked = picked if late is None else (*picked, PACKED, PLACE)
-    rows, schema = prepared(df, schema, id_columns, spec, label, picked)
-    check_columns(config, schema, dict(rows.dtypes))
-    full, above = check_schema(config, schema)
-    window = None if label_window is None else span_of(dict(df.dtypes).get(str(spec.column), ""), label_window)
-    sampled = None
-    if sample is not None:
-        sampling = Sampling.parse(sample)
-        sampled = sampling.sampled(dict(rows.dtypes)[sampling.column], spec)
-    job = Job(config, full, id_columns, spec, origin or Origin(), above, late, sampled)
+    parent = check_output(config)
+    return write_frame(df, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
+
+
+def write_frame(
+    df: DataFrame,
+    config: WriteConfig,
+    parent: Parent | None,
+    *,
+    id_columns: tuple[str, ...],
+    schema: Schema | None,
+    label: str | None = None,
+    origin: Origin | None = None,
+) -> DatasetManifest:
+    """write_dataset for a `config` whose output was checked and continues `parent`."""
+    rows, schema = prepared(df, schema, id_columns, config.split_spec, label, _looked_at(config))
+    target = check_target(config, schema, dict(rows.dtypes), parent)
+    return _published(df, rows, Job(target, id_columns, origin or Origin()))
+
+
+def write_rows(
+    df: DataFrame, target: Target, id_columns: tuple[str, ...], origin: Origin, late: LateImages | None = None
+) -> DatasetManifest:
+    """write_dataset for a target that was checked. With `late`, images become pixels in the tasks that write them."""
+    also = (*_looked_at(target.config), *(() if late is None else (PACKED, PLACE)))
+    rows, _ = prepared(df, target.rows, id_columns, target.config.split_spec, None, also)
+    return _published(df, rows, Job(target, id_columns, origin, late))
+
+
+def _looked_at(config: WriteConfig) -> tuple[str, ...]:
+    return () if config.sampling is None else (config.sampling.column,)
+
+
+def _published(df: DataFrame, rows: DataFrame, job: Job) -> DatasetManifest:
+    """Publish `rows`, which are `df` as `prepared` makes it."""
+    config, split = job.config, job.split
+    window = config.stored_window
+    if window is not None:
+        window = span_of(dict(df.dtypes).get(str(split.column), ""), window)
+    if config.sampling is not None:
+        job = replace(job, sampled=config.sampling.sampled(dict(rows.dtypes)[config.sampling.column], split))
     spark = df.sparkSession
     try:
         with translated(spark, "writing the dataset"), bounded(spark):
-            return _written(rows, job, schema, window)
+            return _written(rows, job, window)
     except SameIdError as error:
         if c.POSITION in df.columns:
             raise
         with translated(spark, "looking for equal ids"):
-            # Rows without a place cannot be named by it, so equal ids are told by their columns.
-            raise named_repeats(df, id_columns) or error from None
+            # Rows without a place cannot be named by it, so the error names equal ids by their columns.
+            raise named_repeats(df, job.id_columns) or error from None
 
 
-def _check_late(config: WriteConfig, split: SplitSpec) -> None:
-    """Raise ConfigError where more than the sizes of splits follows from how many records there are."""
-    if config.weights != "none" or config.bake or split.counted:
-        raise ConfigError(
-            "images cannot be made late for this dataset",
-            got=f"weights {config.weights}, bake {config.bake}, split {split.text}",
-            allowed=f"no weights, no bake, no split of {', '.join(COUNTED)}: those count records before all are made",
-            next_step="Make the images first, and leave `late` out.",
-        )
-
-
-def _written(df: DataFrame, job: Job, unweighed: Schema, window: int | None) -> DatasetManifest:
+def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     late = job.late
-    df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
-    sample = None if config.sample is None else Sampling.parse(config.sample)
+    df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.content))
     # What is baked is needed as it came until there are statistics: no record is encoded before.
     fmt = "parquet" if config.bake else config.fmt
-    assign = Assign(schema, job.id_columns, split, config.seed, fmt, sample)
+    assign = Assign(schema, job.id_columns, split, config.seed, fmt, config.sampling)
     if config.weights == "balanced":
         # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
-        counts = class_counts(df, unweighed, assign, window) if job.parent is None else job.parent.class_counts
+        parent = job.target.parent
+        counts = class_counts(df, job.target.rows, assign, window) if parent is None else parent.class_counts
         job = replace(job, class_counts=counts)
         assert schema.label is not None
         assign = replace(assign, weights=balanced(schema.label.name, counts))
     full = None
     if late is None:
-        rows = mapped(df, assign, assign.ddl()).persist()
+        rows = mapped(df, assign, assign.output).persist()
     else:
         # Counted without the images, which are handed on where they are written and kept nowhere in between.
-        whole = AssignLate.of(assign, late.images)
+        whole = AssignLate.of(assign, late)
         thin = replace(whole, carry=False)
-        rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
-        full = mapped(df, whole, whole.ddl())
+        rows = mapped(df.drop(late.field.name, PACKED, PLACE), thin, thin.output).persist()
+        full = mapped(df, whole, whole.output)
     try:
-        return published(job, lambda staging, stack: _built(staging, df, settle(rows, split, window), full, job, stack))
+        with building(job) as place, ExitStack() as stack:
+            done = _built(place.staging, df, settle(rows, split, window), full, job, stack)
+            return publish(place, job, done)
     finally:
         rows.unpersist()
 
@@ -305,7 +346,7 @@ def _built(
         bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
         rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
         sizes = sizes_of(rows).splits
-    blocks = None if job.parent is None else job.parent.block_records
+    blocks = None if job.target.parent is None else job.target.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     urls, compression = urls_of(origin), compression_of(config)
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
@@ -313,7 +354,8 @@ def _built(
         splits, files = write_shards(staging.fs, paths, rows, table, write)
     else:
         assert job.late is not None
-        late = write_late(staging.fs, paths, full, table, write, job.late, origin, stack)
+        assert isinstance(config, OutputConfig), "only jobs that read image files have late images"
+        late = write_late(staging.fs, paths, full, table, write, job.late, config, origin, stack)
         splits, files = late.splits, late.files
         written -= late.origin.quarantined - origin.quarantined
         origin = late.origin
@@ -337,10 +379,11 @@ def _built(
 
 def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) -> dict[str, bytes]:
     """The fitted files: of an append, whose records must be new, its parent's."""
-    if job.parent is None:
+    parent = job.target.parent
+    if parent is None:
         return {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
-    check_new_ids(kept, job.parent)
-    return job.parent.fitted()
+    check_new_ids(kept, parent)
+    return parent.fitted()
 
 
 def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:

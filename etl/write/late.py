@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -29,8 +29,9 @@ from etl.spark.tasks import mapped, partition_of_task, rows_too_large
 from etl.split.assign import Assign
 from etl.split.leakage import CONTENT, checks_of
 from etl.split.splits import SplitSpec
-from etl.write.quarantine import Origin
-from etl.write.shards import RESULT, RESULT_DDL, ShardTable, WriteShards, ordered, placed
+from etl.write.config import OutputConfig
+from etl.write.quarantine import Origin, check_bad
+from etl.write.shards import RESULT, ShardTable, WriteShards, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -103,33 +104,11 @@ class Intake:
 
 
 CHUNK_BYTES = 4 << 20
-# What became of a shard, of an image that could not be made, or of one that could: two of these three are null. Of an
-# image that could, its split and leak key; of each where it comes from.
-WRITTEN_DDL = (
-    f"shard struct<{RESULT_DDL}, rejected bigint, rejected_bytes bigint>,"
-    f" bad struct<{PLACE} string, reason string, raw binary, length bigint, sha256 string>,"
-    f" {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint, {SAMPLE_ID} bigint, {c.LEAK} bigint"
-)
 _SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
-_BAD = pa.struct(
-    [
-        (PLACE, pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
-    ]
-)
+# One table for three kinds of rows, since a task has one output: a shard, a rejected image, and the id, split and leak
+# key of an image that was made. Columns of the other kinds are null.
 _WRITTEN = pa.schema(
-    [
-        ("shard", _SHARD),
-        ("bad", _BAD),
-        (c.SPLIT, pa.string()),
-        (c.SOURCE, pa.int32()),
-        (c.POSITION, pa.int64()),
-        (SAMPLE_ID, pa.int64()),
-        (c.LEAK, pa.int64()),
-    ]
+    [("shard", _SHARD), *c.REJECTED, (c.SPLIT, pa.string()), (SAMPLE_ID, pa.int64()), (c.LEAK, pa.int64())]
 )
 
 
@@ -180,9 +159,9 @@ class LateImages:
 
 
 def _rejected(batch: pa.RecordBatch, at: int, reason: str, data: bytes) -> dict[str, Any]:
-    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION)}
-    told = {PLACE: batch.column(PLACE)[at].as_py(), "reason": reason, "raw": data[:RAW_BYTES]}
-    return {**place, "bad": {**told, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION, PLACE)}
+    whole = {c.LENGTH: len(data), c.SHA256: hashlib.sha256(data).hexdigest()}
+    return {**place, c.REASON: reason, c.RAW: data[:RAW_BYTES], **whole}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +179,11 @@ class AssignLate(Assign):
         same = {field.name: getattr(assign, field.name) for field in fields(Assign)}
         return cls(**same, late=late, carry=True)
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        more = f", `{self.late.field.name}` binary, {PACKED} boolean, {PLACE} string" if self.carry else ""
-        return self._narrow.ddl() + more
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        more = [(self.late.field.name, pa.binary()), (PACKED, pa.bool_()), (PLACE, pa.string())]
+        return pa.schema([*self._narrow.output, *(map(pa.field, *zip(*more, strict=True)) if self.carry else ())])
 
     def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
         found = self._narrow._kept(batch, ids, splits)
@@ -228,7 +208,7 @@ class AssignLate(Assign):
 
 @dataclass(frozen=True)
 class WriteLate:
-    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of WRITTEN_DDL out."""
+    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of _WRITTEN out."""
 
     write: WriteShards
     late: LateImages
@@ -239,7 +219,7 @@ class WriteLate:
         yield from self.rows(partition_of_task(self.write.settings), batches)
 
     def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """What becomes of the images of `partition`, in the order of WRITTEN_DDL, its shard's row first."""
+        """What becomes of the images of `partition`, in the order of _WRITTEN, its shard's row first."""
         split = self.write.table.locate(partition)[0]
         with tempfile.TemporaryFile(prefix="lockstep-told-") as file, pa.ipc.new_stream(file, _WRITTEN) as told:
             counts = {"rejected": 0, "rejected_bytes": 0}
@@ -264,7 +244,7 @@ class WriteLate:
                 if bad:
                     told.write_batch(pa.RecordBatch.from_pylist(bad, schema=_WRITTEN))
                     counts["rejected"] += len(bad)
-                    counts["rejected_bytes"] += sum(len(row["bad"]["raw"]) for row in bad)
+                    counts["rejected_bytes"] += sum(len(row[c.RAW]) for row in bad)
                 if not batch.num_rows:
                     continue
                 names = (c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK)
@@ -293,16 +273,6 @@ def _filled(known: dict[str, pa.Array], count: int) -> pa.RecordBatch:
 
 
 @dataclass(frozen=True)
-class Late:
-    """Images that are made late. `check` is asked before anything is published whether an origin with all that was
-    rejected will do, and raises DataError where not.
-    """
-
-    images: LateImages
-    check: Callable[[Origin], None]
-
-
-@dataclass(frozen=True)
 class Written:
     """Shards and their indexes; the origin with what was rejected on the way; and `rows`, an id, split and leak key for
     each record.
@@ -325,24 +295,27 @@ def write_late(
     rows: DataFrame,
     table: ShardTable,
     write: WriteShards,
-    late: Late,
+    late: LateImages,
+    config: OutputConfig,
     origin: Origin,
     stack: ExitStack,
 ) -> Written:
     """Make the images of `rows` (AssignLate's, with images), write them and move each shard and index to its place.
 
     What the tasks told stays cached until `stack` ends. Raises DataError where a split has only broken images, and
-    what `late.check` raises.
+    what check_bad raises for all that was rejected.
     """
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
-    task = WriteLate(write, late.images)
-    found = mapped(ordered(rows, table, columns), task, WRITTEN_DDL).persist()
+    task = WriteLate(write, late)
+    found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
     with described(rows.sparkSession, "make the images, order them and write the shards"):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _told(origin, found, results)
-    late.check(whole)
+    assert whole.quarantine is not None and whole.read is not None
+    urls = [source.url for source in whole.sources]
+    check_bad(config, whole.quarantine, urls, whole.quarantined, whole.read)
     splits, files = placed(fs, paths, results, table, write.fmt)
     _refuse_empty(splits)
     return Written(splits, files, whole, found.where(f"{SAMPLE_ID} IS NOT NULL"))
@@ -364,14 +337,14 @@ def _told(origin: Origin, found: DataFrame, results: Sequence[Row]) -> Origin:
     rejected = sum(row["rejected"] for row in results)
     if not rejected:
         return origin
-    bad = found.where("bad IS NOT NULL").selectExpr(f"{c.SOURCE} AS source", f"{c.POSITION} AS position", "bad.*")
+    bad = found.where(f"{c.REASON} IS NOT NULL").select(*c.REJECTED.names)
     # WriteLate takes its shard from the task's number, and a union numbers anew. Where a lost block of `found` is made
     # again, the exchange keeps it one task a shard.
-    bad = bad.repartition("source", "position")
+    bad = bad.repartition(c.SOURCE, c.POSITION)
     before = origin.quarantine
     return replace(
         origin,
         quarantined=origin.quarantined + rejected,
         quarantined_raw_bytes=origin.quarantined_raw_bytes + sum(row["rejected_bytes"] for row in results),
-        quarantine=bad if before is None else before.select(*bad.columns).unionByName(bad),
+        quarantine=bad if before is None else before.select(*c.REJECTED.names).union(bad),
     )

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etl import columns as c
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.errors import in_task
 from etl.spark.session import described
-from etl.spark.tasks import COPY_BYTES, by_partition, partition_of_task, upload
+from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
 from etl.write.checks import refuse_existing
 from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.shards import RUN_AGAIN, move
@@ -31,7 +32,7 @@ from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, basename, join, parent
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 SCHEMA = pa.schema(
     [
@@ -43,7 +44,6 @@ SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
     ]
 )
-RESULT_DDL = "part int, path string, rows bigint, bytes bigint, sha256 string"
 _RESULT = pa.schema(
     [("part", pa.int32()), ("path", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())]
 )
@@ -54,11 +54,10 @@ GROUP_ROWS = 1024
 def write_quarantine(
     rows: DataFrame, *, count: int, raw_bytes: int, attempts: str, source_urls: tuple[str, ...]
 ) -> list[tuple[str, FileInfo]]:
-    """Write `rows` (source int, position, reason, raw, length, sha256); returns attempt URLs and digests in order.
+    """Write `rows`, whose columns are etl.columns.REJECTED; returns attempt URLs and digests in order.
 
-    `rows` may have a `place`: where a source is a folder, the path of the file below it, told behind the source's URL.
-    The number of files follows from `raw_bytes`, a row's file from a hash of its place, and rows lie in order of
-    source and position: the same bytes however Spark cuts the work. No rows give one empty file.
+    The number of files follows from `raw_bytes`, a row's file from a hash of where it comes from, and rows are sorted
+    by source, position and place: the same bytes however Spark cuts the work. No rows give one empty file.
     """
     from pyspark.sql import functions as f
 
@@ -67,14 +66,12 @@ def write_quarantine(
         results = table.to_pylist()
     else:
         parts = -(-max(raw_bytes, 1) // PART_BYTES)
-        if "place" not in rows.columns:
-            rows = rows.withColumn("place", f.lit(None).cast("string"))
-        part = f.pmod(f.xxhash64("source", "position", "place"), f.lit(parts)).cast("int")
-        placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
-        ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
+        part = f.pmod(f.xxhash64(c.SOURCE, c.POSITION, c.PLACE), f.lit(parts)).cast("int")
+        placed = by_partition(rows.select(*c.REJECTED.names), parts, part)
+        ordered = placed.sortWithinPartitions(c.SOURCE, c.POSITION, c.PLACE)
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
         with described(rows.sparkSession, "write the rejected input"):
-            results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
+            results = [row.asDict() for row in mapped(ordered, write, _RESULT).collect()]
     results.sort(key=lambda row: row["part"])
     found = sum(row["rows"] for row in results)
     if found != count:
@@ -89,7 +86,7 @@ def write_quarantine(
 
 @dataclass(frozen=True)
 class WriteQuarantine:
-    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out."""
+    """The function for mapInArrow: a partition's rows in order in, one row of _RESULT out."""
 
     attempts: str
     source_urls: tuple[str, ...]
@@ -124,8 +121,8 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
     held: list[dict[str, object]] = []
     for batch in batches:
         for row in batch.to_pylist():
-            place = row.pop("place")
-            held.append({**row, "source": urls[row["source"]] if place is None else join(urls[row["source"]], place)})
+            values = {name: row[f"_{name}"] for name in SCHEMA.names}
+            held.append({**values, "source": _file(urls, row)})
             if len(held) == GROUP_ROWS:
                 yield pa.Table.from_pylist(held, schema=SCHEMA)
                 held = []
@@ -203,8 +200,7 @@ def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], 
     if config.quarantine == NOT_KEPT:
         return None
     url = _refused(config)
-    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
-    rows = bad_rows.orderBy(*named).limit(REFUSED_RECORDS)
+    rows = bad_rows.orderBy(c.SOURCE, c.PLACE, c.POSITION).limit(REFUSED_RECORDS)
     try:
         with Staging(url, mode=0o700, part_of=config.output) as staging:
             origin = Origin(quarantine=rows, quarantined=min(bad, REFUSED_RECORDS), quarantined_raw_bytes=PART_BYTES)
@@ -229,18 +225,17 @@ def _refused(config: WriteConfig) -> str:
 
 
 def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int) -> None:
-    """Raise DataError where more of the records than --max-bad is bad, naming the first three places, and where the
-    first of these records are kept.
+    """Raise DataError if a larger share of the records is bad than --max-bad allows. The error names the first three
+    and where the first REFUSED_RECORDS are kept.
 
-    `bad_rows` has source (an index into `urls`), position, reason, raw, length and sha256, and where a source is a
-    folder `place`, the path of the file below it.
+    `bad_rows` has the columns etl.columns.REJECTED; a source is an index into `urls`.
     """
     if bad == 0 or Fraction(bad, read) <= config.max_bad_share:
         return
-    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
-    first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
-    places = "; ".join(_place(urls, row.asDict()) for row in first)
-    step = way_out({row["reason"] for row in first}, all_bad=bad == read)
+    order = (c.SOURCE, c.PLACE, c.POSITION)
+    first = bad_rows.orderBy(*order).select(*order, c.REASON).limit(3).collect()
+    places = "; ".join(f"{_file(urls, row)} at byte {row[c.POSITION]}: {row[c.REASON]}" for row in first)
+    step = way_out({row[c.REASON] for row in first}, all_bad=bad == read)
     kept = keep_refused(config, bad_rows, urls, bad)
     if kept is not None:
         which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
@@ -260,7 +255,7 @@ def way_out(reasons: Set[str], *, all_bad: bool) -> str:
     return "Check that the input is what the job reads; raise --max-bad to go on with the rest."
 
 
-def _place(urls: Sequence[str], row: Mapping[str, Any]) -> str:
-    url = urls[row["source"]]
-    below = row.get("place")
-    return f"{url if below is None else join(url, below)} at byte {row['position']}: {row['reason']}"
+def _file(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:
+    """The URL of the file that a rejected record comes from."""
+    url = urls[row[c.SOURCE]]
+    return url if row[c.PLACE] is None else join(url, row[c.PLACE])

@@ -97,10 +97,6 @@ def _range(file: IO[bytes], offset: int, length: int) -> bytes:
 
 
 RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
-RESULT_DDL = (
-    "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
-    " blocks array<bigint>, unpacked array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
-)
 RESULT = pa.schema(
     [
         ("shard", pa.int32()),
@@ -141,7 +137,7 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class WriteShards:
-    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out.
+    """The function for mapInArrow: a partition's rows in order in, one row of RESULT out.
 
     Raises SameIdError for two rows with one sample id, naming both.
     """
@@ -344,7 +340,7 @@ def write_shards(
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
     with described(rows.sparkSession, "order the records and write the shards"):
-        results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
+        results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     return placed(fs, paths, results, table, write.fmt)
 
 
@@ -367,7 +363,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
 def placed(
     fs: FileSystem, paths: DatasetPaths, results: Sequence[Row | Mapping[str, Any]], table: ShardTable, fmt: str
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
-    """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
+    """Move the shards and indexes that tasks told of (rows of RESULT) to their places below `paths.root`."""
     results = sorted(results, key=lambda row: row["shard"])
     numbers = [row["shard"] for row in results]
     if numbers != list(range(table.total)):

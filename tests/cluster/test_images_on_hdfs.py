@@ -14,14 +14,14 @@ from etl.images.source import RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from tests.etl.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
+from tests.etl.images.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
 from tests.fs_contract import put
 
 pytestmark = pytest.mark.cluster
 
 
 def seen(plan: ImagePlan) -> list[tuple[object, ...]]:
-    names = ("kind", "_position", "place", "_split", "name", "class", "image", "reason", "sha256")
+    names = ("kind", "_position", "_place", "_split", "name", "class", "image", "_reason", "_sha256")
     return sorted((tuple(row[name] for name in names) for row in rows(plan, INTAKE)), key=repr)
 
 

@@ -44,7 +44,7 @@ def test_patterns_and_packed_files(hadoop: Any) -> None:
     (cut,) = find_sources([join(root, "2016-01")])
     with pytest.raises(DataError, match="damaged bzip2"):
         list(read_lines(plan_ranges([cut], 1)[0]))
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="is given twice"):
         find_sources([join(root, "2015-01"), join(root, "2015-0?", "a.gz")])
     with pytest.raises(NotFoundError, match="names no file"):
         find_sources([join(root, "2017-*")])

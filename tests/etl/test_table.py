@@ -122,7 +122,7 @@ def split_rows(
     spec = SplitSpec.parse(text)
     rows, schema = prepared(df, None, ["id"], spec)
     assign = Assign(schema, ("id",), spec, 0, "parquet", None if sample is None else Sampling.parse(sample))
-    placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.ddl())
+    placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.output)
     return settle(placed.persist(), spec, window), spec, schema
 
 
@@ -359,7 +359,7 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
         with pytest.raises(kind) as refused:
             tables.run(spark, TableConfig(output=url, query=query, id_columns=("id",)))
         assert refused.value.got and refused.value.allowed and refused.value.next_step
-    with pytest.raises(ConfigError, match="Spark knows no format nosuch"):
+    with pytest.raises(ConfigError, match="Spark does not know the format nosuch"):
         tables.run(spark, TableConfig(output=url, inputs=(url,), input_format="nosuch", id_columns=("id",)))
     for values in ([1], None, [2]), ([1], [3], [2, None]):
         lists = spark.createDataFrame(list(enumerate(values)), "id bigint, many array<bigint>")

@@ -47,6 +47,5 @@ def test_a_configuration_holds_what_the_flags_say() -> None:
     flags = [*GOOD, "--exclude", "c,d", "--weights", "balanced", "--clean", "--format", "parquet", "--seed", "3"]
     config = etl_table.config_of(etl_table.parser().parse(flags))
     assert (config.id_columns, config.exclude, config.table, config.inputs) == (("a", "b"), ("c", "d"), "t", ())
-    options = config.write_options()
-    assert (options["weights"], options["clean"], options["fmt"], options["seed"]) == ("balanced", True, "parquet", 3)
+    assert (config.weights, config.clean, config.fmt, config.seed) == ("balanced", True, "parquet", 3)
     assert config.to_json()["table"] == "t" and "clean" not in config.to_json()  # what changes no byte is not kept

@@ -108,8 +108,8 @@ def _read(plan: ImagePlan, num_classes: int | None = None) -> Counter[object]:
             batch.validate(full=True)
             for row in batch.to_pylist():
                 is_record = row["kind"] == RECORD
-                assert (row["image"] is not None) == is_record and (row["reason"] is None) == is_record
-                found[(row["_position"], row["kind"], row["reason"])] += 1
+                assert (row["image"] is not None) == is_record and (row["_reason"] is None) == is_record
+                found[(row["_position"], row["kind"], row["_reason"])] += 1
     return found
 
 

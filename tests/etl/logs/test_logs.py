@@ -28,8 +28,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from lockstep.storage.formats.tfrecord import parse_records
 from lockstep.storage.verify import verify
-
-from .conftest import NASA, large_offsets, nasa_lines, run, tree
+from tests.etl.conftest import NASA, large_offsets, nasa_lines, run, tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -101,8 +101,8 @@ def check_rows(found: list[dict[str, Any]], at: str) -> None:
     good = {row["name"]: (row["_split"], row["class"], row["image"]) for row in found if row["kind"] == RECORD}
     assert good == {name: (split, label, pixels(seed)) for name, (split, label, seed) in GOOD.items()}
     for row in (row for row in found if row["kind"] == BAD):
-        assert len(row["raw"]) == min(row["length"], 64 << 10)
-    assert {row["reason"] for row in found if row["kind"] == DROPPED} == {"not_an_image"}
+        assert len(row["_raw"]) == min(row["_length"], 64 << 10)
+    assert {row["_reason"] for row in found if row["kind"] == DROPPED} == {"not_an_image"}
     assert all(row[at] is not None for row in found)
 
 
@@ -111,14 +111,14 @@ def test_a_folder_of_class_folders(tmp_path: Path) -> None:
     (root / "train" / "cat" / "link.png").symlink_to(root / "train" / "cat" / "1.png")
     plan = folders.plan([str(root)], split_bytes=STEP)
     found = rows(plan)
-    links = [row for row in found if row["reason"] == "not_a_regular_file"]
-    assert [row["place"] for row in links] == ["train/cat/link.png"]
+    links = [row for row in found if row["_reason"] == "not_a_regular_file"]
+    assert [row["_place"] for row in links] == ["train/cat/link.png"]
     found.remove(links[0])
-    check_rows(found, "place")
-    bad = {row["place"]: row for row in found if row["kind"] == BAD}
-    assert {place: row["reason"] for place, row in bad.items()} == REASONS
+    check_rows(found, "_place")
+    bad = {row["_place"]: row for row in found if row["kind"] == BAD}
+    assert {place: row["_reason"] for place, row in bad.items()} == REASONS
     for place, row in bad.items():
-        assert row["sha256"] == hashlib.sha256(FILES[place]).hexdigest() and row["length"] == len(FILES[place])
+        assert row["_sha256"] == hashlib.sha256(FILES[place]).hexdigest() and row["_length"] == len(FILES[place])
     small = folders.plan([str(root)], split_bytes=100)
     assert len(small.pieces) > 5 and sorted(map(str, rows(small))) == sorted(map(str, rows(plan)))
 
@@ -129,7 +129,7 @@ def test_linked_folders_are_not_entered_and_count_as_linked_files_do(tmp_path: P
     (root / "dog").symlink_to(tmp_path / "out")
     (root / "loop").symlink_to(root)
     found = rows(folders.plan([str(root)], split_bytes=STEP))
-    assert [(row["place"], row["reason"]) for row in found] == [
+    assert [(row["_place"], row["_reason"]) for row in found] == [
         ("cat/1.png", None),
         ("dog", "not_a_regular_file"),
         ("loop", "not_a_regular_file"),
@@ -159,10 +159,10 @@ def test_a_tar_of_class_folders(tmp_path: Path, packed: bool) -> None:
     small = rows(tar_images.plan([str(path)], split_bytes=600))
     check_rows(small, "_position")
     bad = {row["_position"]: row for row in small if row["kind"] == BAD}
-    assert {position: row["reason"] for position, row in bad.items()} == {
+    assert {position: row["_reason"] for position, row in bad.items()} == {
         places[name]: reason for name, reason in REASONS.items()
     }
-    assert all(bad[places[name]]["sha256"] == hashlib.sha256(FILES[name]).hexdigest() for name in REASONS)
+    assert all(bad[places[name]]["_sha256"] == hashlib.sha256(FILES[name]).hexdigest() for name in REASONS)
 
 
 def test_names_that_reach_outside_and_links_are_no_images(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_names_that_reach_outside_and_links_are_no_images(tmp_path: Path) -> Non
         info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(info)
     found = rows(tar_images.plan([str(path)], split_bytes=STEP))
-    assert [row["reason"] for row in found] == ["unsafe_name", "unsafe_name", "not_a_regular_file"]
-    assert found[0]["raw"] == b"../train/cat/1.png" and not any(row["image"] for row in found)
+    assert [row["_reason"] for row in found] == ["unsafe_name", "unsafe_name", "not_a_regular_file"]
+    assert found[0]["_raw"] == b"../train/cat/1.png" and not any(row["image"] for row in found)
 
 
 def test_a_split_told_by_the_root_or_the_archive(tmp_path: Path) -> None:
@@ -301,12 +301,12 @@ def test_cifar100_has_its_names_where_they_lie_beside_it(tmp_path: Path, form: s
 def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "in", {"train.bin": batch(12, 2), "test.bin": batch(3, 2)})
     found = rows(cifar_plan(root, "cifar100", given=True, classes=5), Intake(size=None, channels=None))
-    assert Counter((row["_split"], row["reason"]) for row in found if row["name"] == "train.bin") == {
+    assert Counter((row["_split"], row["_reason"]) for row in found if row["name"] == "train.bin") == {
         ("train", None): 7,
         (None, "label_out_of_range"): 5,
     }
     bad = next(row for row in found if row["kind"] == BAD)
-    assert bad["_position"] % 3074 == 0 and bad["raw"][:2] == bytes([7, bad["_position"] // 3074])
+    assert bad["_position"] % 3074 == 0 and bad["_raw"][:2] == bytes([7, bad["_position"] // 3074])
     with pytest.raises(DataError, match="no CIFAR batch") as caught:
         cifar_plan(root)  # records of another length
     assert "3073" in caught.value.allowed
@@ -338,7 +338,7 @@ def test_parquet_without_a_row_group(tmp_path: Path) -> None:
 def test_a_text_of_any_length_is_no_label(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"image": [{"bytes": picture(1)}] * 2, "label": ["a" * 4096, "a" * 4097]}), path)
-    assert [(row["kind"], row["reason"]) for row in rows(parquet_plan(path))] == [
+    assert [(row["kind"], row["_reason"]) for row in rows(parquet_plan(path))] == [
         (RECORD, None),
         (BAD, "label_too_long"),
     ]
@@ -353,7 +353,7 @@ def test_parquet_with_a_column_of_images(tmp_path: Path) -> None:
     assert [(row["number"], row["class"], row["image"]) for row in found if row["kind"] == RECORD] == [
         (n, labels[n], pixels(n)) for n in range(4)
     ]
-    assert {row["_position"]: row["reason"] for row in found if row["kind"] == BAD} == {
+    assert {row["_position"]: row["_reason"] for row in found if row["kind"] == BAD} == {
         4: "no_label",
         5: "no_image",
         6: "unknown_format",
@@ -363,7 +363,7 @@ def test_parquet_with_a_column_of_images(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--num-classes"):
         parquet_plan(path, image="image")
     found = rows(parquet_plan(path, image="image", num_classes=7))
-    assert Counter((row["label"], row["reason"]) for row in found) == {(0, None): 1, (None, "label_out_of_range"): 2}
+    assert Counter((row["label"], row["_reason"]) for row in found) == {(0, None): 1, (None, "label_out_of_range"): 2}
     with pytest.raises(ConfigError, match="columns") as caught:
         parquet_plan(path, image="picture")
     assert "picture: not there" in caught.value.got and "label (int32)" in caught.value.next_step
@@ -395,7 +395,7 @@ def test_damaged_sets_end_in_rows_or_an_error(
     except (DataError, NotFoundError) as error:
         assert error.got and error.next_step
         return
-    assert all((row["kind"] == RECORD) == (row["reason"] is None) for row in found)
+    assert all((row["kind"] == RECORD) == (row["_reason"] is None) for row in found)
 
 
 @pytest.mark.shared_data

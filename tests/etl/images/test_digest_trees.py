@@ -13,7 +13,7 @@ ROWS = [(0, "a/1.jpg", 7, "ab" * 32), (0, "b/ü.jpg", 0, "cd" * 32), (2, "a/1.jp
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_line_for_each_file_by_source(size: int) -> None:
     columns = zip(*ROWS, strict=True)
-    names, kinds = ("_source", "place", "length", "sha256"), (pa.int32(), pa.string(), pa.int64(), pa.string())
+    names, kinds = ("_source", "_place", "_length", "_sha256"), (pa.int32(), pa.string(), pa.int64(), pa.string())
     table = pa.table({n: pa.array(v, k) for n, v, k in zip(names, columns, kinds, strict=True)})
     lines, sizes = {0: b"", 2: b""}, {0: 0, 2: 0}
     for batch in lines_of(table.to_batches(size)):

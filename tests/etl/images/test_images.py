@@ -21,8 +21,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import parse_records
 from lockstep.storage.verify import verify
-
-from .conftest import tree, write_images
+from tests.etl.conftest import tree, write_images
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -18,8 +18,8 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.verify import verify
+from tests.etl.conftest import large_offsets
 
-from .conftest import large_offsets
 from .test_image_pieces import FILES, GOOD, REASONS, make_tar, make_tree, picture, pixels
 
 if TYPE_CHECKING:

@@ -100,23 +100,23 @@ def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
     published(tmp_path, "b", tiny, link)
     schema = Schema.from_json(tiny.schema)
     config = WriteConfig(output=str(tmp_path / "c"), append_to=str(tmp_path / "b"))
-    parent = open_parent(str(tmp_path / "b"), config, schema)
+    parent = open_parent(str(tmp_path / "b"), config)
     assert [url for url, _ in parent.chain] == [str(tmp_path / "b"), str(tmp_path / "a")]
     assert parent.block_records == {"train": 8, "test": 8} and parent.fitted() == {}
     other = replace(schema, fields=(*schema.fields[:-1], replace(schema.fields[-1], name="bought", dtype="int64")))
     with pytest.raises(ConfigError, match="its schema is another one") as caught:
-        open_parent(str(tmp_path / "b"), config, other)
+        parent.check_schema(other)
     assert caught.value.got == "no field `label`; field `bought` (not there)"
     assert caught.value.allowed == f"the schema of {tmp_path / 'b'}"
     published(tmp_path, "lost", tiny, {**link, "digest": "0" * 64})
     with pytest.raises(DataError, match="is not the dataset that"):
-        open_parent(str(tmp_path / "lost"), config, schema)
+        open_parent(str(tmp_path / "lost"), config)
     published(tmp_path, "gone", tiny, {**link, "url": str(tmp_path / "nowhere")})
     with pytest.raises(NotFoundError):
-        open_parent(str(tmp_path / "gone"), config, schema)
+        open_parent(str(tmp_path / "gone"), config)
     published(tmp_path, "itself", tiny, {"url": str(tmp_path / "itself"), "digest": tiny.digest})
     with pytest.raises(DataError, match="is not the dataset that"):  # a chain that bites its tail ends too
-        open_parent(str(tmp_path / "itself"), config, schema)
+        open_parent(str(tmp_path / "itself"), config)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,22 @@ def test_an_append_is_weighed_and_sampled_as_its_parent(
     published(tmp_path, "a", tiny, None, **stored)
     options: dict[str, Any] = {"output": str(tmp_path / "b"), "append_to": above, **told}
     if refused is None:
-        assert len(open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema)).chain) == 1
+        assert len(open_parent(above, WriteConfig(**options)).chain) == 1
         return
     with pytest.raises(ConfigError, match=f"its {refused} is another one") as caught:
-        open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema))
+        open_parent(above, WriteConfig(**options))
     there = stored[refused]
     assert caught.value.got and caught.value.allowed == (f"no --{refused}" if there is None else f"--{refused} {there}")
     assert ("Leave out" in caught.value.next_step) is (there is None) and f"--{refused}" in caught.value.next_step
+
+
+@pytest.mark.parametrize(("old", "new"), [("user:a:80/20", "group:a:80/20"), ("8:1:1", "8/1/1")])
+def test_a_parent_whose_split_is_written_in_an_earlier_form_is_continued(tmp_path: Path, old: str, new: str) -> None:
+    published(tmp_path, "a", write_table(tmp_path / "tiny"), None, split=old)
+    config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), split=new)
+    assert open_parent(str(tmp_path / "a"), config).url == str(tmp_path / "a")
+    with pytest.raises(ConfigError, match="its split is another one"):
+        open_parent(str(tmp_path / "a"), replace(config, split="7/3"))
 
 
 def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> None:
@@ -156,9 +165,9 @@ def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> No
     published(tmp_path, "a", tiny, None, **made)
     published(tmp_path, "old", tiny, None, weights="balanced")
     config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), weights="balanced")
-    assert open_parent(str(tmp_path / "a"), config, None).class_counts == counts
+    assert open_parent(str(tmp_path / "a"), config).class_counts == counts
     with pytest.raises(ConfigError, match="how many records of each class"):
-        open_parent(str(tmp_path / "old"), config, None)
+        open_parent(str(tmp_path / "old"), config)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_counts_of_classes_that_somebody_wrote_into_a_manifest(tmp_path: Path, c
     published(tmp_path, "a", write_table(tmp_path / "tiny"), None, weights="balanced", class_counts=counts)
     config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), weights="balanced")
     with pytest.raises(ConfigError, match=r"/a cannot be continued: .*class_counts that cannot be read"):
-        open_parent(str(tmp_path / "a"), config, None)
+        open_parent(str(tmp_path / "a"), config)
 
 
 @pytest.mark.parametrize("sample", [5, "x", "b=0:150%", ["b=0:50%"], {}], ids=repr)
@@ -178,4 +187,4 @@ def test_a_sample_that_somebody_wrote_into_a_manifest(tmp_path: Path, sample: An
     published(tmp_path, "a", write_table(tmp_path / "tiny"), None, sample=sample)
     config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), sample=ours)
     with pytest.raises(ConfigError, match=r"/a cannot be continued: .*config[.]sample that cannot be read"):
-        open_parent(str(tmp_path / "a"), config, None)
+        open_parent(str(tmp_path / "a"), config)

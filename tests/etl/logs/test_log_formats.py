@@ -23,10 +23,9 @@ from etl.write.config import LogsConfig
 from jobs import etl_logs
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
+from tests.etl.conftest import ELASTIC, OPEN_BANDIT, tree
+from tests.etl.write.test_append import published
 from tests.training._tiny import write_table
-
-from .conftest import ELASTIC, OPEN_BANDIT, tree
-from .test_append import published
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -20,7 +20,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.conftest import write_images
-from tests.etl.test_append import published
+from tests.etl.write.test_append import published
 from tests.training._tiny import write_table
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def test_columns_that_are_asked_for(told: dict[str, str], refused: str | None) -
 
 def test_weights_and_petastorm_go_with_the_schema(tmp_path: Path) -> None:
     weighed = WriteConfig(output="out", weights="balanced")
-    schema, parent = check_schema(weighed, Schema((sample_id_field(), LABEL)))
-    assert schema.weight is not None and parent is None
+    schema = check_schema(weighed, Schema((sample_id_field(), LABEL)))
+    assert schema.weight is not None
     with pytest.raises(ConfigError, match="has already"):
         check_schema(weighed, schema)
     with pytest.raises(ConfigError, match="needs classes to weigh"):
@@ -97,7 +97,7 @@ def test_images_are_not_read_for_a_call_that_cannot_be_right(
     published(tmp_path, "other", write_table(tmp_path / "tiny"), None, weights="none", sample=None)
     options: dict[str, Any] = {"inputs": ("in",), "output": "out", "num_classes": 3, **told}
     if refused is None:
-        assert job.check(ImagesConfig(**options)).num_classes == 3
+        assert job.check(ImagesConfig(**options)).plan.num_classes == 3
         return
     with pytest.raises(ConfigError, match=refused):
         job.check(ImagesConfig(**options))
@@ -108,8 +108,8 @@ def test_bad_input_in_a_folder_is_named_by_its_file_and_kept_beside_the_output(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     rows = [(0, "cat/2.jpg", 0, "broken"), (0, "cat/1.jpg", 0, "broken"), (1, None, 7, "cut")]
-    table = spark.createDataFrame(rows, "source int, place string, position bigint, reason string")
-    bad = table.selectExpr("*", "X'00ff' AS raw", "2L AS length", "'0' AS sha256")
+    table = spark.createDataFrame(rows, "_source int, _place string, _position bigint, _reason string")
+    bad = table.selectExpr("*", "X'00ff' AS _raw", "2L AS _length", "'0' AS _sha256")
     config = LogsConfig(inputs=("/in", "/in.tar"), output=str(tmp_path / "out"))
     kept = tmp_path / "_quarantine-out"
 

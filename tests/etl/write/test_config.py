@@ -18,7 +18,7 @@ from etl.tables import TableConfig
 from etl.write.config import LogsConfig, WriteConfig, parse_size
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_bad_image_options(wrong: dict[str, Any]) -> None:
 )
 def test_how_far_a_label_looks(told: dict[str, Any], window: int | None, in_units: int | None) -> None:
     config = LogsConfig(inputs=("a",), output="b", **told)
-    assert (config.window, config.write_options()["label_window"]) == (window, in_units)
+    assert (config.window, config.stored_window) == (window, in_units)
     assert config.to_json().get("label_window") == window
 
 

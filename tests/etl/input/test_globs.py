@@ -62,7 +62,7 @@ def test_one_file_twice_is_refused(logs: Path) -> None:
         ["logs/top.log", "link.log"],
         ["logs/2015-*", "logs/*/a.log"],
     ):
-        with pytest.raises(ConfigError, match="is there twice") as caught:
+        with pytest.raises(ConfigError, match="is given twice") as caught:
             find_sources(urls)
         assert caught.value.got and caught.value.next_step
 

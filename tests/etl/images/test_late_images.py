@@ -21,11 +21,10 @@ from etl.images import job
 from etl.images.config import ImagesConfig
 from etl.split.assign import Assign
 from etl.split.splits import SplitSpec
-from etl.write.dataset import write_dataset
-from etl.write.late import AssignLate, Intake, Late, LateImages, WriteLate
+from etl.write.late import AssignLate, Intake, LateImages, WriteLate
 from etl.write.quarantine import check_bad
 from etl.write.shards import ShardTable, WriteShards
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
 
 from .test_image_pieces import make_tar, make_tree
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 SIDE = 24
 INTAKE = Intake(size=(SIDE, SIDE), channels=3, late=True)
-SCHEMA = job.schema((SIDE, SIDE, 3), 200)
+SCHEMA = ImagesConfig(inputs=("x",), output="y", source="tar", image_size=(SIDE, SIDE)).fields(None, 200)
 LATE = LateImages(SCHEMA["image"], INTAKE, content=True)
 BROKEN = ("a/3.jpg", "b/7.jpg")
 
@@ -120,10 +119,10 @@ def test_broken_images_are_missing_in_their_shard_and_told_once(tmp_path: Path) 
     first, *told = pa.Table.from_batches(WriteLate(write, LATE).rows(0, [rows])).to_pylist()
     shard = first["shard"]
     assert (shard["records"], shard["rejected"], shard["rejected_bytes"]) == (3, 2, len(files[1]) + len(files[4]))
-    bad = {row[c.POSITION]: row["bad"] for row in told if row["bad"] is not None}
-    assert sorted(bad) == [1, 4] and all(row["reason"] == "broken_image" for row in bad.values())
-    assert [bad[n][key] for n in (1, 4) for key in ("raw", PLACE)] == [files[1], "at/1", files[4], "at/4"]
-    keys = {row[c.POSITION]: row[c.LEAK] for row in told if row["bad"] is None}
+    bad = {row[c.POSITION]: row for row in told if row[c.REASON] is not None}
+    assert sorted(bad) == [1, 4] and all(row[c.REASON] == "broken_image" for row in bad.values())
+    assert [bad[n][key] for n in (1, 4) for key in (c.RAW, PLACE)] == [files[1], "at/1", files[4], "at/4"]
+    keys = {row[c.POSITION]: row[c.LEAK] for row in told if row[c.REASON] is None}
     assert sorted(keys) == [0, 2, 3] and keys[0] == keys[2] != keys[3]  # equal pixels, equal key
 
 
@@ -139,7 +138,10 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
         spark.catalog.clearCache()  # as if executors were lost: what was cached is made again, as other tasks
         check_bad(*args)
 
-    with patch("etl.images.job.check_bad", check_without_cache):
+    with (
+        patch("etl.write.job.check_bad", check_without_cache),
+        patch("etl.write.late.check_bad", check_without_cache),
+    ):
         manifest = job.run(spark, config(root, tmp_path / "folder", source="folder", **told))
     counts = manifest.counts
     assert (counts.read, counts.written, counts.quarantined) == (42, 39, 3)
@@ -163,12 +165,3 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
 
 def config(place: Path, output: Path, **more: Any) -> ImagesConfig:
     return ImagesConfig(**{"inputs": (str(place),), "output": str(output), "split": "1/1", "source": "tar", **more})
-
-
-@pytest.mark.parametrize(
-    "counted", [{"weights": "balanced"}, {"bake": True}, {"split": "stratified:label:1/1"}, {"split": "time:label:1/1"}]
-)
-def test_what_counts_records_cannot_have_late_images(tmp_path: Path, counted: dict[str, Any]) -> None:
-    frame: Any = None  # nothing is read
-    with pytest.raises(ConfigError, match="cannot be made late"):
-        write_dataset(frame, str(tmp_path), id_columns=["name"], late=Late(LATE, lambda origin: None), **counted)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from etl.logs import job
 from etl.logs.parse import ParseLog
+from etl.spark.tasks import Items
 from etl.write.config import LogsConfig
 from etl.write.shards import WriteShards
 from jobs._session import spark_session
@@ -30,8 +31,8 @@ def first_attempt() -> bool:
 
 
 class DyingParse(ParseLog):
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for rows in ParseLog.__call__(self, batches):
+    def __call__(self, items: Items) -> Iterator[pa.RecordBatch]:
+        for rows in ParseLog.__call__(self, items):
             yield rows
             if first_attempt():
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl import columns as c
+from etl.columns import LENGTH
 from etl.images import job, planned_task
 from etl.images import tar as tar_images
 from etl.images.config import ImagesConfig
 from etl.images.planned import on_two_sides, shards_of
-from etl.images.source import LENGTH, OFFSET, RECORD, ImagePlan
+from etl.images.source import OFFSET, RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.features.sample_id import shard_of
 from lockstep.storage.dataset.manifest_entries import Counts
 from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
+from tests.etl.conftest import tree
 
-from .conftest import tree
 from .test_image_pieces import make_tar, rows
 from .test_late_images import SIDE, cut, photo
 
@@ -85,7 +86,7 @@ def test_the_list_is_what_tasks_read(tmp_path: Path) -> None:
         data = paths[row[c.SOURCE]].read_bytes()[row[OFFSET] : row[OFFSET] + row[LENGTH]]
         assert data == files[row["name"]]
     others = [row for batch in plan.files.other for row in batch.to_pylist()]
-    assert [(row[c.SOURCE], row["reason"]) for row in others] == [
+    assert [(row[c.SOURCE], row["_reason"]) for row in others] == [
         (n, reason) for n in (0, 1) for reason in ("not_an_image", "unsafe_name")
     ]
 

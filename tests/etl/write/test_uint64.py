@@ -11,8 +11,9 @@ import pytest
 
 import etl
 from benchmarks.shared.arrays import split_arrays
+from etl.columns import ddl_of
 from etl.logs.fields import Column, Form
-from etl.logs.parse import output_ddl
+from etl.logs.parse import output_schema
 from etl.logs.records import RecordLines
 from etl.petastorm import enable
 from lockstep.features.schema.fields import Field, sample_id_field
@@ -57,7 +58,8 @@ def test_a_log_says_it_or_is_refused(text: str, value: int | None) -> None:
     ):
         parser = RecordLines(form, asked)
         found = parser.parse(pa.array([line.encode(), b'{"u": 5}' if form.log_format == "json" else b"5"]), ["u"])
-        assert output_ddl(parser).endswith("`u` decimal(20,0)" + ", `l` array<decimal(20,0)>" * (len(asked) - 1))
+        ddl = ddl_of(output_schema(parser))
+        assert ddl.endswith("`u` decimal(20,0)" + ", `l` array<decimal(20,0)>" * (len(asked) - 1))
         assert found.reasons.good.tolist() == [value is not None, True], line
         assert found.columns["u"][1].as_py() == 5 and found.columns["u"].type == pa.decimal128(20, 0)
         if value is not None:

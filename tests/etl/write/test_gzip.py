@@ -40,7 +40,7 @@ def test_what_cannot_be_packed(options: dict[str, Any], told: str) -> None:
 
 def test_the_flag_reaches_the_job() -> None:
     flags = ["--table", "t", "--id-columns", "k", "--output", "/x", "--compression", "gzip"]
-    assert etl_table.config_of(etl_table.parser().parse(flags)).write_options()["compression"] == "gzip"
+    assert etl_table.config_of(etl_table.parser().parse(flags)).compression == "gzip"
 
 
 def test_sample_ids_are_those_of_the_unpacked_shards(tmp_path: Path) -> None:

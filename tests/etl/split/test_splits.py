@@ -37,11 +37,9 @@ EMPTY = pa.RecordBatch.from_pydict({})
     [
         ("80/20", "random", "train test", (80, 20), None),
         ("1/1", "random", "train test", (1, 1), None),
-        ("1:1", "random", "train test", (1, 1), None),  # as people say it
         ("8/1/1", "random", "train validation test", (8, 1, 1), None),
         ("0.7/0.15/0.15", "random", "train validation test", (70, 15, 15), None),  # to whole numbers, exactly
         ("group:user:9/1", "group", "train test", (9, 1), "user"),
-        ("user:visitor:9/1", "group", "train test", (9, 1), "visitor"),
         ("group:a:b:9/1", "group", "train test", (9, 1), "a:b"),  # a column's name may hold a colon
         ("stratified:click:8/1/1", "stratified", "train validation test", (8, 1, 1), "click"),
         ("time:80/20", "time", "train test", (80, 20), "time"),
@@ -70,7 +68,7 @@ def test_what_split_may_not_say(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "example"),
     [("80", "80/20"), ("given:x", "80/20"), ("time:seen", "time:seen:80/20"), ("time::80", "time:80/20"),
-     ("user:who", "user:who:80/20"), ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
+     ("user:who", "group:who:80/20"), ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
      ("kfold", "kfold:5"), ("kfold:user", "kfold:5:user"), ("kfold:1:user", "kfold:5:user"),
      ("group:a:b", "group:COLUMN:80/20"), ("group:" + "x" * 300, "group:COLUMN:80/20")],
 )  # fmt: skip
@@ -79,6 +77,16 @@ def test_the_example_is_of_the_kind_that_was_asked_for(text: str, example: str) 
         SplitSpec.parse(text)
     assert caught.value.next_step == f"Write for example --split {example}."
     SplitSpec.parse(example)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("user:who:9/1", "group:who:9/1"), ("8:1:1", "8/1/1"), ("0.8:0.2", "0.8/0.2")]
+)
+def test_forms_of_earlier_versions_are_refused_with_todays(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match="earlier version") as caught:
+        SplitSpec.parse(old)
+    assert (caught.value.got, caught.value.next_step) == (old, f"Write --split {new}, which means the same.")
+    assert "user" not in caught.value.allowed and SplitSpec.parse(new).text == new.replace("0.8/0.2", "8/2")
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 2**64 - 1))

@@ -20,7 +20,7 @@ from etl.images import job as image_sets
 from etl.images.config import ImagesConfig
 from etl.logs import job as logs
 from etl.split.splits import SplitSpec
-from etl.write.checks import check_schema
+from etl.write.checks import check_output, check_schema
 from etl.write.config import LogsConfig, WriteConfig
 from etl.write.dataset import write_dataset
 from lockstep.features.encode.bake import Baker
@@ -151,10 +151,12 @@ def test_an_append_has_its_parents_form_of_features(tmp_path: Path) -> None:
         for bake in (True, False):
             config = WriteConfig(output=str(tmp_path / "d"), bake=bake, append_to=str(tmp_path / name))
             if bake == (name == "baked"):
-                assert check_schema(config, HASHED)[1] is not None
+                parent = check_output(config)
+                assert parent is not None
+                check_schema(config, HASHED, parent)
                 continue
             with pytest.raises(ConfigError, match="its form of features is another one") as caught:
-                check_schema(config, HASHED)
+                check_output(config)
             assert "--bake" in str(caught.value.allowed)
 
 
@@ -177,4 +179,3 @@ def test_what_cannot_be_baked_is_told_before_spark_starts(tmp_path: Path) -> Non
 
 def test_a_job_says_that_it_baked() -> None:
     assert WriteConfig(output="/d", bake=True).to_json()["bake"] is True
-    assert WriteConfig(output="/d", bake=True).write_options()["bake"] is True

@@ -91,7 +91,7 @@ def test_flipped_bytes_end_in_one_error_or_in_bytes() -> None:
 
 def test_packers_that_are_not_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "log.xz").write_bytes(lzma.compress(DATA))
-    with pytest.raises(DataError, match=r"log\.xz is packed in a way") as caught:
+    with pytest.raises(DataError, match=r"log\.xz has a compression") as caught:
         find_sources([str(tmp_path)])
     assert caught.value.got == "xz" and "zstd" in caught.value.allowed
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from etl import columns as c
 from etl.columns import logical_bytes
 from etl.spark.errors import SameIdError, from_text, to_wire
 from etl.split.assign import Assign
@@ -186,8 +187,7 @@ def test_columns_that_do_not_fit_are_refused(spark: SparkSession, tmp_path: Path
 @pytest.mark.slow
 def test_rejected_input_lies_where_it_is_asked_for(spark: SparkSession, tmp_path: Path) -> None:
     """At a URL of its own, or nowhere; what a killed job left goes first."""
-    bad = "source int, position bigint, reason string, raw binary, length bigint, sha256 string"
-    rejected = spark.createDataFrame([(0, 9, "why", bytearray(b"raw"), 3, "0" * 64)], bad)
+    rejected = spark.createDataFrame([(0, 9, None, "why", bytearray(b"raw"), 3, "0" * 64)], c.ddl_of(c.REJECTED))
     source = SourceInfo("in.csv", 1, "0" * 64)
     origin = Origin(sources=(source,), read=21, quarantined=1, quarantined_raw_bytes=3, quarantine=rejected)
     df = frame(spark, batch(list(range(20))))

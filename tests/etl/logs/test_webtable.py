@@ -25,8 +25,7 @@ from etl.logs.values import Reasons
 from etl.logs.web import read_requests, roles
 from etl.write.config import LogsConfig
 from lockstep.storage.errors import DataError
-
-from .conftest import ELASTIC, nasa_lines
+from tests.etl.conftest import ELASTIC, nasa_lines
 
 SCHEMA = """
 [[fields]]
