@@ -1,69 +1,67 @@
-"""The README's commands are run, each under a check of what it says one should see; its links lead somewhere."""
+"""README and pages: their commands are run, each under a check of the lines that a reader should see."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.steps import ACTIVATE, ROOT, Step, not_seen, project_in, run_steps, steps_of
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
-CLUSTER = "## On a cluster"
+# Pages whose commands build on each other run in one folder. Each story has a worker of its own.
+STORIES = {
+    "first": ["README.md", "docs/tutorial.md"],
+    "data": [
+        "docs/formats.md",
+        "docs/schema.md",
+        "docs/reading-elsewhere.md",
+        "docs/batches.md",
+        "docs/guarantees.md",
+        "docs/performance.md",
+        "docs/python.md",
+    ],
+    "scripts": ["docs/models.md"],
+    "cluster": ["docs/cluster.md"],
+}
+WITH_COMMANDS = [page for pages in STORIES.values() for page in pages]
+LONG = ("data", "scripts")  # `make test` only checks their flags and imports: test_flags.py, test_snippets.py
+MOST_README_LINES = 130
 
 
-def told() -> list[Step]:
-    """What the README tells a reader to run, but for the two commands that CI runs."""
-    return [step for step in steps_of(README) if not step.by_ci]
+def steps(page: str) -> list[Step]:
+    """A page's blocks of commands, without the two that CI runs itself."""
+    return [step for step in steps_of((ROOT / page).read_text(encoding="utf-8")) if not step.by_ci]
 
 
-def test_every_command_is_followed_by_what_one_should_see() -> None:
-    assert len(told()) >= 8
-    assert all(step.seen for step in told()), [step.commands for step in told() if not step.seen]
-    assert sum(step.section.startswith(CLUSTER) for step in told()) >= 3
+def test_each_page_with_commands_is_in_one_story() -> None:
+    pages = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    assert sorted(page for page in pages if steps(page)) == sorted(WITH_COMMANDS)
 
 
-def test_the_two_commands_are_what_ci_runs() -> None:
-    assert [step.commands.strip() for step in steps_of(README) if step.by_ci] == ["make demo", "make test"]
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_command_is_followed_by_what_one_should_see(page: str) -> None:
+    assert [step.commands for step in steps(page) if not step.seen] == []
+
+
+def test_the_readme_is_short_and_its_two_commands_are_what_ci_runs() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= MOST_README_LINES
+    assert [step.commands.strip() for step in steps_of(readme) if step.by_ci] == ["make demo", "make test"]
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("make ")] == ["make demo", "make test"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))],
-)
-def test_links_lead_somewhere(path: str) -> None:
-    for target in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
-        assert (ROOT / path).parent.joinpath(target).exists(), f"{path}: {target}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("on_cluster", [False, True], ids=["here", "cluster"])
-def test_the_commands_do_what_the_readme_says(tmp_path: Path, on_cluster: bool) -> None:
-    """The section on a cluster needs nothing of what comes before but the environment, and goes to another worker."""
-    before = [Step(ACTIVATE, False, [], "")] if on_cluster else []
-    wanted = [step for step in told() if step.section.startswith(CLUSTER) == on_cluster]
-    with project_in(tmp_path) as folder:
-        assert run_steps([*before, *wanted], folder) == len(before) + len(wanted) >= 3
-
-
-@pytest.mark.soak  # `make test` checks their flags and imports: test_flags.py, test_snippets.py
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    "pages",
-    [["data", "batches", "exactly-once", "profile", "python"], ["keras", "launch"]],
-    ids=["on_data", "on_scripts"],
+    "story", [pytest.param(story, marks=[pytest.mark.soak] if story in LONG else []) for story in STORIES]
 )
-def test_the_commands_do_what_the_pages_say(tmp_path: Path, pages: list[str]) -> None:
-    page = [step for name in pages for step in steps_of((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))]
-    assert len(page) >= 4 and all(step.seen for step in page)
+def test_the_commands_do_what_the_pages_say(tmp_path: Path, story: str) -> None:
+    """Only the README activates the environment itself."""
+    before = [] if story == "first" else [Step(ACTIVATE, False, [], "")]
+    wanted = [*before, *(step for page in STORIES[story] for step in steps(page))]
     with project_in(tmp_path) as folder:
-        assert run_steps([Step(ACTIVATE, False, [], ""), *page], folder) == 1 + len(page)
+        assert run_steps(wanted, folder) == len(wanted) >= 4
 
 
 def test_not_seen_notices_a_missing_line_and_a_wrong_order() -> None:

@@ -52,7 +52,8 @@ def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(doctor, "passes", passes)
     assert doctor.main(["--master", "local[2]"]) == 0
-    step = next(step for step in steps_of((ROOT / "README.md").read_text("utf-8")) if "jobs.doctor" in step.commands)
+    page = (ROOT / "docs/tutorial.md").read_text("utf-8")
+    step = next(step for step in steps_of(page) if "jobs.doctor" in step.commands)
     assert step.seen == [f"OK   {name}: ..." for name in told]
 
 
