@@ -75,7 +75,7 @@ class Killer(SessionLauncher):
     _failed: tuple[float, float] = (0.0, 0.0)
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """The launcher's own, with a killer beside it."""
+        """The launcher's own, with a killer."""
         session = self.launch.session(num_ranks, limits)
         run, usable = session.run, session.usable
 

@@ -1,4 +1,4 @@
-"""What jobs.upload asks and tells: the output by the way that was chosen, what became of each file."""
+"""The output URL of jobs.upload for the chosen protocol, and a summary of what happened to the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.storage.urls import split_url
 
 
 def target(output: str, via: str | None) -> str:
-    """The output's URL for the way that was chosen. Raises ConfigError for what is not on HDFS."""
+    """The output's URL for the chosen protocol. Raises ConfigError for a URL that is not on HDFS."""
     scheme = split_url(output)[0]
     if scheme not in ("hdfs", "webhdfs"):
         raise ConfigError(
@@ -27,7 +27,7 @@ def target(output: str, via: str | None) -> str:
 
 
 def line(outcome: Outcome) -> str:
-    """What became of one file."""
+    """The result for one file."""
     return f"{outcome.done:8} {outcome.item.url}: {outcome.item.size_bytes} bytes, equal by {outcome.compared_by}"
 
 
@@ -35,5 +35,5 @@ def summary(outcomes: Sequence[Outcome], output: str) -> str:
     """What was done, in a line."""
     counts = Counter(outcome.done for outcome in outcomes)
     sent = sum(outcome.item.size_bytes for outcome in outcomes if outcome.done != "there")
-    told = f"{counts['sent']} sent, {counts['replaced']} replaced ({sent} bytes), {counts['there']} already there"
-    return f"{output}: {told}"
+    files = f"{counts['sent']} sent, {counts['replaced']} replaced ({sent} bytes), {counts['there']} already there"
+    return f"{output}: {files}"

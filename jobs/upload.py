@@ -22,21 +22,21 @@ MAX_PARALLEL = 32
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("upload", __doc__ or "", "upload")
-    told = "files, each put below --output by its name, and folders, whose content is put there with its paths"
-    job.add_argument("--input", nargs="+", required=True, metavar="LOCAL", help=told)
+    text = "files, each put below --output by its name, and folders, whose content is put there with its paths"
+    job.add_argument("--input", nargs="+", required=True, metavar="LOCAL", help=text)
     job.add_argument(
         "--output", required=True, metavar="URL", help="a directory, hdfs://... or webhdfs://HOST:PORT/..."
     )
-    told = "webhdfs (HTTP) or hdfs (HDFS's own protocol); by default what --output begins with"
-    job.add_argument("--via", choices=["webhdfs", "hdfs"], help=told)
-    told = "never (default): a file there with another content ends the job; changed: it is replaced"
-    job.add_argument("--overwrite", choices=["never", "changed"], default="never", help=told)
-    told = f"files sent at a time, up to {MAX_PARALLEL} (default 4)"
-    job.add_argument("--parallel", type=int, default=4, metavar="N", help=told)
+    text = "webhdfs (HTTP) or hdfs (HDFS's own protocol); by default what --output begins with"
+    job.add_argument("--via", choices=["webhdfs", "hdfs"], help=text)
+    text = "never (default): a file there with another content ends the job; changed: it is replaced"
+    job.add_argument("--overwrite", choices=["never", "changed"], default="never", help=text)
+    text = f"files sent at a time, up to {MAX_PARALLEL} (default 4)"
+    job.add_argument("--parallel", type=int, default=4, metavar="N", help=text)
     job.epilog = (
         "A file has its name only after its content was compared. Run again after an interruption: what is there"
         " with equal length and digest is not sent again. exit 0: all files are there; 1: HDFS or a file failed;"
-        " 2: the call cannot be right, or a file is there with another content"
+        " 2: invalid arguments, or a file exists with another content"
     )
     return job
 

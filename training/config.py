@@ -141,13 +141,13 @@ def flag_of(field: str) -> str:
 # The groups of fields in --help, each by its first field.
 GROUPS = {
     "datasets": "what is trained on what",
-    "lanes": "order of samples (docs/epoch-plan.md)",
-    "read_ahead_bytes": "reading (docs/reading.md, docs/batches.md)",
-    "batchnorm": "a step (docs/keras.md, docs/learning-rate.md)",
-    "checkpoint_every": "checkpoints (docs/checkpoints.md)",
-    "non_finite": "exactly once (docs/exactly-once.md)",
-    "launcher": "ranks and how they talk (docs/scaling.md, docs/security.md)",
-    "start_limit_s": "limits and restarts (docs/control.md)",
+    "lanes": "order of samples (docs/batches.md)",
+    "read_ahead_bytes": "reading (docs/performance.md, docs/batches.md)",
+    "batchnorm": "a step (docs/models.md)",
+    "checkpoint_every": "checkpoints (docs/guarantees.md)",
+    "non_finite": "exactly once (docs/guarantees.md)",
+    "launcher": "ranks and how they talk (docs/performance.md, docs/security.md)",
+    "start_limit_s": "limits and restarts (docs/operations.md)",
 }
 
 

@@ -1,6 +1,6 @@
 """Public names for a training script of your own, which `jobs.launch` starts on each rank.
 
-docs/keras.md and docs/launch.md explain them. They load TensorFlow when first used, `communicator` does not. A script
+docs/models.md explain them. They load TensorFlow when first used, `communicator` does not. A script
 that is started without jobs.launch is one rank.
 """
 

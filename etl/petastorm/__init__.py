@@ -5,8 +5,8 @@
     from petastorm import make_batch_reader
 
 `enable()` adds those names for Petastorm's own modules while they are imported; all other modules see pyarrow and numpy
-unchanged. docs/decisions/066-petastorm.md describes how, docs/petastorm.md what works. Importing this package loads
-neither Petastorm nor Spark nor TensorFlow.
+unchanged. docs/decisions/066-petastorm.md describes how, docs/reading-elsewhere.md what works. Importing this package
+loads neither Petastorm nor Spark nor TensorFlow.
 """
 
 from etl.petastorm.imports import enable

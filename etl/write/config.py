@@ -62,9 +62,9 @@ class WriteConfig:
     clean: bool = False
     """Whether to remove first what killed jobs left next to the output."""
     petastorm: bool = False
-    """Whether to write also the metadata for Petastorm's make_reader (Parquet; docs/petastorm.md)."""
+    """Whether to write also the metadata for Petastorm's make_reader (Parquet; docs/reading-elsewhere.md)."""
     bake: bool = False
-    """Whether shards hold the inputs of a model instead of the features (docs/features.md)."""
+    """Whether shards hold the inputs of a model instead of the features (docs/schema.md)."""
     label_window: int | None = None
     """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
     numbers. Records whose label looks into the next split are left out; with None no record is."""

@@ -1,6 +1,6 @@
 """The last pass, in tasks: each partition is written as a shard, under a unique name until the driver renames it.
 
-Decision record: docs/decisions/010-blocks-and-sizes.md.
+Decision record: docs/decisions/010-sizes-blocks-and-ids.md.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class WriteShards:
 BLOCK_BYTES = 2 << 20
 # Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
 FEW_CLASSES = "^(true|false|[0-9]{1,3})$"
-MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
+MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The order of other algorithms depends on the number of ranks, so they cannot continue a tree that each rank has begun.
 Here each rank forms a pair, at each level, with the rank whose number differs in one bit; of two ranks every algorithm
 forms the same sum, since a + b = b + a. Pairs exchange halves, then quarters, as in recursive halving and doubling
-(Thakur, Rabenseifner and Gropp, 2005), neighbours first. docs/decisions/080-canonical-sums.md has the reasons.
+(Thakur, Rabenseifner and Gropp, 2005), neighbours first. docs/decisions/079-comparing-ranks.md has the reasons.
 """
 
 from __future__ import annotations

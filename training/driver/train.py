@@ -216,7 +216,7 @@ class _Driver:
             print(
                 f"note: {epochs} epochs, but this run was started with {asked}. A schedule of `{model}` over the run, "
                 f"such as its learning rate, spans {epochs} epochs from now on; the steps so far followed a span of "
-                f"{asked}: the result differs from that of {epochs} epochs in one call (docs/control.md).",
+                f"{asked}: the result differs from that of {epochs} epochs in one call (docs/operations.md).",
                 file=sys.stderr,
                 flush=True,
             )

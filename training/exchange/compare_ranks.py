@@ -134,7 +134,7 @@ class DivergedError(LockstepError):
 class WeightCheck:
     """Compares `variables` (Keras, in one order on all ranks) every COMPARE_EVERY steps and before each checkpoint.
 
-    docs/decisions/079-what-ranks-compare.md has the cost.
+    docs/decisions/079-comparing-ranks.md has the cost.
     """
 
     def __init__(self, communicator: Communicator, variables: Sequence[Any]) -> None:

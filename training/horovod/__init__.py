@@ -1,7 +1,7 @@
 """Horovod's verbs under their known names, over Lockstep's ranks: `import training.horovod as hvd`.
 
 A script for Horovod with TensorFlow 2 or Keras runs after this change of its import; under jobs.launch on N ranks, by
-itself on one. docs/launch.md lists the supported names and the differences; a missing name is refused with an
+itself on one. docs/models.md lists the supported names and the differences; a missing name is refused with an
 alternative. docs/decisions/048-any-script.md.
 """
 
@@ -131,4 +131,4 @@ def __getattr__(name: str) -> Any:
         absent(f"`{name}`", f"hvd.{name}", ABSENT[name])
     near = get_close_matches(name, [*__all__, *ABSENT], 1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/launch.md lists what is there")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/models.md lists what is there")

@@ -51,7 +51,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces each value of an epoch's logs by its mean over ranks; put it before callbacks that read them.
 
     Like Horovod's, it takes the mean of the ranks' results. That differs from the result over all samples for metrics
-    that are not means (AUC, precision), and if ranks have different numbers of samples; see docs/launch.md.
+    that are not means (AUC, precision), and if ranks have different numbers of samples; see docs/models.md.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -182,4 +182,4 @@ ABSENT = {
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         absent(f"`callbacks.{name}`", f"hvd.callbacks.{name}", ABSENT[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/launch.md lists what is there")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/models.md lists what is there")

@@ -80,8 +80,8 @@ def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
     raise ConfigError(
         f"training.horovod has no {what}",
         got=got or what,
-        allowed="what docs/launch.md lists",
-        next_step=instead or "Leave it out, or look for an alternative in docs/launch.md.",
+        allowed="what docs/models.md lists",
+        next_step=instead or "Leave it out, or look for an alternative in docs/models.md.",
     )
 
 

@@ -271,7 +271,7 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
     if setting.canonical:
         yield "No --canonical, unless you need the same bits at any number of ranks: it sends more."
     yield (
-        f"A larger --global-batch than {setting.global_batch} (docs/learning-rate.md): the size of the sums does not "
+        f"A larger --global-batch than {setting.global_batch} (docs/models.md): the size of the sums does not "
         "depend on the batch; with --micro-batches it needs no more memory."
     )
     yield (

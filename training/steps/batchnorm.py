@@ -2,7 +2,7 @@
 
 "Ghost" batches are from Hoffer, Hubara and Soudry, "Train longer, generalize better" (2017): the same statistics at any
 number of ranks, without communication. `batchnorm_as` switches a model's own BatchNormalization layers to one of them.
-docs/decisions/047-batch-statistics-and-denominators.md.
+docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations

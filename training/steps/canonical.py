@@ -4,7 +4,7 @@ The state that a unit changes is reset for each: moving averages to their values
 generators to a state made of (seed, step, unit). So a unit's results do not depend on the other units of its rank.
 Gradients, moving averages, metric states and losses are added up over units and ranks; the optimizer sees the sums
 once. The exchange must be over `TreeSums`, with scale 1: a unit's share is in its loss.
-docs/decisions/080-canonical-sums.md.
+docs/decisions/079-comparing-ranks.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The object stays the user's own; its class becomes a subclass whose `apply` exchanges first. So it must be the outermost
 optimizer: finiteness, loss scale, clipping, decay and averages see the global gradients, equal bit for bit on every
-rank; accumulation adds on each rank separately. docs/decisions/046-any-optimizer.md.
+rank; accumulation adds on each rank separately. docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations

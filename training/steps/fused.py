@@ -1,8 +1,8 @@
 """One operation of TensorFlow for one variable's update, or for a batch normalisation, where TensorFlow has one.
 
 Keras 3 builds an update from a handful of operations, each of which reads the whole variable and most of which allocate
-a new tensor; TensorFlow's kernel passes over it once or twice. docs/decisions/051-fused-updates.md has the figures. The
-optimizer's variables, and Keras' work before and after the update, stay the same.
+a new tensor; TensorFlow's kernel passes over it once or twice (docs/decisions/041-keras-on-ranks.md). The optimizer's
+variables, and Keras' work before and after the update, stay the same.
 """
 
 from __future__ import annotations

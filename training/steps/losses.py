@@ -3,7 +3,7 @@
 The exchange multiplies each rank's gradients by n_r / G and adds them: exact for a mean over rows. Keras also divides
 by other numbers: the number of unmasked entries (`sum_over_batch_size`), the sum of the weights
 (`mean_with_sample_weight`), or nothing (`sum`, `none`). Ranks add up this number in the forward pass, and each corrects
-its loss by it. A plain mean costs nothing. docs/decisions/047-batch-statistics-and-denominators.md.
+its loss by it. A plain mean costs nothing. docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model's `train_step` on ranks: while it is traced, batch statistics and losses are those of the global batch.
 
-docs/decisions/047-batch-statistics-and-denominators.md.
+docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations

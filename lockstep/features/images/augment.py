@@ -3,7 +3,7 @@
 A sample's random numbers are functions of (seed, epoch, sample id) and of a counter: the same on any rank, in any batch
 and order, and after any restart. The function is splitmix64 (lockstep.features.sample_id) as a counter-based generator,
 after J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It is not cryptographic. Decision
-record: docs/decisions/075-augmentation.md.
+record: docs/decisions/074-batches.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
     list = true
     encoding = {kind = "sequence", length = 8, of = {kind = "vocabulary", max_size = 500}}
 
-docs/features.md lists every key. The manifest stores the same schema with all defaults filled in.
+docs/schema.md lists every key. The manifest stores the same schema with all defaults filled in.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_schema(text_or_path: str) -> Schema:
             f"--schema: no such file {text_or_path}",
             got=error.got,
             allowed="a .toml or .json file with a declared schema",
-            next_step="Correct the path after --schema; docs/features.md shows how to write a schema.",
+            next_step="Correct the path after --schema; docs/schema.md shows how to write a schema.",
         ) from None
     if size > _MAX_BYTES:
         raise _bad(text_or_path, "a file of more than 16 MiB", "a schema")
@@ -215,7 +215,7 @@ def _check_extent(document: object, where: str) -> None:
         if long is not None:
             raise _bad(where, f"a number of {long.bit_length()} bits", f"numbers of at most {_MAX_BITS} bits")
     if level:
-        raise _bad(where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields as in docs/features.md")
+        raise _bad(where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields as in docs/schema.md")
 
 
 def _file_stem(name: str) -> str:
@@ -229,5 +229,5 @@ def _bad(what: str, got: str, allowed: str) -> ConfigError:
         f"{what} does not declare a schema",
         got=got,
         allowed=allowed,
-        next_step="Correct it; docs/features.md has an example of each key.",
+        next_step="Correct it; docs/schema.md has an example of each key.",
     )

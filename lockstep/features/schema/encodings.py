@@ -12,7 +12,7 @@
     ignore                                                        any                         nothing: only stored
     baked        raw, [ids], [fitted]                             what --bake stored          the same as with `raw`
 
-`baked` is not declared: lockstep/features/encode/bake.py writes it. docs/features.md says how each encoding treats
+`baked` is not declared: lockstep/features/encode/bake.py writes it. docs/schema.md says how each encoding treats
 nulls, unknown values and lists.
 """
 

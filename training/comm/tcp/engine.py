@@ -84,7 +84,7 @@ class Engine:
         Up to CALLS_AT_A_TIME are under way: on each connection the frames of a call follow those of the one before, so
         a link is not idle until the last frame of a call has arrived everywhere. Ranks may take calls at different
         times: the order on each connection is the same, and no frame waits for one of a later call. A deadline counts
-        from the end of the call before. Raises like `run`. docs/decisions/052-buckets-under-way.md.
+        from the end of the call before. Raises like `run`. docs/decisions/040-communicator.md.
         """
         self._begin("all_reduce", deadline_s())
         self._is_taking = True
