@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_page(url: str) -> None:
-    """Raise NotFoundError if the folder of `url` is missing, ExistsError if `url` exists and is not a page of this job.
-    """
+    """Raise NotFoundError if the folder of `url` is missing, ExistsError if `url` exists and is no page of this job."""
     fs, folder = filesystem(url), parent(url)
     if not fs.exists(folder):
         raise NotFoundError(
