@@ -97,7 +97,7 @@ def text_of(column: pa.Array) -> pa.Array:
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
     """The bytes that each row of a column takes in Arrow: its values and 4 for each length, before any compression.
 
-    Returns (n,) int64. docs/decisions/010-blocks-and-sizes.md says why a Parquet shard is measured so.
+    Returns (n,) int64. docs/decisions/010-sizes-blocks-and-ids.md says why a Parquet shard is measured so.
     """
     if field.is_list:
         per_item = logical_bytes(Field(name=field.name, dtype=field.dtype), column.flatten())

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # A file's manifest entry, whether it is gzip, the entry of its index, and the URL where this attempt wrote the index.
 Scanned = tuple[ShardInfo, bool, FileInfo | None, str | None]
 _FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
-BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-sizes.md
+BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True)

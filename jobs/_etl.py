@@ -37,7 +37,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--append-to", metavar="URL", help="the dataset that the new one continues")
     add("--clean", action="store_true", help="first remove what killed jobs left next to the output")
     add("--petastorm", action="store_true", help="also write the metadata of Petastorm's make_reader (a pickle)")
-    baked = "store the inputs of a model, fitted on `train` only, instead of the features (docs/features.md)"
+    baked = "store the inputs of a model, fitted on `train` only, instead of the features (docs/schema.md)"
     add("--bake", action="store_true", help=baked)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add

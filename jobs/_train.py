@@ -70,7 +70,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="first weights of a new run: of a run, a checkpoint, an exported model, a .keras or .weights.h5 file",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the samples' order and the first weights (default 0)")
-    add = under("order of samples (docs/epoch-plan.md)")
+    add = under("order of samples (docs/batches.md)")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add(
         "--window-bytes",
@@ -93,7 +93,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="with --cache, the number of nodes: each reads the same blocks in every epoch (default: no groups)",
     )
     add("--cache-rotation", type=int, metavar="K", help="deal blocks to groups anew every K epochs (default: never)")
-    add = under("reading (docs/reading.md, docs/batches.md)")
+    add = under("reading (docs/performance.md, docs/batches.md)")
     add(
         "--read-ahead-bytes",
         type=int,
@@ -120,7 +120,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="an image that cannot be decoded: ends the run (default) or counts with weight 0",
     )
     add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"change training images: {forms()}")
-    add = under("a step (docs/keras.md, docs/learning-rate.md)")
+    add = under("a step (docs/models.md)")
     add(
         "--batchnorm",
         choices=get_args(BatchNorm),
@@ -150,7 +150,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="parts in which a rank computes its batch, for less memory (default 1)",
     )
     add("--precision", choices=get_args(Precision), default="float32", help="default float32")
-    add = under("checkpoints (docs/checkpoints.md)")
+    add = under("checkpoints (docs/guarantees.md)")
     add(
         "--checkpoint-every",
         default=200,
@@ -172,7 +172,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="METRIC:max",
         help="of those at epochs' ends the best stays too; METRIC:max or METRIC:min",
     )
-    add = under("exactly once (docs/exactly-once.md)")
+    add = under("exactly once (docs/guarantees.md)")
     add(
         "--non-finite",
         choices=get_args(NonFinite),
@@ -188,7 +188,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="compare the ranks' weights every N steps (default 100)",
     )
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
-    add = under("ranks and how they talk (docs/scaling.md, docs/security.md)")
+    add = under("ranks and how they talk (docs/performance.md, docs/security.md)")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--tls", choices=["on", "off"], default="off", help="encrypt what leaves a host (default off)")
     add(
@@ -204,7 +204,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="the interface that may carry what cannot be authenticated (tensorflow, nccl)",
     )
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add = under("limits and restarts (docs/control.md)")
+    add = under("limits and restarts (docs/operations.md)")
     add(
         "--start-limit",
         dest="start_limit_s",

@@ -33,7 +33,7 @@ def parser() -> JobParser:
     job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
-    job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/features.md)")
+    job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/schema.md)")
     places = "with --schema: columns that name a record (default: its file and byte position)"
     job.add_argument("--id-columns", type=names, default=(), metavar="A,B", help=places)
     header = "tsv, csv: the fields of a line in order, where files have no header"

@@ -2,7 +2,7 @@
 
 Spark looks through the modules on its Python path whose names begin with `pyspark_` and registers their
 `DefaultSource`; `register(spark)` does it by hand where Spark's Java process was started without this package on its
-path. docs/tfrecord-source.md has the options.
+path. docs/reading-elsewhere.md has the options.
 """
 
 import pyspark

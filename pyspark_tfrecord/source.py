@@ -24,7 +24,7 @@ class DefaultSource(DataSource):
     def schema(self) -> StructType:
         """The columns of what lies at the path: from its manifest, else inferred from `sampleRecords` records.
 
-        Raises ConfigError or DataError as in docs/tfrecord-source.md.
+        Raises ConfigError or DataError as in docs/reading-elsewhere.md.
         """
         from pyspark_tfrecord.reading import open_input, selected
         from pyspark_tfrecord.types import spark_schema

@@ -152,7 +152,7 @@ class TrainConfig:
     window_bytes: int = 8 << 20
     """Bytes of the window in which a rank shuffles, over all lanes."""
     interleave: int = 1
-    """Places of its part of an epoch that a lane reads at once, for data that lie sorted (docs/epoch-plan.md)."""
+    """Places of its part of an epoch that a lane reads at once, for data that lie sorted (docs/batches.md)."""
     cache_groups: int | None = None
     """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
     cache_rotation: int | None = None
@@ -178,7 +178,7 @@ class TrainConfig:
     """Of the order of samples and the first weights."""
     checkpoint_every: int | str = 200
     """Steps between checkpoints, or seconds (`60s`), or `auto`: as often as their cost and the time between failures
-    make best (docs/control.md). One more is written at the end."""
+    make best (docs/operations.md). One more is written at the end."""
     mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
     """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
@@ -191,10 +191,10 @@ class TrainConfig:
     """Whether ranks list each sample id they train on."""
     canonical: bool = False
     """Whether each lane group (or lane) is computed by itself and gradients are added in one fixed tree: the same
-    weights, bit for bit, at any number of ranks that is a power of two and divides these (docs/exactly-once.md)."""
+    weights, bit for bit, at any number of ranks that is a power of two and divides these (docs/guarantees.md)."""
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step on all ranks, up to 10 in a
-    row (docs/exactly-once.md). A scaled loss skips by itself."""
+    row (docs/guarantees.md). A scaled loss skips by itself."""
     compare_every: int = 100
     """Steps between comparisons of the ranks' weights; one is made with each checkpoint too."""
     precision: Precision = "float32"
@@ -202,7 +202,7 @@ class TrainConfig:
     learning_rate: float | None = None
     """None is the model's own."""
     learning_rate_scaling: ScalingRule = "none"
-    """How the learning rate grows from `base_batch` to `global_batch` (docs/learning-rate.md)."""
+    """How the learning rate grows from `base_batch` to `global_batch` (docs/models.md)."""
     base_batch: int | None = None
     """The global batch that the learning rate was found for."""
     warm_up_epochs: float = 0.0
@@ -216,7 +216,7 @@ class TrainConfig:
     backend: Backend = "auto"
     """What carries gradients: `auto` by where the ranks are; `nccl` between GPUs (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
-    """Of all_reduce: `auto` by size and a cost model, frozen at the first start; else this one (docs/scaling.md)."""
+    """Of all_reduce: `auto` by size and a cost model, fixed at the first start; else this one (docs/performance.md)."""
     trust_network: str | None = None
     """Interface (or ADDRESS/BITS) whose network may carry gRPC and NCCL, which cannot be authenticated."""
     start_limit_s: float = 300.0

@@ -151,5 +151,5 @@ def _check_covered(totals: LogCounts) -> None:
         f"the log is shorter than the default label's window of {LABEL_WINDOW_S} s",
         got=f"{totals.log_end - totals.first_page} s from the first page request to the log's last request",
         allowed=f"{LABEL_WINDOW_S} s or more: the label is whether the visitor asks for another page in that time",
-        next_step="Add the log's next hours to --input, or give a --label with a shorter window (docs/logs.md).",
+        next_step="Add the log's next hours to --input, or give a --label with a shorter window (docs/formats.md).",
     )

@@ -5,8 +5,8 @@
     from petastorm import make_batch_reader
 
 `enable()` gives those names to Petastorm's own modules while they are imported; every other module goes on seeing
-pyarrow and numpy as they are. docs/decisions/066-petastorm.md says how, docs/petastorm.md what works. Importing this
-package loads no Petastorm, Spark or TensorFlow.
+pyarrow and numpy as they are. docs/decisions/066-petastorm.md says how, docs/reading-elsewhere.md what works. Importing
+this package loads no Petastorm, Spark or TensorFlow.
 """
 
 from etl.petastorm.imports import enable

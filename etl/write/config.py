@@ -62,9 +62,9 @@ class WriteConfig:
     clean: bool = False
     """Whether to remove first what killed jobs left beside the output."""
     petastorm: bool = False
-    """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
+    """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/reading-elsewhere.md)."""
     bake: bool = False
-    """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
+    """Whether shards hold what a model is fed, in place of the features as they came (docs/schema.md)."""
     label_window: int | None = None
     """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
     numbers. Records whose label looks into the next split are left out; None leaves none out."""

@@ -258,7 +258,7 @@ class WriteShards:
 BLOCK_BYTES = 2 << 20
 # Labels that are counted class by class: booleans and small whole numbers, so that the driver gets few rows.
 FEW_CLASSES = "^(true|false|[0-9]{1,3})$"
-MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
+MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True, slots=True)

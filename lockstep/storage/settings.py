@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from lockstep.storage.errors import ConfigError
 
-# Chosen by the measurements in docs/decisions/001-hdfs-deadlines.md.
+# Chosen by the measurements in docs/decisions/001-hdfs-calls.md.
 DEFAULTS = {
     "dfs.client.socket-timeout": "10000",
     "dfs.client.failover.sleep.base.millis": "100",

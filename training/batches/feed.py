@@ -29,7 +29,7 @@ from training.world import World
 READ_AHEAD_BYTES = 48 << 20
 DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank says itself what it waits for
 # What is encoded in one call: enough rows that calls cost little, no more bytes than caches hold a few times
-# (docs/decisions/074-batches-by-kernels.md).
+# (docs/decisions/074-batches.md).
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use

@@ -219,7 +219,7 @@ class _Driver:
             print(
                 f"note: {epochs} epochs, where this run was asked for {asked}. What `{model}` schedules over the run, "
                 f"such as its learning rate, spans {epochs} from here on; the steps that are done followed a span of "
-                f"{asked}: the result is not that of {epochs} epochs in one go (docs/control.md).",
+                f"{asked}: the result is not that of {epochs} epochs in one go (docs/operations.md).",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,7 +1,7 @@
 """Horovod's verbs under their known names, over Lockstep's ranks: `import training.horovod as hvd`.
 
 A script of Horovod for TensorFlow 2 or Keras runs after this change of its import; by jobs.launch on N ranks, by itself
-on one. docs/launch.md lists what is there and what differs; what is missing is refused by name.
+on one. docs/models.md lists what is there and what differs; what is missing is refused by name.
 """
 
 from __future__ import annotations
@@ -125,4 +125,4 @@ def __getattr__(name: str) -> Any:
         absent(f"`{name}`", f"hvd.{name}", ABSENT[name])
     near = get_close_matches(name, [*__all__, *ABSENT], 1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/launch.md lists what is there")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/models.md lists what is there")

@@ -52,7 +52,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces each value of an epoch's logs by its mean over ranks; it stands before callbacks that read them.
 
     As Horovod's, it takes the mean of the ranks' results. That is not the result over all samples for metrics that are
-    no means (AUC, precision), nor where ranks have different numbers of samples; see docs/launch.md.
+    no means (AUC, precision), nor where ranks have different numbers of samples; see docs/models.md.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -182,4 +182,4 @@ ABSENT = {
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         absent(f"`callbacks.{name}`", f"hvd.callbacks.{name}", ABSENT[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/launch.md lists what is there")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/models.md lists what is there")

@@ -82,8 +82,8 @@ def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
     raise ConfigError(
         f"training.horovod has no {what}",
         got=got or what,
-        allowed="what docs/launch.md lists",
-        next_step=instead or "Leave it out, or see docs/launch.md for what stands in its place.",
+        allowed="what docs/models.md lists",
+        next_step=instead or "Leave it out, or see docs/models.md for what stands in its place.",
     )
 
 

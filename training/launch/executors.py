@@ -1,7 +1,7 @@
 """Spark's executors under YARN and Kubernetes: what memory a container has for its ranks, and why one was lost.
 
 A container that holds more memory than it was given is killed, with all its ranks. What counts is the resident memory
-of every process in it, added up; docs/control.md has the sizes that were measured.
+of every process in it, added up; docs/operations.md has the sizes that were measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Settings = SparkConf | Mapping[str, str]
 
 OVERHEAD = "spark.executor.memoryOverhead"
-# MiB resident, measured under YARN (docs/control.md).
+# MiB resident, measured under YARN (docs/operations.md).
 JVM_MIB = 250
 """Java of an executor that has only ranks. After an ETL, or with time, it takes its heap and NO_HEAP_MIB."""
 NO_HEAP_MIB, DAEMON_MIB, SUPERVISOR_MIB = 150, 45, 85

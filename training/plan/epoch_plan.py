@@ -1,4 +1,4 @@
-"""The epoch plan: which samples are in which global batch, at any number of ranks (picture: docs/epoch-plan.md).
+"""The epoch plan: which samples are in which global batch, at any number of ranks (picture: docs/batches.md).
 
 Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
 memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `rows`, which only say who reads what.

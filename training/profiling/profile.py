@@ -65,7 +65,7 @@ class Profile:
     state_bytes: int
     """Of weights and optimizer."""
     copy_s: float
-    """A step waits about so long for its part of a checkpoint to be copied (docs/checkpoints.md)."""
+    """A step waits about so long for its part of a checkpoint to be copied (docs/guarantees.md)."""
     repeats: bool
     """Whether the split is smaller than what was read: cold data were then read before, if not by this host."""
 

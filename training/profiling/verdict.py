@@ -274,7 +274,7 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
     if setting.canonical:
         yield "Without --canonical, where the same bits at any number of ranks are not needed: it sends more."
     yield (
-        f"A larger --global-batch than {setting.global_batch} (docs/learning-rate.md): the sums are as large for any "
+        f"A larger --global-batch than {setting.global_batch} (docs/models.md): the sums are as large for any "
         "batch; with --micro-batches it needs no more memory."
     )
     if setting.algorithm != "auto":

@@ -1,4 +1,4 @@
-"""What memory a rank takes, by the size of its model; docs/control.md has what was measured."""
+"""What memory a rank takes, by the size of its model; docs/operations.md has what was measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One variable's update in one operation of TensorFlow, where it has one for the optimizer at hand.
 
 Keras 3 builds an update from a handful of operations, each of which goes over the whole variable and most of which
-leave a new tensor behind; TensorFlow's kernel goes over it once or twice. docs/decisions/051-fused-updates.md has the
+leave a new tensor behind; TensorFlow's kernel goes over it once or twice. docs/decisions/041-keras-on-ranks.md has the
 figures. The optimizer's variables, and all that Keras does before and after the update, stay as they are.
 """
 

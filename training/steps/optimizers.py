@@ -2,7 +2,7 @@
 
 Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017): the linear rule (section 2.1),
 gradual warm-up (2.2), momentum correction (3). The square-root rule is Krizhevsky's, "One weird trick for parallelizing
-convolutional neural networks" (2014). docs/learning-rate.md has the traps.
+convolutional neural networks" (2014). docs/models.md has the traps.
 """
 
 from __future__ import annotations

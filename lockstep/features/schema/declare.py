@@ -17,7 +17,7 @@
     list = true
     encoding = {kind = "sequence", length = 8, of = {kind = "vocabulary", max_size = 500}}
 
-docs/features.md has every key. The manifest holds the same schema with nothing left out.
+docs/schema.md has every key. The manifest holds the same schema with nothing left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_schema(text_or_path: str) -> Schema:
             f"--schema: no such file {text_or_path}",
             got=error.got,
             allowed="a .toml or .json file with a declared schema",
-            next_step="Correct the path after --schema; docs/features.md says how to write one.",
+            next_step="Correct the path after --schema; docs/schema.md says how to write one.",
         ) from None
     if size > _MAX_BYTES:
         raise _bad(text_or_path, "a file of more than 16 MiB", "a schema")
@@ -209,7 +209,7 @@ def _check_extent(document: object, where: str) -> None:
             raise _bad(where, f"a number of {long.bit_length()} bits", f"numbers of at most {_MAX_BITS} bits")
     if level:
         raise _bad(
-            where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields, as docs/features.md has them"
+            where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields, as docs/schema.md has them"
         )
 
 
@@ -224,5 +224,5 @@ def _bad(what: str, got: str, allowed: str) -> ConfigError:
         f"{what} does not declare a schema",
         got=got,
         allowed=allowed,
-        next_step="Correct it; docs/features.md has an example of each key.",
+        next_step="Correct it; docs/schema.md has an example of each key.",
     )

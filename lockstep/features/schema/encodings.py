@@ -12,7 +12,7 @@
     ignore                                                        any                         nothing: only stored
     baked        raw, [ids], [fitted]                             what --bake stored          the same as with `raw`
 
-Nobody declares `baked` (lockstep/features/encode/bake.py). docs/features.md says what each makes of nulls, of unknown
+Nobody declares `baked` (lockstep/features/encode/bake.py). docs/schema.md says what each makes of nulls, of unknown
 values and of lists.
 """
 
