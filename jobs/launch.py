@@ -49,9 +49,7 @@ def parser() -> JobParser:
     )
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
     add("--backend", choices=get_args(Backend), default="auto", help="of all_reduce (default auto); nccl: docs/gpu.md")
-    add(
-        "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (auto: docs/performance.md)"
-    )
+    add("--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (auto: docs/performance.md)")
     add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
     add("--max-restarts", type=int, default=0, metavar="N", help="of all ranks after a failure (default 0)")
     return job

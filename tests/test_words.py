@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("lockstep", "etl", "training", "jobs", "pyspark_tfrecord", "docs", "benchmarks", "notebooks")
 PAGES = ("README.md", "CONTRIBUTING.md", "Makefile")
 # instead of: reports, prints, says; again; no one; if you ...; next to; continues; results from; is stored; removes
-# `def tell` is the method of a file.
 HABITS = re.compile(
     r"\b(told|tells?|anew|nobody|whoever|beside|go(es|ing|ne)? on|went on|c[oa]mes? of|lies|lain|t[ao]kes? away"
     r"|taken away|has to ask|what is left)\b",
@@ -20,8 +19,9 @@ HABITS = re.compile(
 
 
 def habits_in(text: str) -> list[str]:
-    """The lines of a text that have one, with their numbers."""
-    return [f"{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if HABITS.search(line.replace("def tell(", ""))]
+    """The lines of a text that have one, with their numbers; `def tell` is the method of a file."""
+    lines = enumerate(text.replace("def tell(", "").splitlines(), 1)
+    return [f"{number}: {line.strip()}" for number, line in lines if HABITS.search(line)]
 
 
 def test_texts_have_none_of_the_worst_habits() -> None:

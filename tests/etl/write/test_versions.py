@@ -25,9 +25,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [pytest.param(("tfrecord",), id="one"), pytest.param(NAMES, id="all", marks=pytest.mark.soak)]
 )
-def test_the_oldest_spark_writes_the_same_datasets(
-    spark: SparkSession, tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_the_oldest_spark_writes_the_same_datasets(spark: SparkSession, tmp_path: Path, names: tuple[str, ...]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(oldest.packages()), str(ROOT)])}
     command = [sys.executable, "-m", "tests.spark.datasets", str(tmp_path / "oldest"), *names]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:

@@ -123,7 +123,10 @@ class TestRuns:
             (4, "images", f"{OWN}:clipped_with_averages", {}),  # ghost BatchNorm, the norm over all gradients, EMA
             # A loss scale; 12 lanes, each a unit whose rows BatchNormalization sees alone, and 1 / 12 is no float.
             pytest.param(
-                2, "images", f"{OWN}:small_conv", {"batchnorm": "local", "lanes": 12, "precision": "mixed_float16"},
+                2,
+                "images",
+                f"{OWN}:small_conv",
+                {"batchnorm": "local", "lanes": 12, "precision": "mixed_float16"},
                 marks=pytest.mark.soak,
             ),
         ],
