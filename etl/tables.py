@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig(WriteConfig):
-    """Exactly one of `table`, `query` and `inputs`. Raises ConfigError for values that cannot be right."""
+    """Exactly one of `table`, `query` and `inputs`. Raises ConfigError for values that are invalid."""
 
     table: str | None = None
     """A table or view of the session's catalog."""

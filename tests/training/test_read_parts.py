@@ -146,7 +146,7 @@ def test_every_flipped_bit_and_every_truncation_is_refused_with_its_place(tmp_pa
         (lambda doc: doc["tensors"].update(weights=5), "an object"),
         (lambda doc: doc["tensors"]["weights/0001/bias"]["parts"].clear(), "do not make up the whole"),
         (lambda doc: doc["tensors"]["weights/0001/bias"].update(shape=[7, 1 << 40]), "do not make up the whole"),
-        (lambda doc: doc["tensors"]["weights/0001/bias"].update(dtype="float32"), "not what the manifest says"),
+        (lambda doc: doc["tensors"]["weights/0001/bias"].update(dtype="float32"), "differs from the manifest"),
         (lambda doc: doc["tensors"]["weights/0001/bias"]["parts"][0].__setitem__(0, 9), "not in its file"),
         (lambda doc: doc["files"].pop(file_name(1)), "without a rank's file"),
         (lambda doc: doc["files"][file_name(1)].update(bytes=-1), "an integer"),

@@ -316,7 +316,7 @@ def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
     (root / "test.bin").rename(root / "some.bin")
     with pytest.raises(DataError, match="does not name its split"):
         cifar_plan(root, "cifar100", given=True)
-    with pytest.raises(NotFoundError, match="is not a CIFAR batch"):
+    with pytest.raises(NotFoundError, match="holds no CIFAR batch"):
         cifar_plan(make_tree(tmp_path / "none", {"a.txt": b"x"}))
 
 

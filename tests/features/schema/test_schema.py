@@ -188,7 +188,7 @@ def test_a_declared_schema_has_stated_defaults(tmp_path: Path) -> None:
 
 
 def test_the_schema_in_the_documentation_is_one() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "features.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "schema.md").read_text(encoding="utf-8")
     schema = load_schema(text.partition("```toml\n")[2].partition("```")[0])
     assert [field.name for field in schema] == ["sample_id", "click", "user_feature_0", "user_feature_1", "tags"]
 

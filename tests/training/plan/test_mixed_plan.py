@@ -245,19 +245,19 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "stored", "told"),
     [
-        ("seed", "0", "the file: seed is"),
-        ("lanes", "4", "the file: lanes is"),
-        ("lanes", True, "the file: lanes is"),
-        ("lanes", None, "the file: lanes is"),
-        ("lanes", 0, "the file: lanes is"),
-        ("global_batch", 1.0, "the file: global_batch is"),
-        ("window_records", [3], "the file: window_records is"),
-        ("version", "1", "the file: version is"),
+        ("seed", "0", "the file: seed is invalid"),
+        ("lanes", "4", "the file: lanes has an invalid value"),
+        ("lanes", True, "the file: lanes has an invalid value"),
+        ("lanes", None, "the file: lanes has an invalid value"),
+        ("lanes", 0, "the file: lanes has an invalid value"),
+        ("global_batch", 1.0, "the file: global_batch has an invalid value"),
+        ("window_records", [3], "the file: window_records has an invalid value"),
+        ("version", "1", "the file: version has an invalid value"),
         ("version", 99, "the file is not a plan"),
-        ("split", 3, "the file: split is"),
+        ("split", 3, "the file: split has an invalid value"),
         ("split", "other", "the file is not a plan"),  # a string, but of no such split
         ("lanes", 3, "the file is not a plan"),  # a number, but none that divides the batch
-        ("interleave", "2", "the file: interleave is"),
+        ("interleave", "2", "the file: interleave has an invalid value"),
         ("interleave", 1, "the file is not a plan"),  # one place is never stored
     ],
 )
@@ -271,7 +271,7 @@ def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, 
     parts = [damaged, *(part.identity() for part in plan.parts[1:])]
     with pytest.raises(DataError, match=told.replace("the file", "the file: part 0")):
         plan_from({**plan.identity(), "parts": parts}, mixed, "the file")
-    with pytest.raises(DataError, match="the file: part 0 is not"):
+    with pytest.raises(DataError, match="the file: part 0 has an invalid value"):
         plan_from({**plan.identity(), "parts": [7, *parts[1:]]}, mixed, "the file")
 
 
