@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.storage.fs import filesystem
-from training.run.checkpoint_parts import read_whole
+from training.run.checkpoint_division import read_whole
 from training.run.lineage import checkpoints, find_tip, read_checkpoint
 from training.run.paths import RunPaths
 from training.run.result import find_result

@@ -1,1 +1,1 @@
-"""Files and formats: file systems, checksums, manifests, publication."""
+"""Files and formats: file systems, checksums, manifests, publication. `settings` has every deadline."""

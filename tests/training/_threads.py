@@ -27,7 +27,7 @@ from training.driver.train import Hooks, train
 from training.exchange.agreement import NonFiniteError
 from training.rank.runtime import set_precision
 from training.run.checkpoint import Tensors, read_rank_file
-from training.run.checkpoint_parts import read_whole
+from training.run.checkpoint_division import read_whole
 from training.run.lineage import find_tip
 from training.run.paths import RunPaths
 from training.run.result import RunResult

@@ -17,7 +17,7 @@ from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
 from tests.training._ring import run_ring, run_solo
 from training.comm import Communicator
-from training.run import checkpoint_parts
+from training.run import checkpoint_division
 from training.run.checkpoint import (
     STATE_KEYS,
     HostBuffer,
@@ -28,7 +28,7 @@ from training.run.checkpoint import (
     sha256_of,
     upload,
 )
-from training.run.checkpoint_parts import read_parts, read_whole, whole_tensors
+from training.run.checkpoint_division import read_parts, read_whole, whole_tensors
 from training.run.lineage import CheckpointRef, read_checkpoint
 
 ALIKE = ("weights", "optimizer")
@@ -45,22 +45,22 @@ def commit(folder: Path, num_ranks: int, state: Tensors = STATE, *, version: int
     """What `num_ranks` ranks and the driver write; version 1: all that they hold alike in rank 0's file."""
     url = str(folder / "checkpoints" / "step-0000000012.g0001")
     fs, specs = filesystem(url), {name: TensorSpec(value.shape, value.dtype.name) for name, value in state.items()}
-    divided = checkpoint_parts.divide(specs, num_ranks)
+    divided = checkpoint_division.divide(specs, num_ranks)
     if version == 1:
-        divided = checkpoint_parts.divide(specs, 1) + [[]] * (num_ranks - 1)
+        divided = checkpoint_division.divide(specs, 1) + [[]] * (num_ranks - 1)
     files, reports = {}, []
     for rank, pieces in enumerate(divided):
         tensors: Tensors = {f"seeds/{rank}": np.array([rank, 7], np.uint32)}
         for piece in pieces:
-            key, flat = checkpoint_parts.key_of(piece, specs[piece.name]), state[piece.name].reshape(-1)
+            key, flat = checkpoint_division.key_of(piece, specs[piece.name]), state[piece.name].reshape(-1)
             tensors[key] = flat[piece.start : piece.stop].reshape(
                 specs[piece.name].shape if key == piece.name else (-1,)
             )
         file = HostBuffer().fill(tensors)
         upload(fs, join(url, file_name(rank)), file)
         files[file_name(rank)] = {"bytes": int(file.size), "sha256": sha256_of(file)}
-        reports.append(checkpoint_parts.report(pieces, specs))
-    more: dict[str, Any] = {"tensors": checkpoint_parts.merge(reports, url)} if version == 2 else {}
+        reports.append(checkpoint_division.report(pieces, specs))
+    more: dict[str, Any] = {"tensors": checkpoint_division.merge(reports, url)} if version == 2 else {}
     document = {"kind": "checkpoint", "format_version": version, "step": 12, "generation": 1, "num_ranks": num_ranks}
     document |= {"files": files, "audit": {}, "state": dict.fromkeys(STATE_KEYS), **more}
     write_file(fs, join(url, "_manifest.json"), seal(document))
@@ -72,7 +72,7 @@ def commit(folder: Path, num_ranks: int, state: Tensors = STATE, *, version: int
 def test_any_number_of_ranks_reads_what_any_number_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int, version: int
 ) -> None:
-    monkeypatch.setattr(checkpoint_parts, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(checkpoint_division, "WHOLE_BYTES", 100)
     url = commit(tmp_path, writers, version=version)
     manifest = read_manifest(url)
 

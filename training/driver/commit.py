@@ -23,7 +23,7 @@ from training.control.server import Handler
 from training.driver.retention import MetricValues, empty_trash, retire
 from training.launch.executors import ExecutorMemory
 from training.run import notes
-from training.run.checkpoint_parts import merge
+from training.run.checkpoint_division import merge
 from training.run.comm_plans import freeze_plan
 from training.run.lineage import Checkpoint, CheckpointRef, Claim, check_newest
 from training.run.metrics import PartWriter

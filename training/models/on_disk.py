@@ -32,7 +32,7 @@ from training.config import TrainConfig, lane_groups
 from training.models import ModelOptions
 from training.plan.datasets import what_differs
 from training.run.checkpoint import read_manifest, write_bytes
-from training.run.checkpoint_parts import read_whole
+from training.run.checkpoint_division import read_whole
 from training.run.weights_source import MODEL_FILE, SCHEMA_FILE, checked_file, checked_model, weights_at
 from training.steps import model_state
 from training.steps.batchnorm import GhostBatchNormalization

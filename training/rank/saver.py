@@ -30,7 +30,7 @@ from training.control.context import RankContext
 from training.control.protocol import json_safe
 from training.rank import callback_state
 from training.rank.metrics import Saved
-from training.run import checkpoint_parts
+from training.run import checkpoint_division
 from training.run.checkpoint import (
     HostBuffer,
     Tensors,
@@ -41,7 +41,7 @@ from training.run.checkpoint import (
     upload,
     write_bytes,
 )
-from training.run.checkpoint_parts import read_parts, whole_tensors
+from training.run.checkpoint_division import read_parts, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
 
@@ -167,7 +167,7 @@ class Saver:
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
-        self._share = checkpoint_parts.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -264,7 +264,7 @@ class Saver:
         views = model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER, only=mine)
         tensors = {}
         for piece in self._share:
-            name = checkpoint_parts.key_of(piece, self._specs[piece.name])
+            name = checkpoint_division.key_of(piece, self._specs[piece.name])
             whole = views[piece.name]
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
         return tensors | model_state.views_of(self._model, *own)
@@ -288,7 +288,7 @@ class Saver:
             self._config.stall_limit_s,
             step=step,
             files=[written],
-            tensors=checkpoint_parts.report(self._share, self._specs),
+            tensors=checkpoint_division.report(self._share, self._specs),
             audit=audit,
             state=document,
         )

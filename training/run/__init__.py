@@ -1,1 +1,1 @@
-"""A run directory: its names, its formats, and which checkpoint counts."""
+"""A run directory: its names, its formats (`checkpoint`: manifest and files), and which checkpoint counts."""
