@@ -1,1 +1,1 @@
-"""Training on N ranks: plan, read, exchange, step, checkpoint, restart. The fields of `config` are jobs.train's flags."""
+"""Training on N ranks: plan, read, exchange, step, checkpoint, restart. `config` has the flags of jobs.train."""

@@ -1,6 +1,7 @@
-"""Public names for any program that reads the batches of an epoch plan, as NumPy arrays or PyTorch tensors.
+"""Public names for any program that reads a dataset: the batches of an epoch plan, or its records with TensorFlow.
 
-docs/batches.md explains them. None of them loads TensorFlow; `loader` needs PyTorch, which Lockstep does not install.
+docs/batches.md and docs/reading-elsewhere.md explain them. Only `parse_spec`, `parse_sequence_spec` and `decode_parsed`
+load TensorFlow; `loader` needs PyTorch, which Lockstep does not install.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.features.parse_spec import dataset_schema, decode_parsed, parse_sequence_spec, parse_spec
     from training.batches.planned import PlannedBatches, numpy_batches
     from training.batches.torch_data import loader
 
-__all__ = ["PlannedBatches", "loader", "numpy_batches"]
+__all__ = [
+    "PlannedBatches", "dataset_schema", "decode_parsed", "loader", "numpy_batches", "parse_sequence_spec", "parse_spec",
+]  # fmt: skip
 
 _MODULES = {
     "PlannedBatches": "training.batches.planned",
+    "dataset_schema": "lockstep.features.parse_spec",
+    "decode_parsed": "lockstep.features.parse_spec",
     "loader": "training.batches.torch_data",
     "numpy_batches": "training.batches.planned",
+    "parse_sequence_spec": "lockstep.features.parse_spec",
+    "parse_spec": "lockstep.features.parse_spec",
 }
 
 

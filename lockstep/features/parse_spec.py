@@ -1,5 +1,6 @@
 """Reading our TFRecords with TensorFlow only: the specification for tf.io.parse_example, and the last step after it.
 
+    schema = dataset_schema(url)
     dataset = tf.data.TFRecordDataset(paths).batch(1024)
     dataset = dataset.map(lambda records: decode_parsed(schema, tf.io.parse_example(records, parse_spec(schema))))
 
@@ -14,14 +15,30 @@ from typing import Any
 from lockstep.features.examples.example import BYTES_LIST, FLOAT_LIST, INT64_LIST, list_tag
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.storage.dataset.manifest import load_dataset
 
 # TensorFlow's type for each list of a Feature; float64 and uint64 values, text and tensors are bytes.
 _LIST_TYPES = {BYTES_LIST: "string", FLOAT_LIST: "float32", INT64_LIST: "int64"}
 
 
+def dataset_schema(url: str) -> Schema:
+    """The schema of a published dataset, from its manifest. Raises NotFoundError or DataError as `read_manifest`.
+
+    >>> from lockstep import data
+    >>> [field.name for field in data.dataset_schema("data")]
+    ['sample_id', 'a', 'b', 'label']
+    """
+    return Schema.from_json(load_dataset(url).schema)
+
+
 def parse_spec(schema: Schema) -> dict[str, Any]:
     """For tf.io.parse_example: scalars that are never null have fixed length (n,); lists and nullable fields are ragged
     (n, None), where a null is an empty row.
+
+    >>> from lockstep import data
+    >>> spec = data.parse_spec(data.dataset_schema("data"))
+    >>> spec["a"].shape, spec["a"].dtype.name
+    ([], 'float32')
     """
     return {field.name: _feature(field) for field in schema}
 
@@ -31,6 +48,11 @@ def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]
 
     TensorFlow returns lists as ragged tensors (n, None, None) with one value in each innermost row. Merge the two
     dictionaries that it returns and pass them to `decode_parsed`, which makes these (n, None).
+
+    >>> from lockstep import data
+    >>> context, lists = data.parse_sequence_spec(data.dataset_schema("data"))
+    >>> sorted(context), sorted(lists)
+    (['a', 'b', 'label', 'sample_id'], [])
     """
     import tensorflow as tf
 
@@ -48,6 +70,15 @@ def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
 
     Converts bool, float64, uint64 (n,) and tensors (n, *shape) from the int64 and bytes in which records store them;
     ragged tensors stay ragged. Strings remain tf.string in UTF-8.
+
+    >>> import glob
+    >>> import tensorflow as tf
+    >>> from lockstep import data
+    >>> schema = data.dataset_schema("data")
+    >>> records = tf.data.TFRecordDataset(sorted(glob.glob("data/split=test/*.tfrecord"))).batch(30)
+    >>> rows = data.decode_parsed(schema, tf.io.parse_example(next(iter(records)), data.parse_spec(schema)))
+    >>> rows["label"].dtype.name, tuple(rows["a"].shape)
+    ('bool', (30,))
     """
     import tensorflow as tf
 

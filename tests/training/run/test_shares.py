@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
-from training.run import checkpoint_division
+from training.run import checkpoint_division as division
 from training.run.checkpoint import HostBuffer, Tensors, TensorSpec, file_bytes, sha256_of, upload
 
 SHAPES = st.dictionaries(
@@ -35,18 +35,16 @@ def test_every_element_once_and_back_again(drawn: dict[str, Any], num_ranks: int
     rng = np.random.default_rng(0)
     tensors: Tensors = {n: rng.integers(0, 200, s.shape).astype(s.dtype) for n, s in specs.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_division, "WHOLE_BYTES", whole_bytes)
-        divided = checkpoint_division.divide(specs, num_ranks)
+        patch.setattr(division, "WHOLE_BYTES", whole_bytes)
+        divided = division.divide(specs, num_ranks)
     assert len(divided) == num_ranks
     parts = {
-        rank: {
-            checkpoint_division.key_of(p, specs[p.name]): tensors[p.name].reshape(-1)[p.start : p.stop] for p in pieces
-        }
+        rank: {division.key_of(p, specs[p.name]): tensors[p.name].reshape(-1)[p.start : p.stop] for p in pieces}
         for rank, pieces in enumerate(divided)
     }
     parts = {r: {n: v.reshape(specs[n].shape) if n in specs else v for n, v in p.items()} for r, p in parts.items()}
-    merged = checkpoint_division.merge([checkpoint_division.report(pieces, specs) for pieces in divided], "here")
-    back = checkpoint_division.assemble({"tensors": merged}, parts, "here", ("weights",))
+    merged = division.merge([division.report(pieces, specs) for pieces in divided], "here")
+    back = division.assemble({"tensors": merged}, parts, "here", ("weights",))
     assert sorted(back) == sorted(tensors)
     for name, value in tensors.items():
         assert (back[name].dtype, back[name].shape, back[name].tobytes()) == (value.dtype, value.shape, value.tobytes())
@@ -69,10 +67,7 @@ def test_every_element_once_and_back_again(drawn: dict[str, Any], num_ranks: int
 )
 def test_small_tensors_stay_whole(sizes: dict[str, int], num_ranks: int, expected: list[list[str]]) -> None:
     specs = {name: TensorSpec((size // 4,), "float32") for name, size in sizes.items()}
-    named = [
-        [checkpoint_division.key_of(p, specs[p.name]) for p in pieces]
-        for pieces in checkpoint_division.divide(specs, num_ranks)
-    ]
+    named = [[division.key_of(p, specs[p.name]) for p in pieces] for pieces in division.divide(specs, num_ranks)]
     assert named == expected
 
 
@@ -91,7 +86,7 @@ RIGHT = {"weights/a": ["float32", [4], 0, 2]}
 )
 def test_reports_that_do_not_fit_together_are_refused(second: dict[str, Any], words: str) -> None:
     with pytest.raises(CorruptionError, match=words):
-        checkpoint_division.merge([RIGHT, second], "here")
+        division.merge([RIGHT, second], "here")
 
 
 ENTRY = {"dtype": "float32", "shape": [4], "parts": [[0, 0, 2], [1, 2, 4]]}
@@ -117,15 +112,10 @@ def test_a_manifest_or_file_that_does_not_fit_is_refused(
     entry: dict[str, Any], parts: dict[int, Tensors], words: str
 ) -> None:
     assert (
-        checkpoint_division.assemble({"tensors": {"weights/a": ENTRY}}, GOOD_PARTS, "here", ("weights",))[
-            "weights/a"
-        ].sum()
-        == 2
+        division.assemble({"tensors": {"weights/a": ENTRY}}, GOOD_PARTS, "here", ("weights",))["weights/a"].sum() == 2
     )
     with pytest.raises(DataError, match=f"(?s){words}"):
-        checkpoint_division.assemble(
-            {"tensors": {"weights/a": ENTRY | entry}}, GOOD_PARTS | parts, "here", ("weights",)
-        )
+        division.assemble({"tensors": {"weights/a": ENTRY | entry}}, GOOD_PARTS | parts, "here", ("weights",))
 
 
 TENSORS: Tensors = {
