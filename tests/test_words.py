@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("lockstep", "etl", "training", "jobs", "pyspark_tfrecord", "docs", "benchmarks", "notebooks")
-PAGES = ("README.md", "CONTRIBUTING.md", "Makefile")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
 # instead of: reports, prints, says; again; no one; if you ...; next to; continues; results from; is stored; removes
 HABITS = re.compile(
     r"\b(told|tells?|anew|nobody|whoever|beside|go(es|ing|ne)? on|went on|c[oa]mes? of|lies|lain|t[ao]kes? away"
