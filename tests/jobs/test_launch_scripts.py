@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.steps import ACTIVATE, Step, project_in, run_steps, steps_of
 from tests.training._ranks import lives, living_ranks
 from training.control.failures import RankFailedError
 from training.control.task import Limits, RankTask
@@ -149,10 +148,3 @@ def test_all_ranks_start_again_where_that_is_asked_for(tmp_path: Path) -> None:
     assert "start 2 of 2 follows: rank" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g0001", "g0002"]
     assert said(done, 0)[-1] == said(done, 1)[-1] == "at exit"
-
-
-def test_the_commands_do_what_the_page_says(tmp_path: Path) -> None:
-    page = steps_of((ROOT / "docs" / "launch.md").read_text(encoding="utf-8"))
-    assert page and all(step.seen for step in page)
-    with project_in(tmp_path) as folder:
-        assert run_steps([Step(ACTIVATE, False, [], ""), *page], folder) == 1 + len(page)

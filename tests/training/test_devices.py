@@ -240,7 +240,7 @@ def test_memory_grows_by_need_and_missing_gpus_are_said(
     assert "sees 1 of the 2 GPUs" in capsys.readouterr().out
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"])
     _take_gpus(2)
-    assert "was given 2 GPUs and computes on the first alone" in capsys.readouterr().out
+    assert "was given 2 GPUs and computes only on the first" in capsys.readouterr().out
     assert processor() == "GPU"
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     assert processor() == "CPU"

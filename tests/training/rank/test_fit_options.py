@@ -76,8 +76,8 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
         ("logistic", {"learning_rate_scaling": "linear"}, "base_batch"),
         ("logistic", {"base_batch": 8}, "base_batch"),
         ("logistic", {"warm_up_epochs": 3.0}, "warm_up_epochs"),
-        ("resnet8", {"learning_rate_scaling": "linear", "base_batch": 8}, "say --learning-rate"),
-        ("resnet8", {"warm_up_epochs": 1.0}, "say --learning-rate"),
+        ("resnet8", {"learning_rate_scaling": "linear", "base_batch": 8}, "give --learning-rate"),
+        ("resnet8", {"warm_up_epochs": 1.0}, "give --learning-rate"),
     ],
 )
 def test_what_cannot_be_is_told_before_ranks_start(
