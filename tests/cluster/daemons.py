@@ -252,6 +252,10 @@ class Cluster:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return json.load(answer)
 
+    def under_replicated(self) -> int:
+        """How many blocks have fewer replicas than they should, as the NameNode counts them."""
+        return int(str(self._bean("namenode-http", "service=NameNode,name=FSNamesystemState")["UnderReplicatedBlocks"]))
+
     def _bean(self, role: str, query: str) -> dict[str, object]:
         beans = self._get(role, f"/jmx?qry=Hadoop:{query}")["beans"]
         assert isinstance(beans, list)
