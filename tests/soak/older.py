@@ -30,10 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 BEFORE = "fe0412c53378e3a20b9f597816e666b3baf84b6c"  # the last revision with storage and features at the top level
 LIMIT_S = 1800.0
 IMAGES = ["data/fashion-mnist/t10k-images-idx3-ubyte.gz", "data/fashion-mnist/t10k-labels-idx1-ubyte.gz"]
-WEBLOG = ["--input", "data/weblogs/nasa_access_log_1995-07-09.log.gz", "--label", "length(page) > 20"]
-SOURCES = {  # format -> the job and its arguments, the model, a global batch, steps between checkpoints
-    "tfrecord": ("jobs.etl_logs", [*WEBLOG, "--split", "group:visitor:80/20"], "logistic", 128, 40),
-    "parquet": ("jobs.etl_images", ["--source", "idx", "--input", *IMAGES, "--split", "80/20"], "resnet8", 64, 10),
+WEBLOG = ["--input", "data/weblogs/elastic_apache_combined_8001-9500.log.gz", "--log-format", "combined"]
+SOURCES = {  # format -> the job and its arguments, the model, a global batch, epochs, steps between checkpoints
+    "tfrecord": (
+        "jobs.etl_logs",
+        [*WEBLOG, "--label", "length(page) > 20", "--split", "80/20"],
+        "logistic",
+        32,
+        30,
+        40,
+    ),
+    "parquet": ("jobs.etl_images", ["--source", "idx", "--input", *IMAGES, "--split", "80/20"], "resnet8", 64, 2, 10),
 }
 
 
@@ -54,9 +61,9 @@ def run(code: Path, module: str, *arguments: str, env: dict[str, str]) -> str:
 
 
 def train(dataset: str, place: str, form: str) -> list[str]:
-    _, _, model, batch, every = SOURCES[form]
+    _, _, model, batch, epochs, every = SOURCES[form]
     return ["--dataset", dataset, "--run", place, "--model", model, "--num-ranks", "2", "--global-batch", str(batch),
-            "--epochs", "2", "--checkpoint-every", str(every), "--audit", "--launcher", "local"]  # fmt: skip
+            "--epochs", str(epochs), "--checkpoint-every", str(every), "--audit", "--launcher", "local"]  # fmt: skip
 
 
 def checkpoints(place: str) -> list[str]:
