@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
@@ -158,20 +159,19 @@ def test_a_number_beyond_64_bits_is_told_by_its_flag(name: str) -> None:
     assert flag_of(name) in caught.value.next_step
 
 
+def small_run(folder: Path) -> tuple[DatasetManifest, TrainConfig]:
+    """A dataset of 96 training records, and a run of one epoch over it."""
+    manifest = write_table(folder / "data", records={"train": 96, "test": 64})
+    data, run = str(folder / "data"), str(folder / "run")
+    return manifest, TrainConfig(datasets=(data,), run=run, model="logistic", num_ranks=2, global_batch=24, epochs=1)
+
+
 @pytest.mark.parametrize(("algorithm", "resumes"), [("auto", True), ("ring", False)])
 def test_a_run_with_removed_fields_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, resumes: bool
 ) -> None:
     """`compare_every` changed no weight; `algorithm` the last bits of all of them."""
-    manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
-    config = TrainConfig(
-        datasets=(str(tmp_path / "data"),),
-        run=str(tmp_path / "run"),
-        num_ranks=2,
-        model="logistic",
-        global_batch=24,
-        epochs=1,
-    )
+    manifest, config = small_run(tmp_path)
     older = {**config.to_json(), "algorithm": algorithm, "compare_every": 7}
     assert TrainConfig.from_json(older) == config
     fs, paths = filesystem(config.run), RunPaths(config.run)
@@ -200,15 +200,7 @@ def test_fields_that_were_removed_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_run_with_a_removed_field_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
-    given = TrainConfig(
-        datasets=(str(tmp_path / "data"),),
-        run=str(tmp_path / "run"),
-        model="logistic",
-        num_ranks=2,
-        global_batch=24,
-        epochs=1,
-    )
+    manifest, given = small_run(tmp_path)
     fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
     document = run_json._document(given, manifest, plan)
     document["config"] |= {"order": "random"}
