@@ -119,10 +119,10 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
         try:
             yield spark
         finally:
-            _stop(spark)
+            stop_session(spark)
 
 
-def _stop(spark: SparkSession) -> None:
+def stop_session(spark: SparkSession) -> None:
     from py4j.protocol import Py4JError
 
     try:

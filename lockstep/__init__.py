@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
-from lockstep.storage.urls import several
+from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LockstepError", "PlannedBatches", "TrainConfig", "data", "describe", "evaluate", "load_schema", "numpy_batches",
     "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
+    "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -113,6 +114,37 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
     return verify(os.fspath(path))
 
 
+def write_logs(
+    spark: SparkSession,
+    inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    **options: Any,
+) -> DatasetManifest:
+    """Write web logs, or records of a declared schema, as the dataset `output`; the job is `lockstep etl_logs`.
+
+    `inputs` are files or folders of lines, also compressed. `options` are the other fields of LogsConfig, such as
+    log_format, schema, label, split or max_bad (the share of rejected lines with which it still succeeds). Nothing
+    appears at `output` before the dataset is complete; rejected lines are kept next to it, each with its place.
+
+    Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
+    DataError for too many rejected lines or an input that is not such a log.
+
+    >>> import lockstep
+    >>> line = '{}.example.net - - [09/Jul/1995:00:{:02}:07 -0400] "GET /page{}.html HTTP/1.0" 200 100'
+    >>> with open("access.log", "w") as file:
+    ...     _ = file.writelines(line.format(n % 40, n // 50, n % 7) + chr(10) for n in range(3000))
+    >>> with lockstep.spark_session("requests", "local[2]") as spark:
+    ...     manifest = lockstep.write_logs(spark, "access.log", "requests", split="group:visitor:80/20")
+    >>> manifest.counts.read, manifest.counts.quarantined
+    (3000, 0)
+    """
+    from etl.logs.job import run
+    from etl.write.config import LogsConfig
+
+    _require_known("write_logs", options, LogsConfig.__dataclass_fields__.keys() - {"inputs", "output"})
+    return run(spark, LogsConfig(inputs=several(inputs), output=absolute(output), **options))
+
+
 def train(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
@@ -148,14 +180,7 @@ def train(
     from training.driver.preflight import preflight_before_spark
     from training.driver.train import Hooks, train
 
-    known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
-    for name in options.keys() - known:
-        raise ConfigError(
-            f"train has no option `{name}`",
-            got=name + nearest(name, known),
-            allowed=", ".join(known),
-            next_step="Correct the option; `python -m lockstep train --help` explains each.",
-        )
+    _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
     name, function = _name_and_text(model)
     config = TrainConfig(
         datasets=several(datasets), run=os.fspath(run), model=name, num_ranks=num_ranks,
@@ -229,6 +254,18 @@ def torch_loader(
     from training.batches.torch_data import loader
 
     return loader(planned, state, num_workers=num_workers, **options)
+
+
+def _require_known(function: str, options: dict[str, Any], known: Iterable[str]) -> None:
+    """Raises ConfigError for an option that `function` does not have."""
+    job = {"write_logs": "etl_logs"}.get(function, function)
+    for name in options.keys() - known:
+        raise ConfigError(
+            f"{function} has no option `{name}`",
+            got=name + nearest(name, known),
+            allowed=", ".join(sorted(known)),
+            next_step=f"Correct the option; `python -m lockstep {job} --help` explains each.",
+        )
 
 
 def _launch(spark: SparkSession | None) -> Launch:

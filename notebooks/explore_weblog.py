@@ -28,8 +28,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 import lockstep
-from etl.logs import job as logs
-from etl.write.config import LogsConfig
 
 log = os.environ.get("LOCKSTEP_LOG", str(Path("../data/weblogs/nasa_access_log_1995-07-09.log.gz").resolve()))
 folder = Path(tempfile.mkdtemp(prefix="lockstep-notebook-"))
@@ -48,7 +46,7 @@ spark = until_the_end.enter_context(lockstep.spark_session("lockstep notebook", 
 
 broken = folder / "broken.log"
 broken.write_bytes(b'not a log line\n\xff\xfe\x00 noise\nhost - - [no time] "GET / HTTP/1.0" 200 1\n')
-manifest = logs.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
+manifest = lockstep.write_logs(spark, [log, str(broken)], dataset, split="group:visitor:80/20")
 pd.Series(
     {
         "read": manifest.counts.read,

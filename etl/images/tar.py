@@ -80,7 +80,7 @@ class TarPiece(Piece):
         if place is None:
             return
         if member.size > intake.limits.max_file_bytes:
-            raw, digest = _passed(stream, self.url, member)
+            raw, digest = read_member(stream, self.url, member)
             gather.bad_part(TOO_LONG, member.position, raw, member.size, digest)
             return
         data = stream.at(member.offset, member.size)
@@ -170,7 +170,7 @@ class _Scan:
             self._list.add(*at, place.split, place.label, place.name)
 
 
-def _passed(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:
+def read_member(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:
     """(first bytes, SHA-256) of a member too long for memory. Raises DataError if the archive ends inside it."""
     digest, raw = hashlib.sha256(), stream.at(member.offset, min(RAW_BYTES, member.size))
     for at in range(0, member.size, CHUNK_BYTES):

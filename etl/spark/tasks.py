@@ -190,11 +190,11 @@ def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
     """by_partition for versions of Spark that only partition by hash: numbers become values of that hash."""
     from pyspark.sql import functions as f
 
-    values = f.expr(f"array({', '.join(map(str, _values_by_remainder(count)))})")
+    values = f.expr(f"array({', '.join(map(str, values_by_remainder(count)))})")
     return df.repartition(count, f.element_at(values, number + 1))
 
 
-def _values_by_remainder(count: int) -> list[int]:
+def values_by_remainder(count: int) -> list[int]:
     """For each partition 0..count-1 the least number that Spark's HashPartitioning sends there."""
     found = np.full(count, -1)
     start, step = 0, 8 * count

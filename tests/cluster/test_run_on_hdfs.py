@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from tests.cluster.daemons import Cluster
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
+from tests.waiting import until
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
@@ -54,13 +55,6 @@ def config(hadoop: Cluster) -> Iterator[TrainConfig]:
         checkpoint_every=5, keep_checkpoints=2, launcher="local",
     )  # fmt: skip
     set_hadoop_settings({})
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {WAIT_S:.0f} s"
-        time.sleep(0.1)
 
 
 def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(

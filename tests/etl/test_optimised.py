@@ -32,7 +32,7 @@ write(0, rows(0, [5, 1 << 63]))
 placed(LocalFileSystem(), DatasetPaths("/nowhere"), [{"shard": 1}], TABLE, "tfrecord")
 archive()
 rotate(np.zeros((1, 2, 3, 1), np.uint8), 45)
-_resized_part(np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), (1, 1 << 23, 1, 1)), (1, 1), (1, 1))
+resized_part(np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), (1, 1 << 23, 1, 1)), (1, 1), (1, 1))
 ExactSums(0).merge(ExactSums(1074))
 Draws.of(0, np.zeros(1, np.int64), np.zeros(1, np.int64)).at(0).bits(16)
 Draws.of(0, np.zeros(1, np.int64), np.zeros(1, np.int64)).at(0).below(0, 0)
@@ -50,7 +50,7 @@ from etl.write.shards import ShardTable, WriteShards
 from lockstep.features.images.augment import Draws
 from lockstep.features.examples.codec import RecordDecoder
 from etl.fit.exact_sums import ExactSums
-from lockstep.features.images.resize import _resized_part, rotate
+from lockstep.features.images.resize import resized_part, rotate
 from lockstep.features.schema.fields import Field, sample_id_field; from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.dataset.layout import DatasetPaths

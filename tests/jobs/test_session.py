@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs._session import LOG4J, _stop, java_options
+from jobs._session import LOG4J, java_options, stop_session
 
 
 class DeadSession:
@@ -24,7 +24,7 @@ def test_end_of_a_dead_session_hides_no_error(caplog: pytest.LogCaptureFixture) 
         try:
             raise ValueError("the job's own")
         finally:
-            _stop(session)
+            stop_session(session)
     assert "Java process had ended" in caplog.text
 
 

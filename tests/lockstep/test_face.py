@@ -26,7 +26,7 @@ from training import models
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
-WITH_PROCESSES = ("write_dataset", "train", "evaluate", "read_history", "spark_session")
+WITH_PROCESSES = ("write_dataset", "write_logs", "train", "evaluate", "read_history", "spark_session")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
@@ -138,6 +138,9 @@ def refused(**options: Any) -> ConfigError:
 def test_train_refuses_options_and_functions_that_ranks_cannot_take() -> None:
     assert "perhaps `augment`" in refused(augmnt="flip").got
     assert "launcher" not in refused(launcher="barrier").allowed
+    with pytest.raises(ConfigError, match="write_logs has no option `lable`") as caught:
+        lockstep.write_logs(None, "access.log", "data", lable="page = 1")  # type: ignore[arg-type]
+    assert "perhaps `label`" in caught.value.got and "lockstep etl_logs --help" in caught.value.next_step
 
     lock = threading.Lock()
 

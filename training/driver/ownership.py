@@ -113,6 +113,13 @@ class Lease:
             whom = f"process {document.get('pid')} on {document.get('host')}"
             raise superseded(parent(self._url), f"{self._url}, rewritten by {whom}")
 
+    def check_not_lost(self) -> None:
+        """Like `check_held`, but a lease that cannot be read is no sign of a later driver: its claim shows that one."""
+        try:
+            self.check_held()
+        except StorageError as error:
+            log.warning("the lease cannot be read, so the claims decide: %s", error.what)
+
     def sweep(self) -> None:
         """Delete temporary files that paused older drivers would still rename into the lease's directory.
 
@@ -159,7 +166,7 @@ class Lease:
         while not self._ended.wait(self._every_s):
             try:
                 self._look()
-                self._write(closed=False, confirm=self.check_held)
+                self._write(closed=False, confirm=self.check_not_lost)  # heals a lease whose blocks are lost
             except SupersededError as error:
                 self._lost = error  # write no more: two drivers must not overwrite each other's lease
                 return
@@ -263,8 +270,10 @@ class Ownership:
         return self._lease.lost
 
     def confirm(self) -> None:
-        """Read lease and claims; raises SupersededError if either shows a newer driver."""
-        self._lease.check_held()
+        """Read lease and claims; raises SupersededError if either shows a newer driver, StorageError if the claims
+        cannot be read.
+        """
+        self._lease.check_not_lost()
         self._check_claims()
 
     def claim(self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim | None:

@@ -24,7 +24,7 @@ def broadcast_object(
     Raises ConfigError for anything else. Horovod would pickle it, but loading a pickle runs code from the network.
     """
     check("broadcast_object", session=session, process_set=process_set)
-    mine = _encode(obj) if runtime().world.rank == root_rank else b""
+    mine = encode_object(obj) if runtime().world.rank == root_rank else b""
 
     def send(communicator: Communicator, lengths: list[int]) -> bytes:
         flat = np.zeros(lengths[root_rank], np.uint8)
@@ -33,18 +33,18 @@ def broadcast_object(
         communicator.broadcast(flat, root_rank)
         return flat.tobytes()
 
-    return _decode(call(f"broadcast_object {name or ''} from rank {root_rank}", len(mine), send))
+    return decode_object(call(f"broadcast_object {name or ''} from rank {root_rank}", len(mine), send))
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
     """Every rank's value, in rank order, of the types of `broadcast_object`."""
     check("allgather_object", session=session, process_set=process_set)
-    mine = _encode(obj)
+    mine = encode_object(obj)
 
     def gather(communicator: Communicator, _: list[int]) -> list[bytes]:
         return communicator.all_gather_bytes(mine)
 
-    return [_decode(part) for part in call(f"allgather_object {name or ''}", 0, gather)]
+    return [decode_object(part) for part in call(f"allgather_object {name or ''}", 0, gather)]
 
 
 def barrier(process_set: Any = None) -> None:
@@ -57,11 +57,11 @@ def _barrier(communicator: Communicator, _: list[int]) -> None:
     communicator.barrier()
 
 
-def _encode(value: Any) -> bytes:
+def encode_object(value: Any) -> bytes:
     return json.dumps(_plain(value)).encode()
 
 
-def _decode(data: bytes) -> Any:
+def decode_object(data: bytes) -> Any:
     return _value(json.loads(data))
 
 

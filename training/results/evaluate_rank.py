@@ -1,43 +1,21 @@
-"""Evaluates a rank's share of the rows: the metrics of the model and of the baseline."""
+"""One rank of an evaluation: open the split, load the model, score this rank's share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import keras
-import numpy as np
-import pyarrow as pa
-import tensorflow as tf
-from numpy.typing import NDArray
-
-from lockstep.features.encode.encoder import Encoded, Encoder
-from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.errors import ConfigError
-from training.batches.augmenting import labels_of, soft_labels
-from training.batches.feed import eval_batches, eval_rows
-from training.batches.tf_dataset import ArrayPipeline, Arrays
+from training.batches.augmenting import labels_of
 from training.batches.training_set import TrainingSet
-from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.context import RankContext
-from training.control.protocol import OPENING, json_safe
+from training.control.protocol import OPENING
 from training.models.on_disk import load_checkpoint, load_export
-from training.plan.datasets import held_out
-from training.reading.open import OpenSplit, load_encoder
-from training.reading.reader import SplitReader
-from training.results.evaluate import Baseline
-from training.results.scores import Floats, OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
+from training.scoring.baseline import Baseline
+from training.scoring.score_split import open_split, score
 from training.steps import model_state
 from training.steps.losses import weigh_tests
-from training.steps.patching import swapped
 
 SHOWN_BATCH_ROWS = 8  # rows of the batch of zeros that builds the metrics
-LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
@@ -45,7 +23,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 
     Returns a result of training.results.evaluate from `samples` on; {} on other ranks than 0.
     """
-    payload, world = context.payload, context.world
+    payload = context.payload
     context.control.beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
     signature = labels_of(config, split.encoder.signature)
@@ -65,224 +43,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
         baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
-    context.control.beat(0, "evaluate")
-    watched = _Watched(split.encoder)
-    batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
     kept = payload["kept"] and tuple(payload["kept"])
-    share = _Share(batches, watched, baseline, signature)
-    outputs = _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
-    model.reset_metrics()
-    start, stop = eval_rows(split.reader, world.rank, world.num_ranks, payload["batch"])
-    if start < stop:  # a rank without a batch waits for the sums
-        steps = -(-(stop - start) // payload["batch"])
-        pipeline = ArrayPipeline(signature, share.next_arrays, 0, steps, rows=None)  # the split's last batch is shorter
-        try:
-            model.evaluate(pipeline.dataset, steps=steps, verbose=0)
-        except Exception as error:
-            raise pipeline.failure or error from None
-    context.control.beat(1, "put the ranks' rows together")
-    samples = np.array([share.samples], np.int64)
-    comm.all_reduce(samples)
-    model_state.summed_metrics(model, comm)
-    metrics = model_state.as_floats(model.get_metrics_result())
-    if regularisation := outputs.regularisation(comm):
-        metrics[DATA_LOSS] = metrics[LOSS] - regularisation
-    result = {"samples": int(samples[0]), "metrics": metrics, "baseline": None}
-    form = outputs.agreed_form(comm, share.samples)
-    columns = [share.labels_and_weights()]
-    if form.width is not None:
-        columns.append(outputs.columns(form))
-    if baseline is not None:
-        seen = list(share.with_baseline(form))
-        result["baseline"] = {
-            "name": baseline.name,
-            "metrics": _metrics_of(seen, model, DATA_LOSS if regularisation else LOSS, comm),
-            "class_counts": baseline.class_counts,
-        }
-        columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
-    table = gathered_on_first(np.concatenate(columns, axis=1), comm)
-    if comm.rank:
-        return {}
-    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
-    return json_safe(with_row_metrics(result, table, asked, form, signature.num_classes))
-
-
-def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
-    """A split to evaluate a run of `config` on. If the run was trained on it, it is encoded as in training: with the
-    fitted files that leave out the run's held-out fold.
-    """
-    if split not in config.split.split(","):
-        return OpenSplit.at(dataset, split)
-    manifest = load_dataset(dataset)
-    encoder = load_encoder(dataset, manifest, held_out(manifest, config.split, training=True))
-    return OpenSplit(manifest, encoder, SplitReader(dataset, manifest, split, encoder))
-
-
-class _Watched(Encoder):
-    """An encoder that keeps the last rows it encoded: the baseline needs one of their raw columns."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._inner = encoder
-        self.rows = pa.RecordBatch.from_pylist([], schema=encoder.schema.arrow_schema())
-
-    def encode(self, batch: pa.RecordBatch) -> Encoded:
-        self.rows = batch
-        return self._inner.encode(batch)
-
-
-class _Outputs:
-    """Collects a model's output for each row, as test_step passes it to the metrics, and its additions to the loss."""
-
-    def __init__(self, model: keras.Model, form: OutputForm) -> None:
-        self._form = form  # without the width
-        self._columns: list[Floats | None] = []
-        self._outputs = 0  # a row
-        self._added = keras.metrics.Mean()
-        plain = model.compute_metrics
-
-        def compute_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            if y is not None and not keras.tree.is_nested(y) and not keras.tree.is_nested(y_pred):
-                tf.numpy_function(self._take, [y, y_pred], [])
-            if losses := model.losses:  # of regularisers, and of add_loss
-                added = sum(keras.ops.sum(loss) for loss in losses)
-                rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
-                self._added.update_state(added, sample_weight=rows)
-            return plain(x, y, y_pred, sample_weight)
-
-        object.__setattr__(model, "compute_metrics", compute_metrics)  # past Keras' tracking
-
-    def _take(self, labels: NDArray[Any], outputs: NDArray[Any]) -> None:
-        self._columns.append(output_columns(labels, outputs, self._form))
-        self._outputs = outputs.size // len(outputs)
-
-    def regularisation(self, communicator: Communicator) -> float:
-        """The part of the loss that is not from rows, over all ranks; 0 if there is none. A collective."""
-        model_state.sum_variables(self._added.variables, communicator)
-        return float(self._added.result())
-
-    def agreed_form(self, communicator: Communicator, rows: int) -> OutputForm:
-        """The form on all ranks; without a width if some rank did not see one prediction for each of its `rows`:
-        several outputs, other shapes, or a test_step that passes none to the metrics. A collective.
-        """
-        seen = sum(len(part) for part in self._columns if part is not None)
-        agreed = np.array([self._outputs, int(seen != rows)], np.int64)
-        communicator.all_reduce(agreed, "max")
-        return replace(self._form, width=None if agreed[1] else int(agreed[0]) or None)
-
-    def columns(self, form: OutputForm) -> Floats:
-        """Columns of row_metrics for this rank's rows, in their order."""
-        return _joined(self._columns, form)
-
-
-class _Share:
-    """This rank's batches, one after another; the baseline sees each batch as it passes."""
-
-    def __init__(
-        self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None, signature: Signature
-    ) -> None:
-        self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
-        self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
-        self.samples = 0
-
-    def next_arrays(self, number: int) -> Arrays:
-        """The features, label and weight of the next batch, in the signature's order."""
-        batch = next(self._batches)
-        labels = soft_labels(batch.y, self._signature)
-        self.samples += len(batch.sample_id)
-        if labels is not None:
-            predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
-            self._seen.append((labels, batch.weight, predicted))
-        others = [array for array in (labels, batch.weight) if array is not None]
-        return [*(batch.x[name] for name in self._signature.features), *others]
-
-    def labels_and_weights(self) -> Floats:
-        """(n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""
-        parts = [np.empty((0, 2))]
-        for labels, weights, _ in self._seen:
-            numbers = labels if labels.ndim == 1 else labels.argmax(axis=1)
-            parts.append(np.stack([numbers, np.ones(len(labels)) if weights is None else weights], axis=1))
-        return np.concatenate(parts).astype(np.float64)
-
-    def with_baseline(self, form: OutputForm) -> Iterator[tuple[Any, Any, Any]]:
-        """(labels, the baseline's predictions in the form of the model's outputs, weights) of each batch."""
-        assert self._baseline is not None
-        if not form.binary and form.width != self._baseline.classes:
-            raise ConfigError(
-                f"the baseline {self._baseline.name} cannot be compared with this model",
-                got="outputs of another shape" if form.width is None else f"{form.width} outputs a row",
-                allowed=f"one output of 1 or {self._baseline.classes} numbers a row, shown to the model's metrics",
-                next_step="Leave --baseline out.",
-            )
-        for labels, weights, predicted in self._seen:
-            assert predicted is not None
-            shown = predicted[:, -1:] if form.binary else predicted
-            if form.logits:  # log-odds, or logarithms of probabilities
-                safe = np.clip(shown, 1e-7, 1 - 1e-7)
-                shown = np.log(safe / (1 - safe)) if form.binary else np.log(safe)
-            yield labels, shown, weights
-
-
-def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:
-    """One predictor's columns of all batches, (n, form.columns)."""
-    return np.concatenate([np.empty((0, form.columns)), *(part for part in parts if part is not None)])
-
-
-def _metrics_of(
-    seen: Iterable[tuple[Any, Any, Any]], model: keras.Model, loss_name: str, communicator: Communicator
-) -> dict[str, Any]:
-    """The model's own metrics and loss for other predictions, over all ranks; a rank without rows adds zeros.
-
-    `seen` are (labels, predictions, weights) of each batch. Metrics are weighted where the model's are.
-    """
-    metrics, loss, mean = model._compile_metrics, model._compile_loss, keras.metrics.Mean()
-    model.reset_metrics()
-    for labels, predicted, weights in seen:
-        if metrics is not None:
-            metrics.update_state(labels, predicted, weights)
-        if loss is not None:
-            mean.update_state(loss(labels, predicted, weights), sample_weight=len(labels))
-    model_state.sum_variables([*(metrics.variables if metrics is not None else ()), *mean.variables], communicator)
-    found = metrics.result() if metrics is not None else {}
-    return model_state.as_floats(found | ({loss_name: mean.result()} if loss is not None else {}))
-
-
-def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[RowMetric]:
-    """The compiled metrics that can be computed from the rows; `weighted`: rows have weights."""
-    compiled = model._compile_metrics
-    if compiled is None:
-        return []
-    with ExitStack() as stack:  # Keras names the results of metrics: for a moment each result is the metric itself
-        for metric in compiled.metrics:
-            stack.enter_context(swapped(metric, "result", partial(lambda own: own, metric)))
-        named = compiled.result()
-    heavy = {id(metric) for each in compiled._flat_weighted_metrics if each for metric in each.metrics}
-    found = []
-    for name, metric in named.items():
-        by_weight = weighted and id(metric) in heavy
-        if binary and _is_plain_auc(metric):
-            roc = metric.get_config()["curve"] == "ROC"
-            found.append(RowMetric(name, "roc_auc" if roc else "average_precision", by_weight))
-        elif binary and type(metric) is keras.metrics.BinaryAccuracy:
-            found.append(RowMetric(name, "accuracy", by_weight, metric.get_config()["threshold"]))
-        elif not binary and type(metric) in (
-            keras.metrics.SparseCategoricalAccuracy,
-            keras.metrics.CategoricalAccuracy,
-        ):
-            found.append(RowMetric(name, "accuracy", by_weight))
-    return found
-
-
-def _is_plain_auc(metric: Any) -> bool:
-    """Whether it is Keras' AUC of one yes-or-no label: no subclass that changes it, not multi-label."""
-    auc = keras.metrics.AUC
-    if not isinstance(metric, auc) or metric.multi_label or metric.label_weights is not None:
-        return False
-    return type(metric).update_state is auc.update_state and type(metric).result is auc.result
-
-
-def _takes_logits(model: keras.Model) -> bool:
-    """Whether the model's loss takes log-odds or logarithms; False if it has several losses."""
-    losses = getattr(model._compile_loss, "_flat_losses", None) or []
-    if len(losses) != 1 or not isinstance(losses[0].loss, keras.losses.Loss):
-        return False
-    return bool(losses[0].loss.get_config().get("from_logits", False))
+    return score(
+        model, split, signature, comm, context.control.beat, batch=payload["batch"], kept=kept, baseline=baseline
+    )

@@ -47,7 +47,7 @@ def decode_foreign_frames(
     asked = tuple(fields)
 
     def read(some: _Places) -> pa.RecordBatch | None:
-        return _fast(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
+        return fast_records(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
 
     found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
     if found is not None:
@@ -64,7 +64,9 @@ def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list
     return [bytes(view[start + HEADER_BYTES : end - FOOTER_BYTES]) for start, end in pairwise(offsets.tolist())]
 
 
-def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
+def fast_records(
+    asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places
+) -> pa.RecordBatch | None:
     """The records by the kernels; None if a kernel refuses one."""
     from lockstep.features.examples import foreign_kernels as kernel
 

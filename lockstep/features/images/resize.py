@@ -21,10 +21,10 @@ def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
     """
     if images.shape[1:3] == (height, width):
         return images
-    return _resized_part(images, (height, width), (height, width))
+    return resized_part(images, (height, width), (height, width))
 
 
-def _resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple[int, int]) -> NDArray[np.uint8]:
+def resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple[int, int]) -> NDArray[np.uint8]:
     """The middle `part` of the images resized to `whole` (height, width): (n, H, W, C) uint8 -> (n, *part, C) uint8.
 
     Computes only the part: a line of pixels scaled to cover an image would take gigabytes.
@@ -68,16 +68,16 @@ def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray
     old_height, old_width = images.shape[1:3]
     if how == "resize" or (old_height, old_width) == (height, width):
         return resize(images, height, width)
-    tall, wide = _scaled(old_height, old_width, height, width, cover=how == "crop")
+    tall, wide = scaled_size(old_height, old_width, height, width, cover=how == "crop")
     if how == "crop":
-        return _resized_part(images, (tall, wide), (height, width))
+        return resized_part(images, (tall, wide), (height, width))
     top, left = (height - tall) // 2, (width - wide) // 2
     out = np.zeros((len(images), height, width, images.shape[3]), dtype=np.uint8)
     out[:, top : top + tall, left : left + wide] = resize(images, tall, wide)
     return out
 
 
-def _scaled(old_height: int, old_width: int, height: int, width: int, *, cover: bool) -> tuple[int, int]:
+def scaled_size(old_height: int, old_width: int, height: int, width: int, *, cover: bool) -> tuple[int, int]:
     """The size of a scaled image: one side as given, the other in proportion, rounded half up."""
     if (height * old_width >= width * old_height) == cover:
         by_height = (2 * old_width * height + old_height) // (2 * old_height)

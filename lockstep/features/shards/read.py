@@ -118,7 +118,7 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
             file.seek(part.offsets[0])
         else:  # for a gzip file, also the bytes before its first block
             digest.update(_exactly(file, 0, part.offsets[0], part.url))
-        for record, count, first, after in _pieces(part):
+        for record, count, first, after in pieces_of(part):
             data = _exactly(file, part.offsets[first], part.offsets[after], part.url)
             if digest is not None:
                 digest.update(data)
@@ -159,7 +159,7 @@ def placed(file: str, first_record: int) -> Iterator[None]:
         ) from None
 
 
-def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
+def pieces_of(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
     """Runs of blocks of up to PIECE_BYTES, or of one block: (first record, records, first block, end block)."""
     end_record = part.first_record + part.records
     places, first = part.places, 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from etl.spark.tasks import _values_by_remainder, by_hash, by_partition, spark_hash
+from etl.spark.tasks import by_hash, by_partition, spark_hash, values_by_remainder
 from tests.etl.conftest import ROOT, tree
 from tests.spark import oldest
 from tests.spark.datasets import NAMES, datasets
@@ -50,7 +50,7 @@ def test_rows_go_where_a_number_says_by_a_hash_too(spark: SparkSession) -> None:
 
     hashes = spark_hash(np.arange(1000, dtype=np.uint32)).tolist()
     assert [row["h"] for row in spark.range(1000).selectExpr("hash(cast(id as int)) AS h").collect()] == hashes
-    assert sorted(hash % 1000 for hash in spark_hash(np.array(_values_by_remainder(1000), np.uint32)).tolist()) == list(
+    assert sorted(hash % 1000 for hash in spark_hash(np.array(values_by_remainder(1000), np.uint32)).tolist()) == list(
         range(1000)
     )
     rows = spark.range(50).selectExpr("cast(id % 7 as int) AS n")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.example import sized, varint
-from lockstep.features.examples.foreign import _fast
+from lockstep.features.examples.foreign import fast_records
 from lockstep.features.schema.schema import foreign_field
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
 from lockstep.storage.kernels import frames
@@ -68,7 +68,7 @@ def test_no_kernel_reads_beyond_a_record() -> None:
         data = guarded(frame(record))
         offsets = np.array([0, len(data)], dtype=np.int64)
         own = decoder._fast(data, offsets)
-        theirs = _fast(FIELDS, data, offsets[:-1] + HEADER_BYTES, offsets[1:] - FOOTER_BYTES)
+        theirs = fast_records(FIELDS, data, offsets[:-1] + HEADER_BYTES, offsets[1:] - FOOTER_BYTES)
         taken += own is not None and theirs is not None
     assert taken >= len(good)
 

@@ -132,13 +132,13 @@ def test_hundreds_of_lists_that_no_record_has_take_bounded_memory(monkeypatch: p
     records = [message(0x0A, entry("b", message(0x1A, message(0x0A, varint(number))))) for number in range(500)]
     lenient, taken = Lenient(fields), []
     lenient._ours = False
-    fast = foreign._fast
+    fast = foreign.fast_records
 
     def watched(asked: Any, data: Any, starts: Any, ends: Any) -> Any:
         taken.append(len(starts) * len(asked) * 16)
         return fast(asked, data, starts, ends)
 
-    monkeypatch.setattr(foreign, "_fast", watched)
+    monkeypatch.setattr(foreign, "fast_records", watched)
     monkeypatch.setattr(foreign, "decode_foreign", None)
     batch = lenient(b"".join(map(frame, records)), "f", 0, 0)
     assert batch.column("b").to_pylist() == list(range(500)) and batch.column("list_0300")[499].as_py() == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.features.images.resize import FITS, _scaled, blend, fit, resize, rotate, set_channels
+from lockstep.features.images.resize import FITS, blend, fit, resize, rotate, scaled_size, set_channels
 from lockstep.storage.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_crop_and_pad(old: tuple[int, int], new: tuple[int, int], scaled: tuple[
 @given(*[st.integers(1, 40)] * 4, st.sampled_from([1, 3]))
 def test_a_crop_is_the_middle_of_the_whole(height: int, width: int, tall: int, wide: int, channels: int) -> None:
     image = np.random.default_rng(height).integers(0, 256, (2, height, width, channels), dtype=np.uint8)
-    scaled = _scaled(height, width, tall, wide, cover=True)
+    scaled = scaled_size(height, width, tall, wide, cover=True)
     top, left = (scaled[0] - tall) // 2, (scaled[1] - wide) // 2
     whole = resize(image, *scaled)
     np.testing.assert_array_equal(fit(image, tall, wide, "crop"), whole[:, top : top + tall, left : left + wide])

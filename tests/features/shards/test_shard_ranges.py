@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.features.shards.ranges import ShardRange, cut
-from lockstep.features.shards.read import PIECE_BYTES, _pieces, read_range, strict
+from lockstep.features.shards.read import PIECE_BYTES, pieces_of, read_range, strict
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import CorruptionError
@@ -47,7 +47,7 @@ def test_ranges_lie_end_to_end_and_hold_whole_blocks(records: int, block: int, s
 def test_pieces_stay_below_their_bytes_unless_a_block_is_larger() -> None:
     megabyte = 1 << 20
     part = ShardRange("u", 0, tuple(megabyte * at for at in (0, 1, 2, 3, 5, 6, 16, 17)), 70, 7 * 10 - 3, 10)
-    pieces = list(_pieces(part))
+    pieces = list(pieces_of(part))
     assert [(first, after) for _, _, first, after in pieces] == [(0, 3), (3, 5), (5, 6), (6, 7)]  # 3, 3, 10 and 1 MiB
     assert [count for _, count, _, _ in pieces] == [30, 20, 10, 7]  # the last block of a shard is shorter
     assert [record for record, _, _, _ in pieces] == [70, 100, 120, 130]

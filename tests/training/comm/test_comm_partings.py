@@ -15,6 +15,7 @@ import pytest
 
 from lockstep.storage.errors import CommunicationError
 from tests.training._ring import PATIENCE_S, SLACK_S, run_ring
+from tests.waiting import until
 from training.comm import Communicator, TcpCommunicator
 from training.comm.frames import STALLED, pack_word
 
@@ -158,11 +159,15 @@ def test_a_rank_that_never_calls_is_named_by_those_that_wait_for_its_call() -> N
 
 def test_a_child_of_a_rank_does_not_hide_its_end() -> None:
     children: list[int] = []
+    meshes: dict[int, Any] = {}
 
     def work(comm: Communicator) -> tuple[str, float]:
+        meshes[comm.rank] = tcp(comm)._mesh
         comm.barrier()
         if comm.rank == 0:
             return told(comm.barrier)
+        # Both ranks are threads of this process: a socket that is being made now would stay open in the child.
+        until(lambda: all(mesh._lifelines for mesh in meshes.values()))
         child = os.fork()
         if child == 0:  # it outlives the rank
             time.sleep(2 * SLACK_S)

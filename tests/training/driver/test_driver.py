@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.verify import verify
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_images, write_table
+from tests.waiting import until
 from training.config import TrainConfig
 from training.control.failures import RankFailedError
 from training.control.task import Limits
@@ -138,13 +137,6 @@ def test_ranks_killed_while_a_checkpoint_is_in_flight(config: TrainConfig, tmp_p
     assert np.array_equal(tip_weights(config), tip_weights(whole))
     assert verify(config.run) == []
     assert not list(Path(config.run, ".staging").iterdir())
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < end, "not within four minutes"
-        time.sleep(0.05)
 
 
 def test_gives_up_without_progress(config: TrainConfig) -> None:

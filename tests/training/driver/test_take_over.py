@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, StorageError
+from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.verify import verify
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
+from tests.waiting import WAIT_S, until
 from training.config import TrainConfig
 from training.driver.ownership import Lease, Ownership
 from training.run.lineage import Claim, SupersededError, claim_next, read_claims
@@ -29,7 +31,6 @@ from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +163,6 @@ def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start:
     assert list(read_claims(filesystem(config.run), RunPaths(config.run))) == [1]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "not within four minutes"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     (tmp_path / "run").mkdir()
@@ -227,6 +221,32 @@ def test_lease_written_by_a_woken_driver_is_written_over(paths: RunPaths) -> Non
             Path(paths.lease).write_bytes(stale)
             until(lambda: json.loads(Path(paths.lease).read_bytes())["nonce"] == mine)
             assert new.lost is None
+
+
+class UnreadableLease(LocalFileSystem):
+    """A file system that has lost the blocks of leases, though it lists and replaces them."""
+
+    lost: bool = False
+
+    def read_bytes(self, url: str) -> bytes:
+        if self.lost and url.endswith("lease.json"):
+            raise StorageError("cannot read", got=url, allowed="its blocks", next_step="Wait.")
+        return super().read_bytes(url)
+
+
+def test_an_unreadable_lease_is_rewritten_and_claims_decide(paths: RunPaths) -> None:
+    fs = UnreadableLease()
+    with Ownership(fs, paths, every_s=0.05) as driver:
+        claim = driver.claim(None, epochs=1, num_ranks=1)
+        assert claim is not None
+        fs.lost = True
+        before = Path(paths.lease).read_bytes()
+        until(lambda: Path(paths.lease).read_bytes() != before)
+        driver.confirm()
+        claim_next(fs, paths, None, epochs=1, num_ranks=1)  # by another driver
+        with pytest.raises(SupersededError, match="a claim of generation 2"):
+            driver.confirm()
+        fs.lost = False
 
 
 def test_driver_notices_a_claim_where_the_lease_is_lost(paths: RunPaths) -> None:

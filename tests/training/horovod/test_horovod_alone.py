@@ -22,7 +22,7 @@ from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.horovod import ABSENT
-from training.horovod.objects import _decode, _encode
+from training.horovod.objects import decode_object, encode_object
 from training.horovod.runtime import agree
 
 pytestmark = pytest.mark.slow  # TensorFlow's import
@@ -235,14 +235,14 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    found = _decode(_encode(value))
+    found = decode_object(encode_object(value))
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint64", "float16", "bool", "complex128"])
 def test_arrays_come_back_with_shape_and_dtype(dtype: str) -> None:
     for array in (np.ones((2, 3), dtype), np.zeros((0, 4), dtype), np.asarray(1, dtype)[()]):
-        found = _decode(_encode(array))
+        found = decode_object(encode_object(array))
         assert type(found) is type(array) and found.dtype == array.dtype and found.shape == array.shape
         np.testing.assert_array_equal(found, array)
 

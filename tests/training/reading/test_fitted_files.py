@@ -64,7 +64,7 @@ def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
 def test_a_run_is_evaluated_with_the_statistics_it_was_trained_with(
     tmp_path: Path, evaluated: str, columns: int
 ) -> None:
-    from training.results.evaluate_rank import open_split  # imports TensorFlow
+    from training.scoring.score_split import open_split  # imports TensorFlow
 
     url = str(tmp_path / "d")
     write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")

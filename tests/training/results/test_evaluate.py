@@ -24,9 +24,9 @@ from training.control.task import RankTask
 from training.reading.open import OpenSplit
 from training.results.evaluate import evaluate, summary
 from training.results.export_run import export_run
-from training.results.scores import OutputForm, output_columns
 from training.run import notes
 from training.run.weights_source import weights_at
+from training.scoring.scores import OutputForm, output_columns
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._ring import run_ring
 from training.comm import Communicator
-from training.results.evaluate import Baseline, check_baseline
+from training.scoring.baseline import Baseline, check_baseline
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
 TABLE = Schema(

@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from tests.training._ring import run_ring
 from training.comm import Communicator
-from training.results.scores import (
+from training.scoring.scores import (
     Estimate,
     OutputForm,
     RowMetric,

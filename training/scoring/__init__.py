@@ -1,0 +1,1 @@
+"""Scores of a split: exact metrics with intervals, over all ranks, and baselines on the same rows."""
