@@ -246,7 +246,7 @@ class RunHandler(Handler):
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
-        self._note = ""
+        self._note = self._val_note = ""
         self._doubted: set[str] = set()  # metrics that a note was printed about
         self._bar = threading.Lock()
         self._ended = threading.Event()
@@ -314,9 +314,11 @@ class RunHandler(Handler):
             self._metrics.add(canonical_bytes(row).decode())
             if row["kind"] == "epoch":
                 self._doubt(row)
+                val_loss = row["metrics"].get("val_loss")
+                self._val_note = f", val_loss {val_loss:.4f}" if isinstance(val_loss, float) else self._val_note
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
-                self._note = f"loss {loss:.4f}"
+                self._note = f"loss {loss:.4f}{self._val_note}"
 
     def _doubt(self, row: dict[str, Any]) -> None:
         """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""

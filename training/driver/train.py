@@ -29,7 +29,8 @@ from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
 from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
 from training.models import may_follow_length
-from training.plan.mixture import Plan
+from training.plan.mixture import Plan, steps_asked
+from training.run import notes
 from training.run.comm_plans import read_plans
 from training.run.lineage import CheckpointRef, Claim, SupersededError, checkpoints, epochs_asked, find_tip, read_claims
 from training.run.paths import RunPaths
@@ -116,6 +117,7 @@ def train(
         return checked.finished
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
+    notes.show(notes.of_keep_best(config.keep_best))
     memory = None
     if isinstance(launch, SessionLauncher):
         memory = launch.ready(config.num_ranks, config.start_limit_s)
@@ -124,7 +126,7 @@ def train(
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         with (
-            Progress("training", plan.steps(config.epochs), "steps") as progress,
+            Progress("training", steps_asked(plan, config.epochs, config.max_steps), "steps") as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
@@ -222,7 +224,7 @@ class _Driver:
             )
 
     def _print_saved(self, tip: CheckpointRef | None) -> None:
-        steps = self._plan.steps(self._config.epochs)
+        steps = steps_asked(self._plan, self._config.epochs, self._config.max_steps)
         saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
         then = "resumes from there" if tip else "starts from the beginning"
         print(f"{self._paths.root}: {saved}; the same command {then}", file=sys.stderr, flush=True)
@@ -266,6 +268,9 @@ class _Driver:
             model=model if self._fs.exists(model) else None,
             class_counts=first.get("class_counts"),
             left_over=[str(sample) for sample in first.get("left_over", [])],
+            max_steps=self._config.max_steps,
+            stopped_by=first.get("stopped_by"),
+            validation_s=float(first.get("validation_s", 0.0)),
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)

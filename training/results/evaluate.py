@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from lockstep.features.schema.sampled import sampled_of
+from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import parse_canonical
@@ -26,6 +26,7 @@ from training.run.result import find_result
 from training.run.run_json import read_run
 from training.run.weights_source import SCHEMA_FILE, checked_file, newest_of
 from training.scoring.baseline import check_baseline
+from training.scoring.scores import BATCH_ROWS
 
 ENTRY = "training.results.evaluate:main"
 SHOWN_CLASSES = 10  # in the line above the table
@@ -38,7 +39,7 @@ def evaluate(
     launch: Launch,
     *,
     num_ranks: int = 1,
-    batch: int = 512,
+    batch: int = BATCH_ROWS,
     baseline: str | None = None,
 ) -> dict[str, Any]:
     """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint) on `split` of `dataset`.
@@ -95,8 +96,7 @@ def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[f
         sampled = Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=file)).sampled
     else:
         sampled = sampled_of(evaluated) if evaluated.digest == digest else None
-    shares = None if sampled is None or schema.label is None else sampled.of_classes(schema.label)
-    return shares if shares is not None and all(shares) else None
+    return shares_of_classes(sampled, schema.label)
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:

@@ -14,6 +14,7 @@ from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
+from training.config import VALIDATION
 from training.plan.datasets import open_mixture, open_parts
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
@@ -29,6 +30,7 @@ _TIME_WORDS = {
     "compute_s": "computing",
     "exchange_s": "waiting for the all-reduce",
     "checkpoint_s": "writing checkpoints",
+    "validation_s": "validating",
     "other_s": "callbacks and ends of epochs",
 }
 
@@ -38,6 +40,8 @@ def time_rows(history: History) -> list[tuple[str, str]]:
     rows = []
     for rank in sorted({row["rank"] for row in history.times}):
         sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
+        if not sums["validation_s"]:  # a run without validation
+            del sums["validation_s"]
         total = sum(sums.values())
         shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
         rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
@@ -87,7 +91,7 @@ def _sum(rows: list[dict[str, Any]], name: str) -> float:
 
 SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
 MARKED_POINTS = 30  # up to this number each point is marked
-LIGHT, DARK = "#b9cbe0", "#1f4e89"
+LIGHT, DARK, OTHER = "#b9cbe0", "#1f4e89", "#c8641b"
 
 
 def loss_curve(history: History) -> Markup:
@@ -95,26 +99,43 @@ def loss_curve(history: History) -> Markup:
     rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
-    return _curve(steps, [("one step", losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", smooth, DARK)], "step")
+    lines = [("one step", steps, losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", steps, smooth, DARK)]
+    return _curve(lines, "step")
+
+
+def curve_names(history: History) -> list[str]:
+    """The metrics that get a curve by epoch, which a validation metric shares with that of the training rows.
+
+    The training loss has a curve of its own, by step, unless there is a validation loss to compare it with.
+    """
+    names = {name for row in history.epochs for name in row["metrics"]}
+    alone = {name.removeprefix(VALIDATION) for name in names}
+    return sorted(alone if f"{VALIDATION}loss" in names else alone - {"loss"})
 
 
 def epoch_curve(history: History, name: str) -> Markup:
-    """A metric at the end of each epoch."""
-    rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
-    return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], DARK)], "epoch")
+    """A metric at the end of each epoch, of the training rows and of the validation split where there are any."""
+    lines = []
+    for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
+        rows = [row for row in history.epochs if isinstance(row["metrics"].get(key), (int, float))]
+        if rows:
+            points = [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows]
+            lines.append((label, *points, colour))
+    return _curve(lines, "epoch")
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
+def _curve(lines: Sequence[tuple[str, Sequence[int], Sequence[float], str]], x_label: str) -> Markup:
+    """`lines` are (label, x, y, colour)."""
     from matplotlib.figure import Figure  # half a second of import that only a report needs
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot()
-    for name, y, colour in lines:
+    for name, x, y, colour in lines:
         axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -199,6 +220,8 @@ def about_run(
         ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
         ("global batch", config.get("global_batch")),
         ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
+        ("validated on", _validation(config)),
+        ("early stop", config.get("early_stop")),
         ("learning rate", config.get("learning_rate") or "the model's own"),
         ("its scaling", _scaling(config)),
         ("micro-batches", config.get("micro_batches")),
@@ -216,6 +239,12 @@ def _scaling(config: Mapping[str, Any]) -> str:
     rule, warm_up = config.get("learning_rate_scaling", "none"), config.get("warm_up_epochs")
     parts = [] if rule == "none" else [f"{rule} from a global batch of {config.get('base_batch')}"]
     return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
+
+
+def _validation(config: Mapping[str, Any]) -> str:
+    """`test, every 2 epochs`; nothing for a run without validation."""
+    split, every = config.get("validate"), config.get("validate_every")
+    return "" if split is None else f"{split}, every {f'{every} epochs' if every != 1 else 'epoch'}"
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
@@ -252,9 +281,8 @@ def render(
         tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
-    metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
-    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
+    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
     return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
 
 
@@ -281,6 +309,8 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
     return [
         ("steps", result["steps"]),
         ("epochs", result["epochs"]),
+        *([("ended early by", result["stopped_by"])] if result.get("stopped_by") else []),
+        *([("validation", f"{result['validation_s']:.1f} s")] if result.get("validation_s") else []),
         ("samples/s", f"{result['samples_per_s']:.0f}"),
         _starts(history),
         *((f"restart: generation {each['generation']}", restart_words(each)) for each in result.get("restart_log", [])),
