@@ -38,6 +38,7 @@ LATER_FIELDS = {
     "augment": "",
     "bad_images": "refuse",
     "init_from": None,
+    "extra": {},
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }
