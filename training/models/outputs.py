@@ -55,10 +55,11 @@ def compile_for(
     model: keras.Model, label: str, signature: Signature, optimizer: keras.optimizers.Optimizer, *, hits: bool = False
 ) -> keras.Model:
     """Compile the model with the loss and metrics of its label; `hits` adds hit@10, the share of rows whose class is
-    among the ten most probable ones. Labels (n,), or (n, classes) float32 if mixup makes shares of classes.
+    among the ten most probable ones, unless Keras' floatx is float64. Labels (n,), or (n, classes) float32 if mixup makes shares of classes.
     """
     loss, metrics = _loss_and_metrics(label, signature)
-    if hits and label == CLASSES and (signature.num_classes or 0) > HITS:
+    # TensorFlow finds the ten largest of float32 only.
+    if hits and label == CLASSES and (signature.num_classes or 0) > HITS and keras.config.floatx() == "float32":
         metrics.append(keras.metrics.SparseTopKCategoricalAccuracy(HITS, name=f"hit@{HITS}"))
     model.compile(optimizer=optimizer, loss=loss, metrics=metrics, jit_compile=False)
     return model

@@ -38,7 +38,7 @@ def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
     for block in range(chosen["layers"]):
         x = _block(x, ops.expand_dims(there, 1), f"_{block}", chosen)
     x = keras.layers.LayerNormalization(name="_norm")(x)
-    last = ops.expand_dims(ops.cast(place == 1, x.dtype), -1)  # (n, length, 1)
+    last = ops.expand_dims(ops.cast(ops.equal(place, 1), x.dtype), -1)  # (n, length, 1)
     model = keras.Model(inputs, output_of(ops.sum(x * last, axis=1), label, signature), name="transformer")
     return compile_for(
         model, label, signature, keras.optimizers.Adam(options.learning_rate or LEARNING_RATE), hits=True
