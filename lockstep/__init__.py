@@ -160,12 +160,12 @@ def train(
     """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
     of a finished one.
 
-    `model` is `logistic`, `resnet20` (any 6n + 2), `module:function`, or a function of (signature, options) that
-    returns a compiled keras.Model. A function that ranks cannot import, such as one of a notebook's cell, is sent to
-    them by cloudpickle, up to 1 MiB with all that it refers to; pass it again to resume. `global_batch` is the samples
-    of one step over all ranks. Ranks are processes of this host or, with `spark`, run in a barrier stage of that
-    session. `take_over` replaces another driver of the same run. `options` are the other fields of TrainConfig, such as
-    seed, augment, checkpoint_every or learning_rate.
+    `model` is a ready model (docs/ready-models.md), `module:function`, or a function of (signature, options) that
+    returns a compiled keras.Model; `extra={"width": 64}` are its settings. A function that ranks cannot import, such as
+    one of a notebook's cell, is sent to them by cloudpickle, up to 1 MiB with all that it refers to; pass it again to
+    resume. `global_batch` is the samples of one step over all ranks. Ranks are processes of this host or, with `spark`,
+    run in a barrier stage of that session. `take_over` replaces another driver of the same run. `options` are the other
+    fields of TrainConfig, such as seed, augment, checkpoint_every or learning_rate.
 
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
     of the exported model). Raises ConfigError for invalid arguments, DataError for damaged data, TrainingFailedError

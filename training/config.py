@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.features.images.augment import canonical
@@ -144,6 +144,8 @@ class CheckpointEvery:
 READ_AHEAD_BYTES = 64 << 20
 CACHE_BYTES = 16 << 30
 
+Value = bool | int | float | str
+"""A setting of a model."""
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 ScalingRule = Literal["none", "linear", "sqrt"]
@@ -180,7 +182,8 @@ def check_removed(stored: Mapping[str, Any], run: str) -> None:
 
 def flag_of(field: str) -> str:
     """The flag of jobs.train for a field of TrainConfig."""
-    return "--dataset" if field == "datasets" else "--" + field.removesuffix("_s").replace("_", "-")
+    named = {"datasets": "--dataset", "extra": "--set"}
+    return named.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
 
 
 # The groups of fields in --help, each by its first field.
@@ -217,7 +220,8 @@ class TrainConfig:
     run: Annotated[str, "URL"]
     """Directory of the run, local or hdfs://; an existing run is resumed."""
     model: Annotated[str, "NAME"]
-    """logistic | resnet8, resnet14, resnet20, ... | module:function."""
+    """A ready model (linear, logistic, mlp, wide-deep, two-tower, gru, transformer, resnet20, ...; jobs.models lists
+    them), or your own: module:function."""
     num_ranks: int
     """Number of training processes."""
     global_batch: Annotated[int, "G"]
@@ -232,6 +236,9 @@ class TrainConfig:
     init_from: Annotated[str | None, "URL"] = None
     """First weights of a new run: a run, a checkpoint, an exported model, a .keras or .weights.h5 file (default: drawn
     by the seed)."""
+    extra: Annotated[Mapping[str, Value], "NAME=VALUE"] = field(default_factory=dict, hash=False)
+    """Settings of the model, such as width=64 decay=1e-4; may be given several times. jobs.models lists those of ready
+    models; your own finds them in options.extra."""
     seed: int = 0
     """Seed of the order of samples and of the first weights."""
 
@@ -331,6 +338,7 @@ class TrainConfig:
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
         if self.mix is not None:
             object.__setattr__(self, "mix", tuple(self.mix))
+        self._check_extra()
         for name, choices in choices_of_fields().items():
             self._check(name, getattr(self, name) in choices, " or ".join(choices))
         self._check_data()
@@ -339,6 +347,14 @@ class TrainConfig:
         self._check_ranks()
         if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
             self._check_canonical()
+
+    def _check_extra(self) -> None:
+        for name, value in self.extra.items():
+            right = name.isidentifier() and isinstance(value, Value)
+            finite = not isinstance(value, float) or math.isfinite(value)
+            self._check("extra", right and finite, "names as Python's, each a text, a finite number, true or false")
+        # A copy in one order: the configuration stays as it is, and run.json has one form.
+        object.__setattr__(self, "extra", {name: self.extra[name] for name in sorted(self.extra)})
 
     def _check_data(self) -> None:
         count = len(self.datasets)

@@ -113,9 +113,9 @@ def preflight(config: TrainConfig) -> CheckedRun:
 def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
     """`preflight` where all URLs are local; else None, since other file systems may need Spark's settings.
 
-    The model's name is checked in both cases.
+    The model's name and settings are checked in both cases.
     """
-    check_name(config.model, here=config.launcher == "local")
+    check_name(config.model, config.extra, here=config.launcher == "local")
     urls = (*config.datasets, config.run, config.init_from or config.run)
     return preflight(config) if all(map(_is_local, urls)) else None
 

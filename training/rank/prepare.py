@@ -55,6 +55,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         learning_rate=config.learning_rate,
         global_batch=plan.global_batch,
         steps=steps,
+        extra=config.extra,
     )
     model, callbacks = build(config.model, signature, options)
     if model.steps_per_execution != 1:

@@ -215,6 +215,7 @@ def about_run(
     versions = document.get("versions", {})
     rows = [
         ("model", config.get("model")),
+        ("its settings", ", ".join(f"{name}={value}" for name, value in config.get("extra", {}).items())),
         ("datasets", ", ".join(map(str, config.get("datasets", [])))),
         ("split", config.get("split")),
         ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),

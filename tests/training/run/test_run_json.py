@@ -27,6 +27,7 @@ REFUSED: dict[str, Any] = {
     "global_batch": 16,
     "lanes": 4,
     "seed": 1,
+    "extra": {"width": 2},
     "window_bytes": 2048,
     "interleave": 2,
     "cache_groups": 2,
