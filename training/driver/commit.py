@@ -240,9 +240,12 @@ class RunHandler(Handler):
         progress: Progress,
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
+        on_epoch: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs."""
+        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs. `on_epoch` takes
+        the row of each epoch's metrics."""
         super().__init__()
+        self._on_epoch = on_epoch
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
@@ -314,6 +317,7 @@ class RunHandler(Handler):
             self._metrics.add(canonical_bytes(row).decode())
             if row["kind"] == "epoch":
                 self._doubt(row)
+                self._on_epoch(row)
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 self._note = f"loss {loss:.4f}"
