@@ -20,6 +20,7 @@ STORIES = {
         "docs/validation.md",
         "docs/performance.md",
         "docs/python.md",
+        "docs/tuning.md",
     ],
     "scripts": ["docs/models.md"],
     "cluster": ["docs/cluster.md"],

@@ -240,9 +240,12 @@ class RunHandler(Handler):
         progress: Progress,
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
+        on_epoch: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs."""
+        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs. `on_epoch` takes
+        the row of each epoch's metrics."""
         super().__init__()
+        self._on_epoch = on_epoch
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
@@ -316,6 +319,7 @@ class RunHandler(Handler):
                 self._doubt(row)
                 val_loss = row["metrics"].get("val_loss")
                 self._val_note = f", val_loss {val_loss:.4f}" if isinstance(val_loss, float) else self._val_note
+                self._on_epoch(row)
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 self._note = f"loss {loss:.4f}{self._val_note}"

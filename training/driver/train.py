@@ -32,7 +32,16 @@ from training.models import may_follow_length
 from training.plan.mixture import Plan, steps_asked
 from training.run import notes
 from training.run.comm_plans import read_plans
-from training.run.lineage import CheckpointRef, Claim, SupersededError, checkpoints, epochs_asked, find_tip, read_claims
+from training.run.lineage import (
+    Checkpoint,
+    CheckpointRef,
+    Claim,
+    SupersededError,
+    checkpoints,
+    epochs_asked,
+    find_tip,
+    read_claims,
+)
 from training.run.paths import RunPaths
 from training.run.result import RunResult
 from training.run.run_json import open_run
@@ -42,6 +51,10 @@ log = logging.getLogger(__name__)
 ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
 HOUR_S = 3600.0
+
+
+class EndedByCallerError(LockstepError):
+    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
@@ -92,6 +105,12 @@ class Hooks:
     """Deadlines other than the configured ones."""
     model_function: str | None = None
     """The model's function for ranks that cannot import it (training.launch.model_function)."""
+    label: str = "training"
+    """What the progress line calls the run."""
+    on_epoch: Callable[[dict[str, Any]], None] = lambda row: None
+    """Takes the row of each epoch's metrics when it ends; called by a thread that must not wait."""
+    ended: Callable[[], EndedByCallerError | None] = lambda: None
+    """The error with which the caller ends the run, None while it may continue; asked every 0.2 s."""
 
 
 def train(
@@ -109,7 +128,7 @@ def train(
     Raises ConfigError for an invalid configuration, for one that contradicts the run, and if executors were killed
     twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
     more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
-    SupersededError if another driver has taken the run over.
+    SupersededError if another driver has taken the run over; what `hooks.ended` returns.
     """
     hooks = hooks or Hooks()
     checked = checked or preflight(config)
@@ -126,7 +145,7 @@ def train(
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         with (
-            Progress("training", steps_asked(plan, config.epochs, config.max_steps), "steps") as progress,
+            Progress(hooks.label, steps_asked(plan, config.epochs, config.max_steps), "steps") as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
@@ -181,8 +200,7 @@ class _Driver:
                 print(f"resuming from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
-                overtaken = self._ownership.overtaken
-                with RunHandler(self._paths, claim, tip, commits, self._progress, overtaken, self._memory) as handler:
+                with self._handler(claim, tip, commits) as handler:
                     results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
                 return self._finish(claim, commits.tip, results[0])
@@ -192,7 +210,7 @@ class _Driver:
                 raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
-                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
+                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError | EndedByCallerError):
                     raise
                 if isinstance(error, RankFailedError) and error.alike:
                     raise
@@ -237,6 +255,14 @@ class _Driver:
         task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry)
         more = {"first_weights": self._first_weights, "model_function": hooks.model_function}
         return replace(task, payload={**task.payload, **more})
+
+    def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
+        def ended() -> LockstepError | None:
+            return self._ownership.overtaken() or self._hooks.ended()
+
+        return RunHandler(
+            self._paths, claim, tip, commits, self._progress, ended, self._memory, on_epoch=self._hooks.on_epoch
+        )
 
     def _commits(self, claim: Claim) -> CommitHandler:
         return CommitHandler(

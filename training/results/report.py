@@ -141,10 +141,11 @@ def _curve(lines: Sequence[tuple[str, Sequence[int], Sequence[float], str]], x_l
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return _svg(figure)
+    return svg(figure)
 
 
-def _svg(figure: Figure) -> Markup:
+def svg(figure: Figure) -> Markup:
+    """A figure as part of a page, the same bytes each time."""
     from matplotlib import rc_context
 
     target = io.StringIO()
@@ -156,6 +157,18 @@ def _svg(figure: Figure) -> Markup:
 
 
 Rows = Sequence[tuple[str, object]]
+
+
+def page(
+    title: str,
+    where: str,
+    tables: Sequence[tuple[str, Sequence[Sequence[object]]]],
+    curves: Sequence[tuple[str, Markup]],
+) -> str:
+    """The HTML of a report: tables (name, rows of cells), then curves (name, `svg`)."""
+    return _PAGE.render(title=title, where=where, tables=tables, curves=curves)
+
+
 # The template engine escapes everything that comes from data.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>
@@ -171,7 +184,11 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 <p>{{ where }}</p>
 {% for name, rows in tables %}
 <h2>{{ name }}</h2>
-<table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<table>
+{% for row in rows %}
+<tr><th>{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
 {% endfor %}
 {% for name, svg in curves %}
 <h2>{{ name }}</h2>
@@ -284,7 +301,7 @@ def render(
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
-    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
+    return page("Lockstep: report of a run", run, tables, curves)
 
 
 def _data_rows(document: Mapping[str, Any]) -> Rows:
