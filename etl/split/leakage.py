@@ -97,6 +97,7 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
         column = f.col(c.quoted(split.column))
         return f.unix_date(column).cast("bigint") if dict(df.dtypes)[split.column] == "date" else column.cast("bigint")
     if split.grouped:
+        assert split.column is not None
         return f.xxhash64(c.quoted(split.column))
     features = fed(schema)
     if not features:

@@ -80,7 +80,7 @@ def test_mean_and_standard_deviation_are_those_of_numpy(values: list[float]) -> 
 
 
 def test_folds_without_a_metric_are_left_out_and_counted() -> None:
-    metrics = [{"auc": 0.5, "loss": 1.0}, {"auc": None, "loss": "nan"}, {"auc": 0.7}]
+    metrics: list[dict[str, Any]] = [{"auc": 0.5, "loss": 1.0}, {"auc": None, "loss": "nan"}, {"auc": 0.7}]
     found = over_folds(metrics)
     assert found["auc"] == {"mean": 0.6, "std": pytest.approx(0.02**0.5), "n": 2}
     assert found["loss"] == {"mean": 1.0, "std": None, "n": 1}
