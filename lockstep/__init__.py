@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from training.run.result import RunResult
 
 __all__ = [
-    "LockstepError", "PlannedBatches", "TrainConfig", "data", "describe", "evaluate", "load_schema", "numpy_batches",
-    "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
-    "write_logs",
+    "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
+    "numpy_batches", "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify",
+    "write_dataset", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -189,6 +189,45 @@ def train(
     checked = preflight_before_spark(config)
     hooks = Hooks(model_function=function)
     return train(config, _launch(spark), take_over=take_over, hooks=hooks, checked=checked)
+
+
+def cross_validate(
+    dataset: str | os.PathLike[str],
+    run: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    *,
+    global_batch: int,
+    epochs: int,
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+    take_over: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a model once for each fold of a dataset, and evaluate it on the fold that was held out.
+
+    `dataset` has a split `kfold:K`. `run` is a directory for the K runs; the same call resumes. All other arguments are
+    those of `train`. Returns `folds`, a list of {fold, run, model, samples, metrics}, and `metrics`: {name: {mean, std,
+    n}}, the standard deviation over n folds divided by n - 1. Raises what `train` and `evaluate` raise.
+
+    >>> import lockstep
+    >>> result = lockstep.cross_validate("folds", "cv", "logistic", global_batch=16, epochs=1)
+    >>> [fold["samples"] for fold in result["folds"]], result["metrics"]["auc"]["n"]
+    ([50, 50], 2)
+    """
+    from training.config import TrainConfig
+    from training.driver.train import Hooks
+    from training.models import check_name
+    from training.search.folds import NOT_OF_FOLDS, cross_validate
+
+    known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
+    _require_known("cross_validate", options, known)
+    name, function = _name_and_text(model)
+    config = TrainConfig(
+        datasets=several(dataset), run=os.fspath(run), model=name, num_ranks=num_ranks,
+        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
+    )  # fmt: skip
+    check_name(name, here=spark is None)
+    return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
 
 
 def evaluate(

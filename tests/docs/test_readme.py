@@ -21,6 +21,7 @@ STORIES = {
         "docs/performance.md",
         "docs/python.md",
         "docs/tuning.md",
+        "docs/folds.md",
     ],
     "scripts": ["docs/models.md"],
     "cluster": ["docs/cluster.md"],

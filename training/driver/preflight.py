@@ -116,8 +116,13 @@ def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
     The model's name and settings are checked in both cases.
     """
     check_name(config.model, config.extra, here=config.launcher == "local")
+    return preflight(config) if all_local(config) else None
+
+
+def all_local(config: TrainConfig) -> bool:
+    """Whether all URLs of a run are on the local disk, so that it can be checked without Spark's settings."""
     urls = (*config.datasets, config.run, config.init_from or config.run)
-    return preflight(config) if all(map(_is_local, urls)) else None
+    return all(split_url(url)[0] == "file" for url in urls)
 
 
 class PlannedData(NamedTuple):
@@ -174,7 +179,3 @@ def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: 
     if steps_asked(plan, int(done["epochs"]), done["max_steps"]) < steps_asked(plan, config.epochs, config.max_steps):
         return None
     return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
-
-
-def _is_local(url: str) -> bool:
-    return split_url(url)[0] == "file"

@@ -1,1 +1,1 @@
-"""Search for hyper-parameters: trials are runs of several ranks, proposed by Optuna, and a journal keeps them all."""
+"""Many runs of one model: trials of a search, folds of a dataset."""
