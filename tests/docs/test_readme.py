@@ -17,6 +17,7 @@ STORIES = {
         "docs/reading-elsewhere.md",
         "docs/batches.md",
         "docs/guarantees.md",
+        "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",
     ],

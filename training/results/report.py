@@ -15,6 +15,7 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.plan.datasets import open_mixture, open_parts
+from training.results.evaluate import slice_table
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
@@ -104,6 +105,22 @@ def epoch_curve(history: History, name: str) -> Markup:
     return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], DARK)], "epoch")
 
 
+def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
+    """The observed rate of each bin against its mean prediction; on the diagonal, predictions are right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 4))
+    axes = figure.add_subplot()
+    predicted, observed = ([one[name] for one in calibration["bins"]] for name in ("predicted", "observed"))
+    most = max([*predicted, *observed]) or 1.0
+    axes.plot([0, most], [0, most], color=LIGHT)
+    axes.plot(predicted, observed, color=DARK, marker="o")
+    axes.set_xlabel("mean prediction of a bin")
+    axes.set_ylabel("observed rate")
+    axes.grid(alpha=0.3)
+    return _svg(figure)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -151,6 +168,11 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 {% for name, rows in tables %}
 <h2>{{ name }}</h2>
 <table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+{% endfor %}
+{% for name, head, rows in grids %}
+<h2>{{ name }}</h2>
+<table><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
 {% endfor %}
 {% for name, svg in curves %}
 <h2>{{ name }}</h2>
@@ -255,7 +277,11 @@ def render(
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
-    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
+    grids = [] if evaluation is None else _evaluation_grids(evaluation)
+    if evaluation is not None and (calibration := evaluation["calibration"]):
+        text = f"Calibration of {calibration['of']}: expected error {calibration['expected_error']:.4f}"
+        curves.append((f"{text}, Brier score {calibration['brier']:.4f}", calibration_plot(calibration)))
+    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, grids=grids, curves=curves)
 
 
 def _data_rows(document: Mapping[str, Any]) -> Rows:
@@ -327,6 +353,18 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
             text += ")"
         rows.append((name, text))
     return rows
+
+
+def _evaluation_grids(evaluation: Mapping[str, Any]) -> list[tuple[str, Sequence[str], Sequence[Sequence[object]]]]:
+    """(Title, head, rows) of the confusion matrix and of the slices by each column."""
+    grids: list[tuple[str, Sequence[str], Sequence[Sequence[object]]]] = []
+    if confusion := evaluation["confusion"]:
+        rows = [[name, *counts] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
+        grids.append(("Confusion: true class by row, predicted class by column", ["", *confusion["classes"]], rows))
+    for name, slices in evaluation["slices"].items():
+        head, *rows = slice_table(name, slices)
+        grids.append((f"Slices by {name}", head, rows))
+    return grids
 
 
 def _interval(interval: Sequence[float] | None) -> str:
