@@ -231,24 +231,27 @@ def cross_validate(
 
 
 def evaluate(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     dataset: str | os.PathLike[str],
     split: str = "test",
     *,
     baseline: str | None = None,
+    slices: str | Iterable[str] = (),
     batch: int = 512,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset.
+    """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset; of several runs the mean of
+    their models' probabilities, and each model.
 
     `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
-    on the same rows. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with
-    `spark`, run in a barrier stage.
+    on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
+    COLUMN:hour. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
+    run in a barrier stage.
 
-    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`, and of the
-    baseline `baseline` and `difference`. Raises ConfigError for invalid arguments, NotFoundError for a run, dataset
-    or split that does not exist.
+    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
+    `calibration`, `confusion`, `slices`, of the baseline `baseline` and `difference`, and of several runs `members`.
+    Raises ConfigError for invalid arguments, NotFoundError for a run, dataset or split that does not exist.
 
     >>> import lockstep
     >>> result = lockstep.evaluate("run", "data", "test", baseline="majority")
@@ -257,8 +260,8 @@ def evaluate(
     """
     from training.results.evaluate import evaluate
 
-    where = os.fspath(run), os.fspath(dataset), split, _launch(spark)
-    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline)
+    where = several(run), os.fspath(dataset), split, _launch(spark)
+    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline, slices=several(slices))
 
 
 def read_history(run: str | os.PathLike[str]) -> History:

@@ -18,6 +18,7 @@ STORIES = {
         "docs/batches.md",
         "docs/guarantees.md",
         "docs/validation.md",
+        "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",
         "docs/tuning.md",

@@ -16,6 +16,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.config import VALIDATION
 from training.plan.datasets import open_mixture, open_parts
+from training.results.evaluate import slice_table
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
@@ -122,6 +123,22 @@ def epoch_curve(history: History, name: str) -> Markup:
             points = [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows]
             lines.append((label, *points, colour))
     return _curve(lines, "epoch")
+
+
+def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
+    """The observed rate of each bin against its mean prediction; on the diagonal, predictions are right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 4))
+    axes = figure.add_subplot()
+    predicted, observed = ([one[name] for one in calibration["bins"]] for name in ("predicted", "observed"))
+    most = max([*predicted, *observed]) or 1.0
+    axes.plot([0, most], [0, most], color=LIGHT)
+    axes.plot(predicted, observed, color=DARK, marker="o")
+    axes.set_xlabel("mean prediction of a bin")
+    axes.set_ylabel("observed rate")
+    axes.grid(alpha=0.3)
+    return _svg(figure)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -301,6 +318,11 @@ def render(
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
+    if evaluation is not None:
+        tables += _evaluation_tables(evaluation)
+    if evaluation is not None and (calibration := evaluation["calibration"]):
+        text = f"Calibration of {calibration['of']}: expected error {calibration['expected_error']:.4f}"
+        curves.append((f"{text}, Brier score {calibration['brier']:.4f}", calibration_plot(calibration)))
     return page("Lockstep: report of a run", run, tables, curves)
 
 
@@ -375,6 +397,17 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
             text += ")"
         rows.append((name, text))
     return rows
+
+
+def _evaluation_tables(evaluation: Mapping[str, Any]) -> list[tuple[str, Sequence[Sequence[object]]]]:
+    """The confusion matrix and the slices by each column, each with a head as its first row."""
+    tables: list[tuple[str, Sequence[Sequence[object]]]] = []
+    if confusion := evaluation["confusion"]:
+        rows = [[name, *counts] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
+        title = "Confusion: true class by row, predicted class by column"
+        tables.append((title, [["", *confusion["classes"]], *rows]))
+    tables += [(f"Slices by {name}", slice_table(name, slices)) for name, slices in evaluation["slices"].items()]
+    return tables
 
 
 def _interval(interval: Sequence[float] | None) -> str:

@@ -143,6 +143,10 @@ class RunPaths:
         """A generation's result."""
         return f"{self.results}/{result_name(generation)}"
 
+    def evaluations(self, key: str) -> str:
+        """Directory of the scores of checkpoints that were evaluated next to the training; `key` names how."""
+        return f"{self.root}/evaluations/{key}"
+
     def report(self, generation: int) -> str:
         """A generation's report."""
         return f"{self.root}/reports/{generation_name(generation)}.html"

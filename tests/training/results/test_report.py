@@ -138,13 +138,23 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
         "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75, "loss": 0.25}, "class_counts": [20, 5],
         "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}}, "intervals": {"auc": (0.7, 0.8)},
         "difference": {"auc": {"value": 0.25, "interval": None}},
+        "calibration": {
+            "of": "yes", "brier": 0.1525, "expected_error": 0.0625,
+            "bins": [{"samples": 12, "predicted": 0.1, "observed": 0.2}],
+        },
+        "confusion": {"classes": [HOSTILE, "1"], "samples": [[17, 3], [1, 4]]},
+        "slices": {"page": [
+            {"value": HOSTILE, "samples": 25, "metrics": {"auc": 0.625}, "intervals": {"auc": [0.5, 0.75]}},
+        ]},
     }  # fmt: skip
     page = Path(write_report(run, evaluation)).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
-    assert page.count("<svg") == 2  # loss, and the one other metric
+    assert page.count("<svg") == 3  # loss, the one other metric, and calibration
+    assert "Calibration of yes: expected error 0.0625, Brier score 0.1525" in page
+    assert "<td>17</td><td>3</td>" in page and "<td>25</td><td>0.6250</td><td>0.5000 to 0.7500</td>" in page
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
     assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
     assert page == Path(write_report(run, evaluation)).read_text()
