@@ -402,10 +402,10 @@ def _bad_setting(text: str, got: str, allowed: str) -> ConfigError:
 
 def _by_evaluators(scored: DataFrame, classes: int | None, kind: str) -> dict[str, float]:
     """Metrics by Spark's evaluators, of more rows than the driver collects."""
-    from pyspark.ml import evaluation as ml
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as F
 
+    ml: Any = importlib.import_module("pyspark.ml.evaluation")  # its types lack logLoss
     threshold = 0.0 if kind == "linear-svc" else 0.5
     score = F.col("output")[0]
     chosen = F.expr("array_position(output, array_max(output)) - 1").cast("double")

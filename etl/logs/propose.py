@@ -142,17 +142,21 @@ def _json_table(sources: Sequence[Source]) -> _Table:
         documents += [document] if isinstance(document, dict) else []
         unread += bool(line.strip()) and not isinstance(document, dict)
     names = list(dict.fromkeys(name for document in documents for name in document))
-    columns: list[pa.Array | None] = []
-    for name in names:
-        try:
-            values = pa.array([document.get(name) for document in documents])
-        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
-            columns.append(None)
-            continue
-        timed = pa.types.is_string(values.type) and _are(values.drop_null(), pa.timestamp("us"))
-        columns.append(as_values(values, pa.timestamp("us"))[0] if timed else values)
+    columns = [_array([document.get(name) for document in documents]) for name in names]
     lost = f"{unread} not_json_object" if unread else ""
     return _Table(names, columns, [""] * len(names), len(documents), lost)
+
+
+def _array(values: list[Any]) -> pa.Array | None:
+    """Values of JSON as an array, texts in ISO 8601 as times; None if they have several types."""
+    for kind in (None, pa.uint64()):  # without a type, whole numbers are int64
+        try:
+            found = pa.array(values, kind)
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+            continue
+        timed = pa.types.is_string(found.type) and _are(found.drop_null(), pa.timestamp("us"))
+        return as_values(found, pa.timestamp("us"))[0] if timed else found
+    return None
 
 
 def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:

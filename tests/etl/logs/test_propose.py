@@ -63,7 +63,7 @@ def test_each_kind_of_column_has_its_dtype_and_encoding(tmp_path: Path) -> None:
             click=[int(i % 7 == 0) for i in range(n)],
             at=[f"2020-01-{1 + i % 28:02}T10:00:00Z" for i in range(n)],
             price=[math.sin(i) for i in range(n)],
-            bytes=[int(1.004**i) for i in range(n)],
+            bytes=[int(1.008**i) for i in range(n)],
             zip=[f"{i % 90:05}" for i in range(n)],
             page_id=[i % 40 for i in range(n)],
             page=[f"/page/{i % 30}" if i % 10 else "" for i in range(n)],
@@ -130,8 +130,8 @@ def test_json_has_types_lists_and_what_no_field_holds(tmp_path: Path) -> None:
 
 
 def test_names_that_no_dataset_has_are_comments(tmp_path: Path) -> None:
-    fields, text = proposed(tmp_path, 'a,a,B,b,split,_x,sample_id,,"o\x1bk # [[""\n1,2,3,4,5,6,7,8,9\n')
-    assert list(fields) == ['o\x1bk # [["'] and text.count("is left out") == 8
+    fields, text = proposed(tmp_path, 'a,a,B,b,split,_x,sample_id,,"o\x1bk # [[""x"\n1,2,3,4,5,6,7,8,9\n')
+    assert list(fields) == ['o\x1bk # [["x'] and text.count("is left out") == 8
     fields, text = proposed(tmp_path, "3\t4.5\n1\t2\n", "tsv")
     assert list(fields) == ["3", "4.5"] and "name the fields by --columns" in text
 
@@ -174,7 +174,7 @@ CELLS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 5), st.integers(1, 12))
 def test_any_table_is_read_by_the_schema_proposed_for_it(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, width: int, height: int
