@@ -89,11 +89,9 @@ def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: P
         ("table", "logistic", (), "roc_auc", 0.95),
         ("table", "linear-svc", ("maxIter=20",), "roc_auc", 0.95),
         ("table", "gbt", ("maxIter=3",), "roc_auc", 0.9),
-        ("table", "kmeans", (), "roc_auc", 0.8),
+        ("images", "kmeans", ("k=8",), "accuracy", 0.7),
         ("table", "gaussian-mixture", ("k=3",), "roc_auc", 0.6),
         ("images", "tree", (), "accuracy", 0.7),
-        ("images", "logistic", ("maxIter=10",), "accuracy", 0.9),
-        ("images", "kmeans", ("k=8",), "accuracy", 0.7),
         ("clicks", "forest", ("numTrees=5",), "roc_auc", 0.55),
         ("visits", "linear-regression", (), "r2", 0.8),
         ("visits", "forest", ("numTrees=10", "maxDepth=8"), "r2", 0.6),
@@ -102,18 +100,17 @@ def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: P
     assert {kind for _, kind, *_ in asked} == {*KINDS}
     for name, kind, settings, metric, least in asked:
         columns = {"user": "who.`is`", "item": "item"} if kind == "als" else {}
-        found = train_and_predict(spark, config(folder, name, kind, *settings, **columns))
-        assert found.rows is not None and len(found.rows) == found.about["samples"]
-        assert scores(found)[metric] > least, (name, kind, scores(found))
+        most = {"most_values": 0} if kind in ("tree", "forest", "gbt") else {}  # too many rows to collect
+        found = train_and_predict(spark, config(folder, name, kind, *settings, **columns), **most)
+        metrics = scores(found) if not most else found.metrics
+        assert metrics[metric] > least, (name, kind, metrics)
+        assert (found.rows is None) == bool(most)
         if kind == "linear-regression":
             assert found.about["left_out"] == ["item", "gaps"]
             assert found.about["features"] == 1 + 9 + 4 + 4 + 8  # price, who, kind, hour, tags
-            again = train_and_predict(spark, config(folder, name, kind))
-            assert (again.rows == found.rows).all()
-        if kind in ("linear-svc", "linear-regression") or (name, kind) == ("images", "logistic"):
+        if kind == "linear-svc":
             many = train_and_predict(spark, config(folder, name, kind, *settings), most_values=0)
-            assert many.rows is None
-            assert many.metrics == pytest.approx({key: scores(found)[key] for key in many.metrics}, rel=1e-6)
+            assert many.metrics == pytest.approx({key: metrics[key] for key in ("roc_auc", "accuracy")}, rel=1e-12)
 
 
 @pytest.mark.parametrize(
