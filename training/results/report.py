@@ -16,6 +16,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.config import VALIDATION
 from training.plan.datasets import open_mixture, open_parts
+from training.results import baselines
 from training.results.evaluate import slice_table
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
@@ -234,7 +235,8 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     done = result if result is not None and result["generation"] == newest else None
     about = about_run(document, claims, done or {"generation": newest})
     training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
-    page = render(run, about, training, history, _data_rows(document), evaluation)
+    compared = baselines.tables(baselines.stored(fs, paths))
+    page = render(run, about, training, history, _data_rows(document), evaluation, compared)
     url = paths.report(newest)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
@@ -305,8 +307,11 @@ def render(
     history: History,
     data: Rows,
     evaluation: Mapping[str, Any] | None,
+    compared: Sequence[tuple[str, Rows]] = (),
 ) -> str:
-    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections."""
+    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
+    the tables of training.results.baselines.
+    """
     tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
         tables.append(("Where each rank's time went", time_rows(history)))
@@ -316,6 +321,7 @@ def render(
         tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
+    tables += compared
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
     if evaluation is not None:
