@@ -19,6 +19,7 @@ STORIES = {
         "docs/guarantees.md",
         "docs/performance.md",
         "docs/python.md",
+        "docs/prediction.md",
     ],
     "scripts": ["docs/models.md"],
     "cluster": ["docs/cluster.md"],
