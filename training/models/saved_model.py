@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import LockstepError
 from training.models.on_disk import plain_layers, upload
+from training.steps.patching import swapped
 
 Encode = Callable[[tf.Tensor, tf.Tensor | None], tf.Tensor]
 """From values (n, ...) and whether each is null (n,), or None, to the model's input."""
@@ -69,7 +71,10 @@ def export_saved_model(
             return _named(model(fed, training=False))
 
         archive.add_endpoint("raw", raw, input_signature=[columns])
-    with tempfile.TemporaryDirectory() as folder, plain_layers(model):
+    with tempfile.TemporaryDirectory() as folder, plain_layers(model), ExitStack() as stack:
+        for tensor in (variable.value for variable in model.variables):
+            if tensor._handle_name.startswith("_"):  # such as the layers of `logistic`; TensorFlow cannot copy these
+                stack.enter_context(swapped(tensor, "_handle_name", f"variable{tensor._handle_name}"))
         archive.write_out(folder, verbose=False)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return [upload(path, directory, path.relative_to(folder).as_posix()) for path in paths], reasons

@@ -44,7 +44,9 @@ def test_columns_that_tensorflow_cannot_encode_are_named_and_constants_are_zero(
         inputs = {
             name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()
         }
-        model = keras.Model(inputs, keras.ops.sum(keras.ops.cast(inputs["x"], "float32"), axis=1, keepdims=True))
+        model = keras.Model(
+            inputs, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="_sum")(inputs["x"])
+        )
         folder = str(tmp_path / fields[0].name)
         return folder, export_saved_model(model, folder, signature, schema, fitted)[1]
 
