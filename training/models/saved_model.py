@@ -108,6 +108,7 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
     if kind == "standardise":
         assert isinstance(fitted, Moments)
         return _standardised(field, fitted)
+    found: Callable[[tf.Tensor], tf.Tensor]
     if kind == "hash":
         size = int(encoding["buckets"])
         found = partial(_bucket, size=size, seed=int(encoding["seed"]))

@@ -117,7 +117,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
     model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
     directory = context.payload["directory"]
-    files, not_raw = export(model, directory, config.datasets[0], manifest, signature), {}
+    files = export(model, directory, config.datasets[0], manifest, signature)
+    not_raw: dict[str, str] = {}
     if context.payload["form"] == "savedmodel":
         from training.models.saved_model import export_saved_model
 
