@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a table of the folds; returns the exit code."""
     args = parser().parse(argv)
     config = _train.config_of(args)
-    check_name(config.model, here=config.launcher == "local")
+    check_name(config.model, config.extra, here=config.launcher == "local")
     if config.launcher == "local":
         result = cross_validate(config, run_local, take_over=args.take_over)
     else:

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from training.batches.torch_data import Loader
     from training.config import TrainConfig
     from training.launch.session import Launch
+    from training.results.trained_run import TrainedRun
     from training.run.metrics import History
-    from training.run.result import RunResult
 
 __all__ = [
     "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
-    "numpy_batches", "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify",
-    "write_dataset", "write_logs",
+    "numpy_batches", "on_ranks", "predict", "predict_udf", "read_history", "read_manifest", "spark_session",
+    "torch_loader", "train", "verify", "write_dataset", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -156,7 +156,7 @@ def train(
     spark: SparkSession | None = None,
     take_over: bool = False,
     **options: Any,
-) -> RunResult:
+) -> TrainedRun:
     """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
     of a finished one.
 
@@ -168,8 +168,9 @@ def train(
     fields of TrainConfig, such as seed, augment, checkpoint_every or learning_rate.
 
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model). Raises ConfigError for invalid arguments, DataError for damaged data, TrainingFailedError
-    when ranks keep failing, SupersededError when another driver takes the run over.
+    of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
+    arguments, DataError for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another
+    driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -179,6 +180,7 @@ def train(
     from training.config import TrainConfig
     from training.driver.preflight import preflight_before_spark
     from training.driver.train import Hooks, train
+    from training.results.trained_run import TrainedRun
 
     _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
     name, function = _name_and_text(model)
@@ -187,8 +189,8 @@ def train(
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
     checked = preflight_before_spark(config)
-    hooks = Hooks(model_function=function)
-    return train(config, _launch(spark), take_over=take_over, hooks=hooks, checked=checked)
+    hooks, launch = Hooks(model_function=function), _launch(spark)
+    return TrainedRun.of(train(config, launch, take_over=take_over, hooks=hooks, checked=checked), launch)
 
 
 def cross_validate(
@@ -226,7 +228,7 @@ def cross_validate(
         datasets=several(dataset), run=os.fspath(run), model=name, num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
-    check_name(name, here=spark is None)
+    check_name(name, config.extra, here=spark is None)
     return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
 
 
@@ -262,6 +264,45 @@ def evaluate(
 
     where = several(run), os.fspath(dataset), split, _launch(spark)
     return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline, slices=several(slices))
+
+
+def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
+    """Predict raw rows with the newest model of a run, or with an exported model, in this process.
+
+    `rows` are a pandas DataFrame, a pyarrow Table or a dict of columns, with the columns of the dataset's declared
+    schema that are features; label, sample id and others are ignored. They are encoded as the training data was; in a
+    nullable column a NaN of pandas or NumPy is null. `batch` is the rows computed at a time.
+
+    Returns a NumPy array (n, outputs) as Keras' `model.predict` does, in the structure of the model's outputs. Raises
+    ConfigError for missing columns and other types, DataError for a null where the schema has none, NotFoundError for a
+    run without a model.
+
+    >>> import lockstep
+    >>> lockstep.predict("run", {"a": [0.5, 2.0], "b": [1.0, -1.0]}).shape
+    (2, 1)
+    """
+    from training.results.predictor import ExportedModel
+
+    return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)
+
+
+def predict_udf(run: str | os.PathLike[str], *, batch: int = 512, returns: str | None = None) -> Any:
+    """A Spark UDF that predicts raw rows with the newest model of a run, or with an exported model, in the executors.
+
+    Its one argument is a struct with the columns that `predict` takes: `df.withColumn("p", udf(struct("*")))`, or
+    `spark.udf.register(NAME, udf)` for SQL. Its values are doubles, or arrays of floats if the label is a class;
+    `returns` (`double` or `array<float>`) is for a model with other outputs. A Python worker loads the model once.
+
+    Raises ConfigError for a Spark before 4.1 and NotFoundError for a run without a model; the query fails as `predict`
+    does.
+
+    >>> import lockstep
+    >>> lockstep.predict_udf("run").returnType.simpleString()
+    'double'
+    """
+    from training.results.predict_udf import predict_udf
+
+    return predict_udf(os.fspath(run), batch=batch, returns=returns)
 
 
 def read_history(run: str | os.PathLike[str]) -> History:

@@ -23,6 +23,7 @@ STORIES = {
         "docs/python.md",
         "docs/tuning.md",
         "docs/folds.md",
+        "docs/prediction.md",
     ],
     "scripts": ["docs/models.md"],
     "cluster": ["docs/cluster.md"],

@@ -36,6 +36,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "index",
         "launch",
         "pipeline",
+        "predict",
         "profile_run",
         "report",
         "train",

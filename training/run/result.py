@@ -56,7 +56,7 @@ class RunResult:
         return {
             "format_version": FORMAT_VERSION,
             "kind": "result",
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            **{name: getattr(self, name) for name in RunResult.__dataclass_fields__},
             "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
 

@@ -94,6 +94,11 @@ def check_model(check: Check) -> None:
     _check_sealed_directory(check, "", "model")
 
 
+def check_predictions(check: Check) -> None:
+    """Check one directory of predictions."""
+    _check_sealed_directory(check, "", "predictions")
+
+
 def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
     unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
