@@ -26,7 +26,7 @@ from training import models
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
-WITH_PROCESSES = ("write_dataset", "write_logs", "train", "evaluate", "read_history", "spark_session")
+WITH_PROCESSES = ("write_dataset", "write_logs", "write_images", "train", "evaluate", "read_history", "spark_session")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
