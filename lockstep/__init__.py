@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
     "numpy_batches", "on_ranks", "predict", "predict_udf", "read_history", "read_manifest", "spark_session",
-    "torch_loader", "train", "verify", "write_dataset", "write_logs",
+    "torch_loader", "train", "verify", "write_dataset", "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -145,6 +145,39 @@ def write_logs(
     return run(spark, LogsConfig(inputs=several(inputs), output=absolute(output), **options))
 
 
+def write_images(
+    spark: SparkSession,
+    inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    **options: Any,
+) -> DatasetManifest:
+    """Write an image set as the dataset `output`: `image` (height, width, channels) uint8, and `label`, int64 from 0.
+
+    `inputs` are files, archives or folders; the job is `lockstep etl_images`. `options` are the other fields of
+    ImagesConfig, such as source (idx, the default, cifar10, cifar100, folder, tar or parquet), image_size (height,
+    width), split or store. Nothing appears at `output` before the dataset is complete; images that cannot be read are
+    kept next to it, each with its file.
+
+    Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
+    DataError for too many rejected images or files that do not hold what they should.
+
+    >>> import lockstep, os
+    >>> from PIL import Image
+    >>> for n in range(60):
+    ...     os.makedirs(f"pictures/{n % 2}", exist_ok=True)
+    ...     Image.new("L", (8, 8), 4 * n).save(f"pictures/{n % 2}/{n}.png")
+    >>> with lockstep.spark_session("pictures", "local[2]") as spark:
+    ...     manifest = lockstep.write_images(spark, "pictures", "images", source="folder", image_size=(8, 8))
+    >>> manifest.counts.read, manifest.counts.quarantined
+    (60, 0)
+    """
+    from etl.images.config import ImagesConfig
+    from etl.images.job import run
+
+    _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
+    return run(spark, ImagesConfig(inputs=several(inputs), output=absolute(output), **options))
+
+
 def train(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
@@ -167,6 +200,9 @@ def train(
     run in a barrier stage of that session. `take_over` replaces another driver of the same run. `options` are the other
     fields of TrainConfig, such as seed, augment, checkpoint_every or learning_rate.
 
+    In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
+    (Ctrl-C, or the kernel's) ends the ranks; the same call resumes from the newest checkpoint.
+
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
     of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
     arguments, DataError for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another
@@ -178,6 +214,7 @@ def train(
     (6, True)
     """
     from training.config import TrainConfig
+    from training.driver.live import progress_here
     from training.driver.preflight import preflight_before_spark
     from training.driver.train import Hooks, train
     from training.results.trained_run import TrainedRun
@@ -189,7 +226,7 @@ def train(
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
     checked = preflight_before_spark(config)
-    hooks, launch = Hooks(model_function=function), _launch(spark)
+    hooks, launch = Hooks(model_function=function, progress=progress_here()), _launch(spark)
     return TrainedRun.of(train(config, launch, take_over=take_over, hooks=hooks, checked=checked), launch)
 
 
@@ -341,7 +378,7 @@ def torch_loader(
 
 def _require_known(function: str, options: dict[str, Any], known: Iterable[str]) -> None:
     """Raises ConfigError for an option that `function` does not have."""
-    job = {"write_logs": "etl_logs"}.get(function, function)
+    job = {"write_logs": "etl_logs", "write_images": "etl_images"}.get(function, function)
     for name in options.keys() - known:
         raise ConfigError(
             f"{function} has no option `{name}`",

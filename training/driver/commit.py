@@ -15,11 +15,11 @@ from lockstep.storage.documents import canonical_bytes, seal, unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
 from training.config import Keep, check_metric
 from training.control.server import Handler
+from training.driver.live import RunProgress
 from training.driver.retention import MetricValues, empty_trash, retire
 from training.launch.executors import ExecutorMemory
 from training.run import notes
@@ -237,7 +237,7 @@ class RunHandler(Handler):
         claim: Claim,
         tip: Checkpoint | None,
         commits: CommitHandler,
-        progress: Progress,
+        progress: RunProgress,
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
         on_epoch: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -323,6 +323,8 @@ class RunHandler(Handler):
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 self._note = f"loss {loss:.4f}{self._val_note}"
+            with self._bar:
+                self._progress.add(row)
 
     def _doubt(self, row: dict[str, Any]) -> None:
         """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""

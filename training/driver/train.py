@@ -14,7 +14,6 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Progress
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from training.comm.options import CommOptions
@@ -23,6 +22,7 @@ from training.control.failures import LauncherGoneError, MemoryKillError, RankFa
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.commit import CommitHandler, RunHandler
+from training.driver.live import OnTerminal, RunProgress
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
 from training.driver.retention import drop_stagings, empty_trash, take_over
@@ -103,10 +103,10 @@ class Hooks:
     """Seconds between two checks of lease and claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
+    progress: Callable[[TrainConfig, int], RunProgress] = OnTerminal
+    """Shows the run, of so many steps, while it trains."""
     model_function: str | None = None
     """The model's function for ranks that cannot import it (training.launch.model_function)."""
-    label: str = "training"
-    """What the progress line calls the run."""
     on_epoch: Callable[[dict[str, Any]], None] = lambda row: None
     """Takes the row of each epoch's metrics when it ends; called by a thread that must not wait."""
     ended: Callable[[], EndedByCallerError | None] = lambda: None
@@ -145,7 +145,7 @@ def train(
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         with (
-            Progress(hooks.label, steps_asked(plan, config.epochs, config.max_steps), "steps") as progress,
+            hooks.progress(config, steps_asked(plan, config.epochs, config.max_steps)) as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
@@ -161,7 +161,7 @@ class _Driver:
         fs: FileSystem,
         paths: RunPaths,
         hooks: Hooks,
-        progress: Progress,
+        progress: RunProgress,
         ownership: Ownership,
         launches: Launches,
         memory: ExecutorMemory | None,
@@ -245,7 +245,7 @@ class _Driver:
         steps = steps_asked(self._plan, self._config.epochs, self._config.max_steps)
         saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
         then = "resumes from there" if tip else "starts from the beginning"
-        print(f"{self._paths.root}: {saved}; the same command {then}", file=sys.stderr, flush=True)
+        print(f"{self._paths.root}: {saved}; the same call {then}", file=sys.stderr, flush=True)
 
     def _task(self, claim: Claim) -> RankTask:
         hooks, source = self._hooks, self._config.init_from

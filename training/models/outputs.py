@@ -55,7 +55,8 @@ def compile_for(
     model: keras.Model, label: str, signature: Signature, optimizer: keras.optimizers.Optimizer, *, hits: bool = False
 ) -> keras.Model:
     """Compile the model with the loss and metrics of its label; `hits` adds hit@10, the share of rows whose class is
-    among the ten most probable ones, unless Keras' floatx is float64. Labels (n,), or (n, classes) float32 if mixup makes shares of classes.
+    among the ten most probable ones, unless Keras' floatx is float64. Labels (n,), or (n, classes) float32 if mixup
+    makes shares of classes.
     """
     loss, metrics = _loss_and_metrics(label, signature)
     # TensorFlow finds the ten largest of float32 only.

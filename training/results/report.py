@@ -139,7 +139,7 @@ def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
     axes.set_xlabel("mean prediction of a bin")
     axes.set_ylabel("observed rate")
     axes.grid(alpha=0.3)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -312,7 +312,7 @@ def render(
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
     the tables of training.results.baselines.
     """
-    tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
+    tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
         tables.append(("Where each rank's time went", time_rows(history)))
     if history.checkpoints:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.storage.documents import seal
@@ -19,6 +20,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError
+from training.driver.live import OnTerminal
 from training.driver.ownership import Lease
 from training.driver.preflight import preflight
 from training.driver.train import EndedByCallerError, Hooks, train
@@ -114,7 +116,8 @@ class _Running:
     ) -> None:
         self.trial, self.config = trial, config
         self._trainer, self._messages = trainer, messages
-        self._hooks = replace(hooks, label=f"trial {trial.number}", on_epoch=self._put, ended=self._ended)
+        progress = partial(OnTerminal, label=f"trial {trial.number}")
+        self._hooks = replace(hooks, progress=progress, on_epoch=self._put, ended=self._ended)
         self._error: EndedByCallerError | None = None
         self._thread = threading.Thread(target=self._run, name=f"trial-{trial.number:04d}", daemon=True)
         self._thread.start()
