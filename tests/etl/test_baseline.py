@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.baseline import KINDS, BaselineConfig, Predicted, check, train_and_predict
+from etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, NotFoundError
@@ -105,11 +105,11 @@ def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: P
     assert {kind for _, kind, *_ in asked} == {*KINDS}
     for name, kind, settings, metric, least in asked:
         columns = {"user": "who.`is`", "item": "item"} if kind == "als" else {}
-        most = {"most_values": 0} if kind in ("tree", "forest", "gbt") else {}  # too many rows to collect
-        found = train_and_predict(spark, config(folder, name, kind, *settings, **columns), **most)
-        metrics = scores(found) if not most else found.metrics
+        most = 0 if kind in ("tree", "forest", "gbt") else MAX_COLLECTED  # 0: too many rows to collect
+        found = train_and_predict(spark, config(folder, name, kind, *settings, **columns), most_values=most)
+        metrics = scores(found) if most else found.metrics
         assert metrics[metric] > least, (name, kind, metrics)
-        assert (found.rows is None) == bool(most)
+        assert (found.rows is None) == (most == 0)
         if kind == "linear-regression":
             assert found.about["left_out"] == ["item", "gaps"]
             assert found.about["features"] == 1 + 9 + 4 + 4 + 8  # price, who, kind, hour, tags
