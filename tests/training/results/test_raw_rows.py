@@ -43,6 +43,8 @@ def test_any_form_of_rows_gives_the_same_columns() -> None:
         (Field(name="x", dtype="string"), pd.Series(["a", "b"], dtype="category"), ["a", "b"]),
         (Field(name="x", dtype="uint64"), np.array([2**64 - 1], np.uint64), [2**64 - 1]),
         (Field(name="x", dtype="float32", shape=(None,)), [[1, 2], []], [[1.0, 2.0], []]),
+        (Field(name="x", dtype="string", shape=(None,)), pa.chunked_array([[["a"]], [[]]]), [["a"], []]),
+        (Field(name="x", dtype="bytes"), pa.array([b"a"], pa.large_binary()), [b"a"]),
     ],
 )
 def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[Any]) -> None:
@@ -55,7 +57,12 @@ def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[An
     ("dtype", "shape", "values"),
     [
         ("int64", (), [1.5]),
-        ("int64", (), ["a"]),
+        ("int64", (), ["7"]),
+        ("int64", (), pd.Series(pd.to_datetime(["2026-11-23"]))),  # of which unit?
+        ("string", (), [7]),
+        ("bool", (), [1]),
+        ("float32", (None,), [["1"]]),
+        ("float32", (None,), [1.0]),
         ("uint8", (2,), np.zeros((3, 3), np.uint8)),
         ("uint8", (2,), [[1, 300]]),
     ],
