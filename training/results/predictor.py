@@ -92,14 +92,14 @@ class ExportedModel:
         fitted: dict[str, Fitted] = {}
         for field in self.schema.fitted_fields:
             assert field.fitted_file is not None
-            name = FITTED_PREFIX + self._fitted_name(field.fitted_file)
+            name = FITTED_PREFIX + self.fitted_name(field.fitted_file)
             fitted[field.name] = read_fitted(json.loads(checked_file(self.url, name)))
         return Encoder(Schema((sample_id_field(), *self.schema.features)), fitted)
 
-    def _fitted_name(self, file: str) -> str:
+    def fitted_name(self, file: str) -> str:
+        """The fitted file that the run's encoder used: `file`, or the one of the fold that it left out."""
         if FITTED_PREFIX + file in self.files:
             return file
-        # Of a dataset of folds: the one fitted without the fold that the run was not trained on.
         stem = FITTED_PREFIX + file.removesuffix(".json") + "."
         folds = [name.removeprefix(stem).removesuffix(".json") for name in self.files if name.startswith(stem)]
         left = [fold for fold in folds if fold not in self.split.split(",")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from lockstep.features.schema.fields import Field
+from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._visits import SCHEMA, visits
-from training.results.predictor import prediction_column, raw_batch
+from training.results.predictor import ExportedModel, prediction_column, raw_batch
 
 FIELDS = tuple(field for field in SCHEMA.features if field.name != "ip")
 
@@ -97,3 +99,13 @@ def test_outputs_are_doubles_or_lists_or_refused() -> None:
     for outputs, several in ((np.zeros((2, 3)), False), ({"a": np.zeros(2)}, True), (np.zeros((2, 2, 2)), True)):
         with pytest.raises(ConfigError, match="the column of predictions"):
             prediction_column(outputs, several=several)
+
+
+def test_the_fitted_file_is_that_of_the_fold_that_the_run_left_out() -> None:
+    files = tuple(f"fitted-page.fold-{number}.json" for number in range(3))
+    signature = Signature(features={}, label=None, num_classes=None)
+    exported = ExportedModel("model", "", (*files, "fitted-bytes.json"), "logistic", "fold-0,fold-2", SCHEMA, signature)
+    assert exported.fitted_name("page.json") == "page.fold-1.json"
+    assert exported.fitted_name("bytes.json") == "bytes.json"
+    with pytest.raises(DataError, match="several fitted files"):
+        replace(exported, split="").fitted_name("page.json")
