@@ -18,7 +18,7 @@ from training.comm.base import Communicator
 from training.config import VALIDATION, TrainConfig
 from training.control.client import ControlClient
 from training.reading.open import OpenSplit
-from training.scoring.score_split import score
+from training.scoring.score_split import Outputs, score
 from training.scoring.scores import BATCH_ROWS
 from training.steps.model_state import METRICS, SEEDS, variables_of
 from training.steps.patching import swapped
@@ -50,7 +50,8 @@ class Validation:
         self._split, self._config, self._model = split, config, model
         self._comm, self._control = communicator, control
         self._signature = labels_of(config, split.encoder.signature)
-        self._kept = shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label)
+        self._outputs = Outputs(model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
+        self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
         """Of all validations since this process began."""
 
@@ -59,11 +60,18 @@ class Validation:
         collective.
         """
         began = time.monotonic()
-        with unchanged(self._model):
-            beat = Beats(self._control, step)
+        beat = Beats(self._control, step)
+        with unchanged(self._model, self._test_function):
             found = score(
-                self._model, self._split, self._signature, self._comm, beat, batch=BATCH_ROWS, kept=self._kept
+                self._model,
+                self._split,
+                self._signature,
+                self._comm,
+                beat,
+                batch=BATCH_ROWS,
+                outputs=self._outputs,
             )
+            self._test_function = self._model.test_function
         # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
         found = json.loads(self._comm.all_gather_bytes(json.dumps(found).encode())[0])
         self._control.beat(step, "train")
@@ -98,13 +106,13 @@ class Beats:
 
 
 @contextmanager
-def unchanged(model: keras.Model) -> Iterator[None]:
-    """While this is open, a score may change the model's metrics, seeds, statistics and test step; then all are again
-    what they were. Tests change no trained weight.
+def unchanged(model: keras.Model, test_function: Any = None) -> Iterator[None]:
+    """While this is open, tests run `test_function` (None: one that they trace), and may change metrics, seeds and
+    statistics of `model`; then all are again what they were. Tests change no trained weight.
     """
     variables = [*model.non_trainable_weights, *variables_of(model, METRICS), *variables_of(model, SEEDS)]
     before = [tf.identity(variable.value) for variable in variables]
-    with swapped(model, "compute_metrics", model.compute_metrics), swapped(model, "test_function", None):
+    with swapped(model, "compute_metrics", model.compute_metrics), swapped(model, "test_function", test_function):
         yield
     for variable, value in zip(variables, before, strict=True):
         variable.assign(value)

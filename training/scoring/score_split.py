@@ -59,19 +59,22 @@ def score(
     kept: tuple[float, ...] | None = None,
     baseline: Baseline | None = None,
     details: Details | None = None,
+    outputs: Outputs | None = None,
 ) -> dict[str, Any]:
     """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
 
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
     `baseline` is fitted. Returns samples, metrics, intervals, class_counts, baseline, difference and compared_by, with
-    `details` also calibration, confusion and slices; {} on other ranks than 0. A collective.
+    `details` also calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` are those of an
+    earlier score of this model without `details`, if its test step must not be traced again.
     """
     beat(0, "evaluate")
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
     slices = [SliceColumn(by) for by in details.slices] if details is not None else []
     share = _Share(batches, watched, baseline, signature, slices)
-    outputs = _Outputs(model, OutputForm(takes_logits(model), kept=kept), details is not None)
+    outputs = outputs or Outputs(model, kept, details is not None)
+    outputs.begin(model)
     model.reset_metrics()
     start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
     if start < stop:  # a rank without a batch waits for the sums
@@ -149,11 +152,14 @@ class _Watched(Encoder):
         return self._inner.encode(batch)
 
 
-class _Outputs:
-    """Collects a model's output for each row, as test_step passes it to the metrics, and its additions to the loss."""
+class Outputs:
+    """Collects a model's output for each row, as test_step passes it to the metrics, and its additions to the loss.
 
-    def __init__(self, model: keras.Model, form: OutputForm, detailed: bool) -> None:
-        self._form, self._detailed = form, detailed  # the form is without the width
+    A traced test step keeps the outputs it was traced with, so both may be used again.
+    """
+
+    def __init__(self, model: keras.Model, kept: tuple[float, ...] | None, detailed: bool = False) -> None:
+        self._form, self._detailed = OutputForm(takes_logits(model), kept=kept), detailed  # without the width
         self._columns: list[Floats | None] = []
         self._details: list[Floats] = []
         self._outputs = 0  # a row
@@ -169,7 +175,13 @@ class _Outputs:
                 self._added.update_state(added, sample_weight=rows)
             return plain(x, y, y_pred, sample_weight)
 
-        object.__setattr__(model, "compute_metrics", compute_metrics)  # past Keras' tracking
+        self._compute_metrics = compute_metrics
+
+    def begin(self, model: keras.Model) -> None:
+        """Forget the rows so far, and collect those of the next evaluation of `model`."""
+        self._columns, self._details, self._outputs = [], [], 0
+        self._added.reset_state()
+        object.__setattr__(model, "compute_metrics", self._compute_metrics)  # past Keras' tracking
 
     def _take(self, labels: NDArray[Any], outputs: NDArray[Any]) -> None:
         self._columns.append(output_columns(labels, outputs, self._form))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,8 +35,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> TrainConfig:
-    options: dict[str, Any] = {"global_batch": 24, "epochs": 3, "seed": 7, "launcher": "local"} | more
-    return TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, **options)
+    options: dict[str, Any] = {"global_batch": 24, "epochs": 3, "seed": 7, "launcher": "local"}
+    options |= {"datasets": (dataset,), "run": str(url), "num_ranks": num_ranks, "model": model} | more
+    return TrainConfig(**options)
 
 
 def evaluated(url: str, dataset: str, step: int, num_ranks: int, folder: Path) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def test_each_validation_is_the_evaluation_of_its_checkpoint(data: str, tmp_path
     done = run(config(data, tmp_path / "run", num_ranks, f"{OWN}:with_callbacks", **options))
     epochs = read_history(done.run).epochs
     assert [row["step"] for row in epochs] == [8, 16, 25]
-    for row in epochs:
+    for row in epochs[::2]:
         found = evaluated(done.run, data, row["step"], num_ranks, tmp_path / str(row["step"]))
         validated = {name: value for name, value in row["metrics"].items() if name.startswith("val_")}
         assert validated == pytest.approx({f"val_{k}": v for k, v in found["metrics"].items()}, rel=1e-12, abs=0)
@@ -155,8 +156,12 @@ def test_a_run_that_max_steps_cut_becomes_the_whole_run(data: str, tmp_path: Pat
 def test_a_failure_in_a_validation_changes_no_log(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from training.scoring.score_split import score
 
+    """Of a mixture, whose test splits are scored end to end."""
+    write_table(tmp_path / "more", records={"train": 200, "test": 50}, seed=1)
     options: dict[str, Any] = {"validate": "test", "early_stop": "val_auc:max:9", "checkpoint_every": 7}
+    options |= {"datasets": (data, str(tmp_path / "more")), "mix": (1, 1), "global_batch": 32}
     whole = run(config(data, tmp_path / "whole", 2, f"{OWN}:watches_validation", **options))
+    assert {row["validation"]["samples"] for row in read_history(whole.run).epochs} == {TEST_ROWS + 50}
     calls = [0, 0]
 
     def failing(model: Any, split: Any, signature: Any, comm: Any, *rest: Any, **more: Any) -> Any:
@@ -194,3 +199,24 @@ def test_a_process_that_is_killed_in_a_validation_changes_no_log(
         results.append(train(config(data, tmp_path / name, 2, f"{OWN}:killed_in_a_validation", **options), run_local))
     assert (tmp_path / "marker").exists() and [result.restarts for result in results] == [0, 1]
     assert_same_runs(*results)
+
+
+def test_a_long_validation_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes another phase, or another step, as progress."""
+    from training.rank import validation
+
+    class Control:
+        phases: ClassVar[list[tuple[int, str]]] = []
+
+        def beat(self, step: int, phase: str) -> None:
+            self.phases.append((step, phase))
+
+    control: Any = Control()
+    monkeypatch.setattr(validation, "BEAT_EVERY_S", 0.0)
+    beat = validation.Beats(control, 7)
+    for batch in range(3):
+        beat(batch, "evaluate")
+    assert {step for step, _ in control.phases} == {7} and len({phase for _, phase in control.phases}) == 4
+    monkeypatch.setattr(validation, "BEAT_EVERY_S", 60.0)
+    beat(3, "evaluate")
+    assert len(control.phases) == 4, "each is a message"
