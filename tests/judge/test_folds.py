@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_data]
 
-ROWS, FOLDS = 12_000, 5
+ROWS, FOLDS = 6_000, 5
 NUMBERS = {"age": 0, "years": 4, "hours": 12}  # by their place in the file
 WORDS = {"work": 1, "family": 5, "job": 6, "relation": 7, "sex": 9}
 
@@ -65,7 +65,7 @@ def test_logistic_regression_over_balanced_folds(small: SparkSession, folder: Pa
     names = [f"fold-{number}" for number in range(FOLDS)]
     assert [manifest.splits[name].records for name in names] == theirs
     config = TrainConfig(
-        datasets=(url,), run=str(folder / "incomes-cv"), model="logistic", num_ranks=1, global_batch=128, epochs=4,
+        datasets=(url,), run=str(folder / "incomes-cv"), model="logistic", num_ranks=1, global_batch=128, epochs=6,
         learning_rate=0.01, launcher="local",
     )  # fmt: skip
     result = cross_validate(config, run_threads, hooks=Hooks(lease_watch_s=0.1))

@@ -25,8 +25,8 @@ FOLDS = {"fold-0": 40, "fold-1": 30}
 
 
 def config_of(folder: Path, **more: Any) -> TrainConfig:
-    told: dict[str, Any] = {"num_ranks": 1, "global_batch": 16, "epochs": 2, "launcher": "local", "model": "logistic"}
-    return TrainConfig(**{"datasets": (str(folder / "data"),), "run": str(folder / "cv"), **told, **more})
+    common: dict[str, Any] = {"num_ranks": 1, "global_batch": 16, "epochs": 2, "launcher": "local", "model": "logistic"}
+    return TrainConfig(**{"datasets": (str(folder / "data"),), "run": str(folder / "cv"), **common, **more})
 
 
 def test_each_fold_is_held_out_of_one_run(tmp_path: Path) -> None:
