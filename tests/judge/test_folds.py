@@ -65,7 +65,7 @@ def test_logistic_regression_over_balanced_folds(small: SparkSession, folder: Pa
     names = [f"fold-{number}" for number in range(FOLDS)]
     assert [manifest.splits[name].records for name in names] == theirs
     config = TrainConfig(
-        datasets=(url,), run=str(folder / "incomes-cv"), model="logistic", num_ranks=1, global_batch=128, epochs=6,
+        datasets=(url,), run=str(folder / "incomes-cv"), model="logistic", num_ranks=1, global_batch=128, epochs=4,
         learning_rate=0.01, launcher="local",
     )  # fmt: skip
     result = cross_validate(config, run_threads, hooks=Hooks(lease_watch_s=0.1))
