@@ -113,7 +113,7 @@ def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: His
 
 def check_values(rows: DataFrame, df: DataFrame, split: SplitSpec) -> None:
     """Raise DataError if no row has one of the values that a subset names. `rows` are those of etl.split.assign, before
-    `settle`, and `df` those they were made of, which are read again for the error alone.
+    `settle`, and `df` those they were made of, which are read again only for the error.
     """
     there = {row[c.SPLIT] for row in rows.select(c.SPLIT).distinct().collect()}
     missing = [value for number, value in enumerate(split.values) if str(number) not in there]
@@ -122,12 +122,11 @@ def check_values(rows: DataFrame, df: DataFrame, split: SplitSpec) -> None:
     assert split.column is not None
     column = df.select(df[c.quoted(split.column)].cast("string").alias("value")).distinct().orderBy("value")
     values = [row["value"] for row in column.limit(MAX_CLASSES).collect()]
+    some = ", ".join(values[:MAX_NAMED])[:500]
     raise DataError(
         f"--split {split.text[:200]} names a value that no row has",
         got=", ".join(value + nearest(value, values) for value in missing)[:500],
-        allowed=f"values of `{split.column}`: {', '.join(values[:MAX_NAMED])}{', ...' * (len(values) > MAX_NAMED)}"[
-            :500
-        ],
+        allowed=f"values of `{split.column}`: {some}{', ...' if len(values) > MAX_NAMED else ''}",
         next_step="Correct the value, or name another column.",
     )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_data]
 
-ROWS, FOLDS = 12_000, 5
+ROWS, FOLDS = 6_000, 5
 NUMBERS = {"age": 0, "years": 4, "hours": 12}  # by their place in the file
 WORDS = {"work": 1, "family": 5, "job": 6, "relation": 7, "sex": 9}
 

@@ -25,8 +25,8 @@ FOLDS = {"fold-0": 40, "fold-1": 30}
 
 
 def config_of(folder: Path, **more: Any) -> TrainConfig:
-    told: dict[str, Any] = {"num_ranks": 1, "global_batch": 16, "epochs": 2, "launcher": "local", "model": "logistic"}
-    return TrainConfig(**{"datasets": (str(folder / "data"),), "run": str(folder / "cv"), **told, **more})
+    common: dict[str, Any] = {"num_ranks": 1, "global_batch": 16, "epochs": 2, "launcher": "local", "model": "logistic"}
+    return TrainConfig(**{"datasets": (str(folder / "data"),), "run": str(folder / "cv"), **common, **more})
 
 
 def test_each_fold_is_held_out_of_one_run(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_the_job_has_the_flags_of_a_run_but_no_split(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             main([*flags, *more])
     write_table(tmp_path / "data")
-    with pytest.raises(ConfigError, match="dataset of a cross-validation"):  # before Spark starts
-        main([*flags, "--model", "logistic"])
+    with pytest.raises(ConfigError, match="dataset of a cross-validation"):  # before Spark is asked for its master
+        main([*flags, "--model", "logistic", "--master", "nowhere"])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
