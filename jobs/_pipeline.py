@@ -129,7 +129,7 @@ class Pipeline:
     def check(self) -> None:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
-        check_name(config.model, here=config.launcher == "local")
+        check_name(config.model, config.extra, here=config.launcher == "local")
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
         else:

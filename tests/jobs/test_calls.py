@@ -24,6 +24,7 @@ def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
+        "baseline",
         "bench_comm",
         "describe",
         "doctor",
@@ -35,6 +36,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "index",
         "launch",
         "pipeline",
+        "predict",
         "profile_run",
         "report",
         "train",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Self
 
-from lockstep.features.schema.sampled import sampled_of
+from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import parse_canonical
@@ -27,6 +27,7 @@ from training.run.result import find_result
 from training.run.run_json import read_run
 from training.run.weights_source import SCHEMA_FILE, checked_file, newest_of
 from training.scoring.baseline import check_baseline
+from training.scoring.scores import BATCH_ROWS
 from training.scoring.slices import slices_of
 
 ENTRY = "training.results.evaluate:main"
@@ -61,7 +62,7 @@ def evaluate(
     launch: Launch,
     *,
     num_ranks: int = 1,
-    batch: int = 512,
+    batch: int = BATCH_ROWS,
     baseline: str | None = None,
     slices: Sequence[str] = (),
     checkpoint: str | None = None,
@@ -144,8 +145,7 @@ def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[f
         sampled = Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=file)).sampled
     else:
         sampled = sampled_of(evaluated) if evaluated.digest == digest else None
-    shares = None if sampled is None or schema.label is None else sampled.of_classes(schema.label)
-    return shares if shares is not None and all(shares) else None
+    return shares_of_classes(sampled, schema.label)
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:

@@ -151,6 +151,11 @@ class RunPaths:
         """A generation's report."""
         return f"{self.root}/reports/{generation_name(generation)}.html"
 
+    @property
+    def baselines(self) -> str:
+        """Directory of the results of jobs.baseline."""
+        return f"{self.root}/{run_names.BASELINES}"
+
     def relative(self, url: str) -> str:
         """`url` relative to the run's root, as manifests name files."""
         if not url.startswith(self.root + "/"):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from lockstep.features.schema.sampled import corrected
 from training.comm.base import Communicator
 
+BATCH_ROWS = 512  # scored at a time
 Floats = NDArray[np.float64]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # log losses clip probabilities this far from 0 and 1
