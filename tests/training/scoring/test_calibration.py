@@ -54,6 +54,8 @@ def test_one_prediction_for_all_rows_is_one_bin() -> None:
     labels = np.array([0, 0, 0, 1.0])
     found = calibration(np.full(4, 0.25), labels, (labels - 0.25) ** 2)
     assert found["bins"] == [{"samples": 4, "predicted": 0.25, "observed": 0.25}] and found["expected_error"] == 0
+    many = np.array([0.1, *[0.5] * 18, 0.9])  # the middle of the equal ones decides
+    assert [one["samples"] for one in calibration(many, many, many)["bins"]] == [1, 18, 1]
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), st.booleans()), min_size=1), st.randoms())
