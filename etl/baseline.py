@@ -341,8 +341,8 @@ def _shares(model: Any, train: DataFrame, classes: int) -> Column:
 
 @contextmanager
 def _checkpoints(spark: SparkSession, config: BaselineConfig) -> Iterator[None]:
-    """A folder next to the dataset for checkpoints of als, deleted at the end. Without them a task reads the plan of all
-    iterations before, which overflowed Java's stack at the tenth.
+    """A folder next to the dataset for checkpoints of als, deleted at the end. Without them a task reads the plan of
+    all iterations before, which overflowed Java's stack at the tenth.
     """
     folder = temporary_name(config.dataset)
     spark.sparkContext.setCheckpointDir(_for_spark(folder))
