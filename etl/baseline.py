@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,8 @@ from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, nearest, require
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import temporary_name
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join
 
@@ -58,6 +61,9 @@ MAX_CATEGORIES = 10_000  # of a text without a vocabulary; rarer values share on
 MAX_COLLECTED = 20_000_000  # values (160 MB) that the driver collects for exact metrics
 # Spark adds the sums of partitions in the order in which tasks end; one partition gives the same bits each time.
 ONE_PARTITION_ROWS = 250_000
+
+
+CHECKPOINT_ITERATIONS = 2  # of als
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +158,12 @@ def train_and_predict(
     plan = plan or check(config)
     splits, names, what = plan.manifest.splits, config.train_split.split(","), f"the baseline {config.kind}"
     records = sum(splits[name].records for name in names)
-    with translated(spark, f"training {what}"), watched(spark, what), described(spark, what):
+    with (
+        translated(spark, f"training {what}"),
+        watched(spark, what),
+        described(spark, what),
+        _checkpoints(spark, config) if config.kind == "als" else nullcontext(),
+    ):
         train = reduce(lambda one, more: one.unionAll(more), [_rows(spark, config, plan, name) for name in names])
         train = train.coalesce(1) if records <= ONE_PARTITION_ROWS else train
         test = _rows(spark, config, plan, config.split)
@@ -214,7 +225,7 @@ def _classes_in(train: DataFrame, label: Field, kind: str) -> int | None:
 def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -> DataFrame:
     if plan.manifest.format == "parquet":
         shards = plan.manifest.splits[split].shards
-        return spark.read.parquet(*(join(config.dataset, shard.path) for shard in shards))
+        return spark.read.parquet(*(_for_spark(join(config.dataset, shard.path)) for shard in shards))
     asked = json.dumps([field.name for field in plan.schema if field.kind != "id"])
     reader = spark.read.format("tfrecord").option("split", split).option("columns", asked)
     return reader.option("hadoopSettings", json.dumps(hadoop_settings())).load(config.dataset)
@@ -328,6 +339,24 @@ def _shares(model: Any, train: DataFrame, classes: int) -> Column:
     return output
 
 
+@contextmanager
+def _checkpoints(spark: SparkSession, config: BaselineConfig) -> Iterator[None]:
+    """A folder next to the dataset for checkpoints of als, deleted at the end. Without them a task reads the plan of
+    all iterations before, which overflowed Java's stack at the tenth.
+    """
+    folder = temporary_name(config.dataset)
+    spark.sparkContext.setCheckpointDir(_for_spark(folder))
+    try:
+        yield
+    finally:
+        filesystem(folder).delete(folder, recursive=True)
+
+
+def _for_spark(url: str) -> str:
+    """A URL for Spark, which takes a plain path for one of Hadoop's default file system."""
+    return f"file://{url}" if url.startswith("/") else url
+
+
 def _rated(train: DataFrame, test: DataFrame, config: BaselineConfig, plan: Plan) -> DataFrame:
     """Columns label and output of als. A user or item that training does not have gets the mean rating."""
     from pyspark.ml import Pipeline
@@ -353,6 +382,7 @@ def _estimator(name: str, config: BaselineConfig, plan: Plan) -> Any:
     fixed: dict[str, Any] = {"seed": config.seed} if estimator.hasParam("seed") else {}
     if config.kind == "als":
         fixed |= {"userCol": "user_id", "itemCol": "item_id", "ratingCol": "label", "coldStartStrategy": "nan"}
+        fixed |= {"checkpointInterval": CHECKPOINT_ITERATIONS}
     elif plan.schema.weight is not None:
         fixed["weightCol"] = "weight"
     for key, value in {**fixed, **plan.settings}.items():
