@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import tomllib
 import types
-from argparse import SUPPRESS, Action, Namespace
+from argparse import SUPPRESS, Action, ArgumentTypeError, Namespace
 from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from jobs._cli import JobParser, joined, refuse_idle
 from lockstep.features.images.augment import forms
-from training.config import GROUPS, TrainConfig, flag_of
+from training.config import GROUPS, TrainConfig, Value, flag_of
 
 
 class Joined(Action):
@@ -23,9 +24,29 @@ class Joined(Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
+class Settings(Action):
+    """NAME=VALUE pairs, of every time the flag is given; the last value of a name counts."""
+
+    def __call__(self, _parser: Any, namespace: Namespace, values: Any, _flag: str | None = None) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **dict(values)})
+
+
+def setting(text: str) -> tuple[str, Value]:
+    """NAME=VALUE, the value as TOML reads it if that is a number, true, false or a text in quotes; else as it is."""
+    name, mark, value = text.partition("=")
+    if not mark or not name.isidentifier():
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as width=64")
+    try:
+        read = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return name, value
+    return name, read["value"] if len(read) == 1 and isinstance(read["value"], Value) else value
+
+
 # What the type of a field does not say.
 SPECIAL: dict[str, dict[str, Any]] = {
     "split": {"type": joined},
+    "extra": {"required": False, "default": SUPPRESS, "nargs": "+", "type": setting, "action": Settings},
     "augment": {"nargs": "+", "action": Joined, "help": f"Random changes of the training images: {forms()}"},
 }
 # Flags of one call and not of a run, in the group of this field.
@@ -107,6 +128,7 @@ def config_of(args: Namespace) -> TrainConfig:
     """
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if hasattr(args, field.name)}
     # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
+    refuse_idle("--validate-every", "validate_every" in given and "validate" not in given, "--validate SPLIT")
     refuse_idle("--cache-bytes", "cache_bytes" in given and "cache" not in given, "--cache DIR")
     refuse_idle("--master", args.master is not None and given.get("launcher") == "local", "--launcher barrier")
     return TrainConfig(**given)

@@ -1,23 +1,30 @@
-"""Evaluate a run's model on a split of a dataset, with a baseline on the same rows: `python -m jobs.evaluate`."""
+"""Evaluate a run's model, the mean of several, or each new checkpoint of a run that trains: `python -m jobs.evaluate`.
+
+Metrics with intervals, calibration, a confusion matrix, slices of the rows, and a baseline on the same rows.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job
+from jobs._cli import JobParser, check_master, refuse_idle, run_job
 from jobs._session import hadoop_settings_of, spark_session
+from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.session import Launch
 from training.results.evaluate import evaluate, summary
+from training.results.follow import follow
+from training.results.report import write_report
 
 
 def parser() -> JobParser:
@@ -27,12 +34,25 @@ def parser() -> JobParser:
     add(
         "--run",
         required=True,
+        nargs="+",
         metavar="URL",
-        help="evaluate the newest model of this run, or its newest checkpoint if it has no model",
+        help="evaluate the newest model of this run, or its newest checkpoint if it has no model; of several runs the "
+        "mean of their models' probabilities, and each model",
     )
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
+    add(
+        "--slice",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times",
+    )
+    add("--report", action="store_true", help="write the run's report again, with this evaluation")
+    add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
+    add("--start-delay", type=float, metavar="S", help="with --follow: seconds before the first look (default 0)")
+    add("--throttle", type=float, metavar="S", help="with --follow: seconds from one start to the next (default 0)")
     add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     add(
         "--batch",
@@ -48,26 +68,44 @@ def parser() -> JobParser:
     return job
 
 
+def show_at_once(line: str) -> None:
+    """Print a line, also to a file or a pipe, before the next checkpoint is there."""
+    print(line, flush=True)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print a table, then the result as one line of JSON (docs/evaluate.md); returns the exit code."""
+    """Print tables, then the result as one line of JSON (docs/evaluate.md); returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
-    call = partial(
-        evaluate,
-        args.run,
-        args.dataset,
-        args.split,
-        num_ranks=args.num_ranks,
-        batch=args.batch,
-        baseline=args.baseline,
-    )
+    refuse_idle("--start-delay", args.start_delay is not None and not args.follow, "--follow")
+    refuse_idle("--throttle", args.throttle is not None and not args.follow, "--follow")
+    if len(args.run) > 1:
+        for flag, given in (("--follow", args.follow), ("--report", args.report)):
+            require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
+    require(not (args.follow and args.report), "--report", "--report with --follow", "one of the two")
+    options: dict[str, Any] = {
+        "num_ranks": args.num_ranks,
+        "batch": args.batch,
+        "baseline": args.baseline,
+        "slices": args.slice,
+    }
+
+    def scored(launch: Launch) -> Any:
+        if not args.follow:
+            return evaluate(args.run, args.dataset, args.split, launch, **options)
+        options.update(start_delay_s=args.start_delay or 0.0, throttle_s=args.throttle or 0.0, show=show_at_once)
+        return follow(args.run[0], args.dataset, args.split, launch, **options)
+
     if args.launcher == "local":
-        result = call(launch=run_local)
+        result = scored(run_local)
     else:
         with spark_session("lockstep evaluate", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = call(launch=OnSpark(spark))
-    print(summary(result))
+            result = scored(OnSpark(spark))
+    if not args.follow:
+        print(summary(result))
+    if args.report:
+        print(f"report {write_report(result['run'], result)}")
     print(json.dumps(result, sort_keys=True))
     return 0
 

@@ -26,6 +26,7 @@ from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 # Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
+    "--validate", "--validate-every", "--early-stop", "--max-steps",
     "--checkpoint-every", "--keep-checkpoints", "--keep-every", "--keep-best",
     "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour",
 )  # fmt: skip

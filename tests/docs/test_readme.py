@@ -10,15 +10,19 @@ from tests.docs.steps import ACTIVATE, ROOT, Step, not_seen, project_in, run_ste
 
 # Pages whose commands build on each other run in one folder. Each story has a worker of its own.
 STORIES = {
-    "first": ["README.md", "docs/tutorial.md"],
+    "first": ["README.md", "docs/tutorial.md", "docs/baselines.md"],
     "data": [
         "docs/formats.md",
         "docs/schema.md",
         "docs/reading-elsewhere.md",
         "docs/batches.md",
         "docs/guarantees.md",
+        "docs/validation.md",
+        "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",
+        "docs/tuning.md",
+        "docs/folds.md",
         "docs/prediction.md",
     ],
     "scripts": ["docs/models.md"],

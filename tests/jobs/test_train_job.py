@@ -45,7 +45,7 @@ def test_flags_that_need_another_one_are_taken_with_it(tmp_path: Path) -> None:
 def test_every_field_has_a_flag(tmp_path: Path) -> None:
     text = parser().format_help()
     for field in dataclasses.fields(TrainConfig):
-        name = {"datasets": "dataset"}.get(field.name, field.name.removesuffix("_s")).replace("_", "-")
+        name = {"datasets": "dataset", "extra": "set"}.get(field.name, field.name.removesuffix("_s")).replace("_", "-")
         assert f"--{name} " in text or f"--{name}\n" in text or f"[--{name}]" in text, field.name
 
 
@@ -58,6 +58,8 @@ def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
     given = flags(tmp_path, "--mix", "3", "1", "--warm-up-epochs", "0.5", "--canonical", "--augment", "flip", "crop:4")
     args = vars(parser().parse(given))
     assert (args["mix"], args["warm_up_epochs"], args["canonical"]) == ([3, 1], 0.5, True)
+    several = flags(tmp_path, "--set", "width=64", "decay=1e-4", "--set", "width=32")  # the last one counts
+    assert config_of(parser().parse(several)).extra == {"width": 32, "decay": 1e-4}
     assert args["augment"] == "flip crop:4" and not args.keys() & {"seed", "audit", "launcher", "split"}
 
 
@@ -79,6 +81,9 @@ def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
         (("--canonical", "--num-ranks", "3", "--dataset", "hdfs://nowhere:1/d"), "with --canonical 1, 2, 4, ..."),
         # Before the dataset, which is not there, is looked for.
         (("--model", "logstic"), "Did you mean `logistic`?"),
+        (("--set", "decays=0.1"), "perhaps `decay`"),
+        (("--model", "mlp", "--set", "width=64", "--set", "dropout=1"), "below 1"),
+        (("--set", "decay"), "'decay' is not NAME=VALUE"),
         (("--model", "resnet21"), "Did you mean `resnet20`?"),
         (("--model", "mymodel.build"), "Did you mean `mymodel:build`?"),
         (("--model", "no_such_module.models:build", "--launcher", "local"), "no module named `no_such_module`"),

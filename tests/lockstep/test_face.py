@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
 WITH_PROCESSES = (
-    "write_dataset", "write_logs", "train", "evaluate", "predict", "predict_udf", "read_history", "spark_session",
+    "write_dataset", "write_logs", "write_images", "train", "evaluate", "cross_validate", "tune", "predict",
+    "predict_udf", "read_history", "spark_session",
 )  # fmt: skip
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
@@ -80,6 +81,7 @@ def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
+    write_table(tmp_path / "folds", records={"fold-0": 50, "fold-1": 50})
     done = python("-c", RUN_EXAMPLES, *WITH_PROCESSES, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # The run is complete, so this starts nothing.

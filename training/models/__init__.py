@@ -7,25 +7,22 @@ or (model, list of Keras callbacks). Importing this loads no TensorFlow; buildin
 from __future__ import annotations
 
 import base64
-import difflib
 import importlib
 import importlib.util
 import pickle
-import re
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, nearest
+from training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready
 
 if TYPE_CHECKING:
     import keras
 
-NAMES = ("logistic", "resnet20", "resnet{6n+2}", "module:function")
-_RESNET = re.compile(r"resnet(\d{1,4})")
 SENT = "__main__"
 """The module in the name of a function that ranks cannot import: `__main__:build`."""
 _sent: dict[str, str] = {}
@@ -45,6 +42,8 @@ class ModelOptions:
     """Rows of one optimizer step over all ranks."""
     steps: int = 1
     """Optimizer steps of the whole run."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What `--set NAME=VALUE` gives (`lockstep.train(..., extra={...})`): int, float, bool or str by name."""
 
 
 class Built(NamedTuple):
@@ -86,22 +85,23 @@ def receive(name: str, text: str) -> None:
     _sent[name] = text
 
 
-def check_name(name: str, *, here: bool = False) -> None:
-    """Raise ConfigError for a name that no rank can build, with the nearest known one; loads nothing.
+def check_name(name: str, extra: Mapping[str, Any] | None = None, *, here: bool = False) -> None:
+    """Raise ConfigError for a model that no rank can build, or `extra` settings that it does not take; loads nothing.
 
     `here`: ranks run on this host with this process' import path, which must have the module of a `module:function`.
     """
     module, _, function = name.partition(":")
-    if name == "logistic" or _depth_of(name):
+    if ready(name) is not None:
+        check_settings(name, extra or {})
         return
     if not module or not function.isidentifier():
-        near = _nearest(name)
+        near = nearest_model(name)
         raise ConfigError(
             f"there is no model `{name}`",
             got=name,
             allowed=", ".join(NAMES),
             next_step=(f"Did you mean `{near}`? " if near else "")
-            + "Correct --model; a ResNet's depth is 6n + 2, as in resnet20.",
+            + "Correct --model; `python -m jobs.models` lists them. A ResNet's depth is 6n + 2, as in resnet20.",
         )
     top = module.partition(".")[0]
     if here and not _can_import(top):
@@ -113,14 +113,6 @@ def check_name(name: str, *, here: bool = False) -> None:
         )
 
 
-def _nearest(name: str) -> str | None:
-    if match := _RESNET.fullmatch(name):
-        return f"resnet{max(1, round((int(match[1]) - 2) / 6)) * 6 + 2}"
-    if "." in name and ":" not in name:  # a function as Python writes it
-        return ":".join(name.rpartition(".")[::2])
-    return next(iter(difflib.get_close_matches(name, ("logistic", "resnet20"), 1)), None)
-
-
 def _can_import(top: str) -> bool:
     try:
         return importlib.util.find_spec(top) is not None
@@ -128,22 +120,12 @@ def _can_import(top: str) -> bool:
         return True
 
 
-def _depth_of(name: str) -> int | None:
-    match = _RESNET.fullmatch(name)
-    depth = int(match[1]) if match else 0
-    return depth if depth >= 8 and depth % 6 == 2 else None
-
-
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     """The function of a model's name; raises ConfigError listing the known names."""
-    if name == "logistic":
-        from training.models.logistic import logistic
-
-        return logistic
-    if depth := _depth_of(name):
-        from training.models.resnet import resnet
-
-        return partial(resnet, depth=depth)
+    if (known := ready(name)) is not None:
+        module, _, function = known.function.partition(":")
+        build_it = getattr(importlib.import_module(f"training.models.{module}"), function)
+        return partial(build_it, depth=depth) if (depth := depth_of(name)) else build_it
     check_name(name)
     module, _, function = name.partition(":")
     if module == SENT and name not in _sent:
@@ -182,12 +164,14 @@ def _loaded(text: str) -> Callable[..., Any]:
 
 def scales_learning_rate(name: str) -> bool:
     """Whether this model's own learning rate follows the global batch and warms up, like a resnet's."""
-    return _RESNET.fullmatch(name) is not None
+    known = ready(name)
+    return known is not None and known.has_schedule
 
 
 def may_follow_length(name: str) -> bool:
     """Whether training this model may depend on `options.steps`, like the learning rate of a resnet."""
-    return name != "logistic"
+    known = ready(name)
+    return known is None or known.has_schedule
 
 
 def _called(name: str, function: Callable[..., Any], signature: Signature, options: ModelOptions) -> Any:

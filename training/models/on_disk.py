@@ -184,7 +184,8 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
         raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
     groups = lane_groups(config)
-    options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
+    rows = config.global_batch // groups if groups else None
+    options = ModelOptions(seed=config.seed, group_rows=rows, extra=config.extra)
     model = models.build(config.model, signature, options).model
     model_state.load(model, read_whole(url, manifest, (model_state.WEIGHTS,)), (model_state.WEIGHTS,), url)
     return model

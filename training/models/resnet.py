@@ -9,9 +9,11 @@ import keras
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
 from training.models import ModelOptions
+from training.models.inputs import penalty_of
+from training.models.outputs import CLASSES, compile_for, output_of
+from training.models.ready import settings_of
 from training.steps.batchnorm import GhostBatchNormalization
 
-WEIGHT_DECAY = 1e-4
 # Fashion-MNIST, 10,000 images, global batch 128, 2 epochs, ghost of 16 rows, one seed, accuracy on 2,000 test images:
 # SGD 0.1 with warm-up and cosine 0.861, 0.2 0.860; constant SGD 0.05 0.804; Adam 1e-3 0.839, 3e-3 with cosine 0.852.
 # The default on 2 ranks, seeds 0 to 4: 0.8615, 0.8630, 0.8555, 0.8635, 0.8595.
@@ -37,25 +39,16 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
             allowed="one feature (height, width, channels) and an int64 label with num_classes",
             next_step="Build the dataset with jobs.etl_images, or use another model.",
         )
+    penalty = penalty_of(settings_of(f"resnet{depth}", options.extra)["decay"])
     inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
     x = inputs if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(inputs)
-    x = _activated(_conv(x, 16, 1), options)
+    x = _activated(_conv(x, 16, 1, penalty), options)
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
-            x = _block(x, filters, 2 if stage and not block else 1, options)
+            x = _block(x, filters, 2 if stage and not block else 1, penalty, options)
     x = keras.layers.GlobalAveragePooling2D()(x)
-    # Probabilities and loss need more digits than layers in mixed precision have.
-    last = keras.layers.Dense(signature.num_classes, activation="softmax", name="classes", dtype=keras.config.floatx())
-    output = last(x)
-    kind = keras.metrics.CategoricalAccuracy if label.shape else keras.metrics.SparseCategoricalAccuracy
-    model = keras.Model({name: inputs}, output, name=f"resnet{depth}")
-    model.compile(
-        optimizer=keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=True),
-        loss=keras.losses.CategoricalCrossentropy() if label.shape else keras.losses.SparseCategoricalCrossentropy(),
-        metrics=[kind(name="accuracy")],
-        jit_compile=False,
-    )
-    return model
+    model = keras.Model({name: inputs}, output_of(x, CLASSES, signature), name=f"resnet{depth}")
+    return compile_for(model, CLASSES, signature, keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=True))
 
 
 def _schedule(options: ModelOptions) -> keras.optimizers.schedules.LearningRateSchedule:
@@ -70,11 +63,11 @@ def _schedule(options: ModelOptions) -> keras.optimizers.schedules.LearningRateS
     )
 
 
-def _block(x: Any, filters: int, stride: int, options: ModelOptions) -> Any:
+def _block(x: Any, filters: int, stride: int, penalty: Any, options: ModelOptions) -> Any:
     # Option B of the paper where the shape changes: a 1x1 convolution.
-    shortcut = x if stride == 1 else _conv(x, filters, stride, size=1)
-    y = _activated(_conv(x, filters, stride), options)
-    y = _normalised(_conv(y, filters, 1), options)
+    shortcut = x if stride == 1 else _conv(x, filters, stride, penalty, size=1)
+    y = _activated(_conv(x, filters, stride, penalty), options)
+    y = _normalised(_conv(y, filters, 1, penalty), options)
     return keras.layers.ReLU()(keras.layers.Add()([shortcut, y]))
 
 
@@ -88,7 +81,7 @@ def _normalised(x: Any, options: ModelOptions) -> Any:
     return GhostBatchNormalization(options.group_rows, momentum=MOMENTUM)(x)
 
 
-def _conv(x: Any, filters: int, stride: int, size: int = 3) -> Any:
+def _conv(x: Any, filters: int, stride: int, penalty: Any, size: int = 3) -> Any:
     return keras.layers.Conv2D(
         filters,
         size,
@@ -96,5 +89,5 @@ def _conv(x: Any, filters: int, stride: int, size: int = 3) -> Any:
         padding="same",
         use_bias=False,
         kernel_initializer="he_normal",
-        kernel_regularizer=keras.regularizers.L2(WEIGHT_DECAY),
+        kernel_regularizer=penalty,
     )(x)

@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
 # With the plan, these fields determine every weight. A run that is older than a field had its default.
 MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
-LATER_FIELDS = {
+LATER_FIELDS: dict[str, Any] = {
     "learning_rate_scaling": "none",
     "base_batch": None,
     "warm_up_epochs": 0.0,
@@ -38,6 +38,11 @@ LATER_FIELDS = {
     "augment": "",
     "bad_images": "refuse",
     "init_from": None,
+    # Callbacks may act on its metrics.
+    "validate": None,
+    "validate_every": 1,
+    "early_stop": None,
+    "extra": {},
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }

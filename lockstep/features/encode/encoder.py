@@ -86,6 +86,7 @@ class Encoder:
             label=target,
             num_classes=None if label is None else label.num_classes,
             weight=None if self._weight is None else TensorSpec(shape=(), dtype="float32"),
+            label_is_number=label is not None and label.num_classes is None and label.dtype != "bool",
         )
         self._skips = False
         self._names = tuple(fed)

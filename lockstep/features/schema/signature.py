@@ -41,43 +41,51 @@ class TensorSpec:
         return cls(shape=tuple(shape), dtype=document["dtype"], ids=ids)
 
 
+_MAY_LACK = ("weight", "label_is_number")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
     """A model's inputs by name in byte order, its label (None if the dataset has none) and its number of classes.
 
-    `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label. `weight` is set if each sample
-    has a weight.
+    `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label, for which `label_is_number` is
+    set. `weight` is set if each sample has a weight.
     """
 
     features: Mapping[str, TensorSpec]
     label: TensorSpec | None
     num_classes: int | None
     weight: TensorSpec | None = None
+    label_is_number: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The signature as JSON, features in byte order of their names; `weight` only if there is one."""
-        weight = {} if self.weight is None else {"weight": self.weight.to_json()}
+        """The signature as JSON, features in byte order of their names; `weight` and `label_is_number` only if set."""
+        more: dict[str, Any] = {} if self.weight is None else {"weight": self.weight.to_json()}
+        if self.label_is_number:
+            more["label_is_number"] = True
         return {
             "features": {name: self.features[name].to_json() for name in sorted(self.features, key=str.encode)},
             "label": None if self.label is None else self.label.to_json(),
             "num_classes": self.num_classes,
-            **weight,
+            **more,
         }
 
     @classmethod
     def from_json(cls, document: object) -> Signature:
         """Rebuild a signature; raises ConfigError for anything but what to_json gives."""
-        if not isinstance(document, dict) or set(document) - {"weight"} != {"features", "label", "num_classes"}:
-            raise _bad(repr(document)[:80], "an object of features, label, num_classes and perhaps weight")
+        if not isinstance(document, dict) or set(document) - {*_MAY_LACK} != {"features", "label", "num_classes"}:
+            raise _bad(repr(document)[:80], f"features, label, num_classes and perhaps {', '.join(_MAY_LACK)}")
         features, classes = document["features"], document["num_classes"]
-        if not isinstance(features, dict) or not isinstance(classes, int | None):
-            raise _bad(repr(document)[:80], "features by name, num_classes a number or null")
+        number = document.get("label_is_number", False)
+        if not isinstance(features, dict) or not isinstance(classes, int | None) or not isinstance(number, bool):
+            raise _bad(repr(document)[:80], "features by name, num_classes a number or null, label_is_number a bool")
         label = document["label"]
         return cls(
             features={name: TensorSpec.from_json(features[name]) for name in sorted(features, key=str.encode)},
             label=None if label is None else TensorSpec.from_json(label),
             num_classes=classes,
             weight=TensorSpec.from_json(document["weight"]) if "weight" in document else None,
+            label_is_number=number,
         )
 
 

@@ -119,6 +119,9 @@ def check_run(check: Check) -> None:
             check.unexpected(path)
         elif _sealed(check, path) is not None:
             check.on_ok(path, "sealed")
+    for name in check.names(run_names.BASELINES):
+        if _sealed(check, path := f"{run_names.BASELINES}/{name}") is not None:
+            check.on_ok(path, "sealed")
     for name in check.names(run_names.CHECKPOINTS):
         _check_commit(check, f"{run_names.CHECKPOINTS}/{name}", "checkpoint")
     for name in check.names(run_names.MODELS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def test_signature_json_form_and_back() -> None:
         features={"a": TensorSpec(shape=(1,), dtype="int64", ids=7)}, label=number, num_classes=None, weight=number
     )
     assert Signature.from_json(more.to_json()) == more
+    rating = replace(more, label_is_number=True)
+    assert Signature.from_json(rating.to_json()) == rating and rating.to_json()["label_is_number"] is True
     assert list(signature.to_json()["features"]) == ["a", "b"]
     with pytest.raises(ConfigError):
         Signature.from_json({"features": {}})

@@ -119,7 +119,7 @@ def test_ids_make_the_same_logistic_model_as_columns() -> None:
     ("name", "signature", "words"),
     [
         ("resnet21", images(8, 8, 1), "no model `resnet21`"),  # not 6n + 2
-        ("transformer", TABLE, "no model `transformer`"),
+        ("transformers", TABLE, "no model `transformers`"),
         ("no_such_module:f", TABLE, "cannot be imported"),
         ("tests.training._tiny:nothing", TABLE, "has no function `nothing`"),
         ("resnet20", TABLE, "one image and one class"),

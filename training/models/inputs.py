@@ -1,0 +1,144 @@
+"""From the features of a signature to the tensors that the ready models begin with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+from keras import ops
+
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
+
+# No field can have a name that begins with `_`: an input and a layer must not share one.
+
+
+def inputs_of(signature: Signature) -> dict[str, Any]:
+    """An input of each feature by its name."""
+    return {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
+
+
+def ids_of(signature: Signature) -> dict[str, int]:
+    """The features that are ids, with the number of their ids; id 0 is nothing (null, padding, unknown)."""
+    return {name: spec.ids for name, spec in signature.features.items() if spec.ids is not None}
+
+
+def numbers_of(inputs: Mapping[str, Any], ids: Mapping[str, int]) -> list[Any]:
+    """Each feature that is not ids as (n, size) floats."""
+    return [_flat(tensor) for name, tensor in inputs.items() if name not in ids]
+
+
+def _flat(tensor: Any) -> Any:
+    flat = keras.layers.Reshape((math.prod(tensor.shape[1:]),))(tensor)
+    return flat if "float" in tensor.dtype else ops.cast(flat, keras.config.floatx())
+
+
+def joined(parts: list[Any]) -> Any:
+    """(n, k) each -> (n, sum of k)."""
+    return keras.layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
+
+
+def weighted_sum(
+    inputs: Mapping[str, Any], ids: Mapping[str, int], *, name: str, activation: str | None, decay: float
+) -> Any:
+    """A bias and a weight for each number and each id but id 0, which begin at zero: (n, 1), after `activation`.
+
+    All ids have one table: the same model as one-hot columns, without the columns.
+    """
+    penalty, floatx = penalty_of(decay), keras.config.floatx()
+    numbers = numbers_of(inputs, ids)
+    if not ids:
+        last = keras.layers.Dense(
+            1, activation=activation, kernel_initializer="zeros", kernel_regularizer=penalty, name=name, dtype=floatx
+        )
+        return last(joined(numbers))
+    together = joined(numbers) if numbers else None
+    parts = [_sum_of_ids({one: inputs[one] for one in ids}, ids, penalty)]
+    if together is not None:
+        plain = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="zeros", kernel_regularizer=penalty, name="_numbers"
+        )
+        parts.append(plain(together))
+    total = keras.layers.Add()(parts) if len(parts) > 1 else parts[0]
+    return keras.layers.Activation(activation or "linear", name=name, dtype=floatx)(total)
+
+
+def _sum_of_ids(tensors: dict[str, Any], sizes: Mapping[str, int], penalty: Any) -> Any:
+    """The sum of the weights of all ids of a row, and of a bias that all rows have: (n, k) int64 each -> (n, 1)."""
+    indices, counted, start = [], [], 0
+    for name, tensor in tensors.items():
+        indices.append(tensor + start)
+        counted.append(ops.cast(tensor > 0, keras.config.floatx()))
+        start += sizes[name]
+    always = ops.zeros_like(indices[0][:, :1]) + start
+    indices.append(always)
+    counted.append(ops.cast(always > 0, keras.config.floatx()))
+    table = keras.layers.Embedding(
+        start + 1, 1, embeddings_initializer="zeros", embeddings_regularizer=penalty, name="_ids"
+    )
+    weights = ops.squeeze(table(ops.concatenate(indices, axis=1)), axis=-1)  # (n, k, 1) -> (n, k)
+    return ops.sum(weights * ops.concatenate(counted, axis=1), axis=1, keepdims=True)
+
+
+def embedded(inputs: Mapping[str, Any], ids: Mapping[str, int], width: int, decay: float) -> Any:
+    """All features as (n, k) floats: numbers unchanged, pixels (uint8) from 0 to 1, and for each feature of ids a
+    learned vector of `width` numbers, of several ids their mean.
+    """
+    scaled = {
+        name: keras.layers.Rescaling(1 / 255)(tensor) if tensor.dtype == "uint8" else tensor
+        for name, tensor in inputs.items()
+    }
+    parts = numbers_of(scaled, ids)
+    for name, size in ids.items():
+        there = ops.cast(inputs[name] > 0, keras.config.floatx())  # (n, length)
+        count = ops.maximum(ops.sum(there, axis=1, keepdims=True), 1)
+        parts.append(ops.sum(vectors(inputs[name], f"_{name}_vectors", size, width, decay), axis=1) / count)
+    return joined(parts)
+
+
+def vectors(tensor: Any, name: str, size: int, width: int, decay: float, start: str = "uniform") -> Any:
+    """The learned vector of each id, zeros for id 0: (n, length) int64 -> (n, length, width)."""
+    table = keras.layers.Embedding(
+        size, width, embeddings_initializer=start, embeddings_regularizer=penalty_of(decay), name=name
+    )
+    found = table(tensor)
+    return found * ops.expand_dims(ops.cast(tensor > 0, found.dtype), -1)
+
+
+def dense_layers(x: Any, chosen: Mapping[str, Any]) -> Any:
+    """Hidden layers as the settings `layers`, `width`, `dropout` and `decay` say: (n, k) -> (n, width)."""
+    for number in range(chosen["layers"]):
+        penalty = penalty_of(chosen["decay"])
+        x = keras.layers.Dense(chosen["width"], activation="relu", kernel_regularizer=penalty, name=f"_dense{number}")(
+            x
+        )
+        x = keras.layers.Dropout(chosen["dropout"], name=f"_dropout{number}")(x)
+    return x
+
+
+def penalty_of(decay: float) -> Any:
+    """Keras' L2 regulariser; None without a decay."""
+    return keras.regularizers.L2(decay) if decay else None
+
+
+def column_of(model: str, setting: str, wanted: str, candidates: list[str], kind: str) -> str:
+    """The feature that the setting names or, if it names none, the only candidate.
+
+    Raises ConfigError if it is none of `candidates`, or if there is not exactly one; `kind` says what they are.
+    """
+    if wanted in candidates or (not wanted and len(candidates) == 1):
+        return wanted or candidates[0]
+    raise ConfigError(
+        f"the model {model} needs its `{setting}`",
+        got=f"{setting}={wanted}" if wanted else f"no --set {setting}, and {len(candidates) or 'no'} candidates",
+        allowed=f"{kind}: {', '.join(candidates)}" if candidates else f"{kind}, which this dataset has not",
+        next_step=f"Give --set {setting}=COLUMN." if candidates else "Declare such a column (docs/schema.md).",
+    )
+
+
+def sequence_of(model: str, signature: Signature, wanted: str) -> str:
+    """The feature of several ids in order that `--set sequence` names, or the only one. Raises ConfigError."""
+    candidates = [name for name in ids_of(signature) if math.prod(signature.features[name].shape) > 1]
+    return column_of(model, "sequence", wanted, candidates, "a column with the encoding `sequence` of ids")

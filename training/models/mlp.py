@@ -1,0 +1,28 @@
+"""A multi-layer perceptron over all features: Rumelhart, Hinton and Williams, "Learning representations by
+back-propagating errors" (1986), with dropout (Srivastava et al., 2014)."""
+
+from __future__ import annotations
+
+import keras
+
+from lockstep.features.schema.signature import Signature
+from training.models import ModelOptions
+from training.models.inputs import dense_layers, embedded, ids_of, inputs_of
+from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
+from training.models.ready import settings_of
+
+LEARNING_RATE = 0.001
+
+
+def mlp(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Dense layers with ReLU and dropout; inputs by name, any shapes; label yes or no, classes, or a number.
+
+    Pixels (uint8) are scaled to 0..1, each feature of ids becomes a learned vector, and numbers are used unchanged:
+    give them the encoding `standardise`. Raises ConfigError if there is no label.
+    """
+    label = label_of("mlp", signature, YES_NO, CLASSES, NUMBER)
+    chosen, inputs = settings_of("mlp", options.extra), inputs_of(signature)
+    x = embedded(inputs, ids_of(signature), chosen["embedding"], chosen["decay"])
+    output = output_of(dense_layers(x, chosen), label, signature)
+    adam = keras.optimizers.Adam(options.learning_rate or LEARNING_RATE)
+    return compile_for(keras.Model(inputs, output, name="mlp"), label, signature, adam)

@@ -1,0 +1,57 @@
+"""A small transformer over a sequence of ids: Vaswani et al., "Attention Is All You Need" (2017), on the last positions
+as Kang and McAuley, "Self-Attentive Sequential Recommendation" (2018)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from lockstep.features.schema.signature import Signature
+from training.models import ModelOptions
+from training.models.inputs import ids_of, inputs_of, sequence_of
+from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
+from training.models.ready import settings_of
+
+LEARNING_RATE = 0.001
+
+
+def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Vectors of ids and of their places, blocks of self-attention, and the output from the last id's vector.
+
+    One input is used, (n, length) ids with padding (0) at the end; label classes such as the next page, yes or no, or a
+    number. Raises ConfigError for a dataset without such a column, or with several if `--set sequence` names none.
+    """
+    label = label_of("transformer", signature, CLASSES, YES_NO, NUMBER)
+    chosen, inputs = settings_of("transformer", options.extra), inputs_of(signature)
+    name = sequence_of("transformer", signature, chosen["sequence"])
+    ids, width, (length,) = inputs[name], chosen["width"], signature.features[name].shape
+    there = ids > 0
+    # Places count from the end: 1 is the last id of a row, 0 is padding.
+    count = ops.sum(ops.cast(there, "int64"), axis=1, keepdims=True)
+    place = ops.maximum(count - np.arange(length), 0)
+    x = keras.layers.Embedding(ids_of(signature)[name], width, name="_vectors")(ids)
+    x = x + keras.layers.Embedding(length + 1, width, name="_places")(place)
+    x = keras.layers.Dropout(chosen["dropout"], name="_dropout")(x)
+    for block in range(chosen["layers"]):
+        x = _block(x, ops.expand_dims(there, 1), f"_{block}", chosen)
+    x = keras.layers.LayerNormalization(name="_norm")(x)
+    last = ops.expand_dims(ops.cast(ops.equal(place, 1), x.dtype), -1)  # (n, length, 1)
+    model = keras.Model(inputs, output_of(ops.sum(x * last, axis=1), label, signature), name="transformer")
+    return compile_for(
+        model, label, signature, keras.optimizers.Adam(options.learning_rate or LEARNING_RATE), hits=True
+    )
+
+
+def _block(x: Any, mask: Any, name: str, chosen: dict[str, Any]) -> Any:
+    """Attention and dense layers, each added to its input (n, length, width); `mask` (n, 1, length) hides padding."""
+    layers, width, dropout = keras.layers, chosen["width"], chosen["dropout"]
+    y = layers.LayerNormalization(name=f"{name}_norm")(x)
+    heads = layers.MultiHeadAttention(chosen["heads"], max(1, width // chosen["heads"]), name=f"{name}_attention")
+    x = x + layers.Dropout(dropout, name=f"{name}_dropout")(heads(y, y, attention_mask=mask))
+    y = layers.LayerNormalization(name=f"{name}_norm2")(x)
+    y = layers.Dense(4 * width, activation="gelu", name=f"{name}_wide")(y)
+    y = layers.Dense(width, name=f"{name}_narrow")(y)
+    return x + layers.Dropout(dropout, name=f"{name}_dropout2")(y)
