@@ -11,7 +11,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job
+from jobs._cli import JobParser, check_master, run_job, which
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import OnSpark
@@ -25,6 +25,8 @@ def parser() -> JobParser:
     add = job.add_argument
     text = "predict with the newest model of this run, or its newest checkpoint if it has no model"
     add("--run", required=True, metavar="URL", help=text)
+    text = "a checkpoint instead: last, best (by the run's --keep-best) or a step"
+    add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to predict (default test)")
     text = "directory of the Parquet files; must not exist, and appears only when all of them are complete"
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     check_master(args)
     names = (args.run, args.dataset, args.split, args.output)
-    call = partial(predict, *names, num_ranks=args.num_ranks, batch=args.batch)
+    call = partial(predict, *names, num_ranks=args.num_ranks, batch=args.batch, checkpoint=args.checkpoint)
     if args.launcher == "local":
         done = call(launch=run_local)
     else:
