@@ -111,8 +111,10 @@ def joined(text: str) -> str:
 
 def which(text: str) -> int | Literal["last", "best"]:
     """The type of a flag that names a checkpoint: last, best or a step."""
-    if text == "last" or text == "best":
-        return text
+    if text == "last":
+        return "last"
+    if text == "best":
+        return "best"
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither last, best nor a step such as 400")
     return int(text)
