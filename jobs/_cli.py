@@ -10,7 +10,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Literal, NoReturn, TextIO
 
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
@@ -107,6 +107,17 @@ def names(text: str) -> tuple[str, ...]:
 def joined(text: str) -> str:
     """The type of a flag whose text may have several parts separated by commas; in a file, also a list."""
     return text
+
+
+def which(text: str) -> int | Literal["last", "best"]:
+    """The type of a flag that names a checkpoint: last, best or a step."""
+    if text == "last":
+        return "last"
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither last, best nor a step such as 400")
+    return int(text)
 
 
 def refuse_idle(flag: str, idle: bool, without: str) -> None:

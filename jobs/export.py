@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,9 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, run_job, which
 from training.launch.local import run_local
-from training.results.export_run import FORMATS, Which, export_run
+from training.results.export_run import FORMATS, export_run
 
 
 def parser() -> JobParser:
@@ -24,7 +23,7 @@ def parser() -> JobParser:
     add("--output", required=True, metavar="URL", help="directory of the model; must not exist")
     add(
         "--checkpoint",
-        type=_which,
+        type=which,
         default="last",
         metavar="last|best|STEP",
         help="last (default), best (by the run's --keep-best) or a step",
@@ -32,16 +31,6 @@ def parser() -> JobParser:
     text = "keras (default), or savedmodel, which TensorFlow loads without Keras and Lockstep; has the Keras file too"
     add("--format", choices=FORMATS, default="keras", help=text)
     return job
-
-
-def _which(text: str) -> Which:
-    if text == "last":
-        return "last"
-    if text == "best":
-        return "best"
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is neither last, best nor a step such as 400")
-    return int(text)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job
+from jobs._cli import JobParser, check_master, run_job, which
 from jobs._launch import launch_of
 from training.results.predict import predict
 
@@ -21,6 +21,8 @@ def parser() -> JobParser:
     add = job.add_argument
     text = "predict with the newest model of this run, or its newest checkpoint if it has no model"
     add("--run", required=True, metavar="URL", help=text)
+    text = "a checkpoint instead: last, best (by the run's --keep-best) or a step"
+    add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to predict (default test)")
     text = "directory of the Parquet files; must not exist, and appears only when all of them are complete"
@@ -39,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     check_master(args)
     names = (args.run, args.dataset, args.split, args.output)
     with launch_of(args.launcher, "predict", args.master) as launch:
-        done = predict(*names, launch=launch, num_ranks=args.num_ranks, batch=args.batch)
+        options = {"num_ranks": args.num_ranks, "batch": args.batch, "checkpoint": args.checkpoint}
+        done = predict(*names, launch=launch, **options)
     print(f"{done.output}: {done.rows} predictions of {done.model}")
     return 0
 

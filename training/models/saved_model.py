@@ -7,8 +7,9 @@ a second input NAME_is_null (n,) bool. It is left out if a column's encoding can
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -44,12 +45,20 @@ def export_saved_model(
 
     Returns {name, bytes, sha256} of each file, and the reason for each column that keeps it from a signature `raw`.
     """
-    specs = {
-        name: tf.TensorSpec((None, *spec.shape), spec.dtype, name=name) for name, spec in signature.features.items()
-    }
     archive = keras.export.ExportArchive()
     archive.track(model)
-    archive.add_endpoint("serving_default", lambda x: _named(model(x, training=False)), input_signature=[specs])
+
+    def endpoint(name: str, specs: Mapping[str, tf.TensorSpec], outputs: Callable[[Any], Any]) -> None:
+        names = input_names(specs)
+        given = {safe: tf.TensorSpec(specs[own].shape, specs[own].dtype, name=safe) for own, safe in names.items()}
+
+        def call(x: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+            return _named(outputs({own: x[safe] for own, safe in names.items()}))
+
+        archive.add_endpoint(name, call, input_signature=[given])
+
+    fed = {name: tf.TensorSpec((None, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
+    endpoint("serving_default", fed, lambda x: model(x, training=False))
     columns: dict[str, tf.TensorSpec] = {}
     encodes: dict[str, tuple[Field, Encode]] = {}
     reasons: dict[str, str] = {}
@@ -61,16 +70,16 @@ def export_saved_model(
         except _NotRawError as error:
             reasons[field.name] = error.what
         kind = "string" if field.dtype in ("string", "bytes") else field.dtype
-        columns[field.name] = tf.TensorSpec((None, *(field.shape if field.is_tensor else ())), kind, name=field.name)
+        columns[field.name] = tf.TensorSpec((None, *(field.shape if field.is_tensor else ())), kind)
         if field.nullable:
-            columns[_null(field)] = tf.TensorSpec((None,), "bool", name=_null(field))
+            columns[_null(field)] = tf.TensorSpec((None,), "bool")
     if not reasons:
 
-        def raw(x: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-            fed = {name: encode(x[name], x.get(_null(field))) for name, (field, encode) in encodes.items()}
-            return _named(model(fed, training=False))
+        def raw(x: dict[str, tf.Tensor]) -> Any:
+            values = {name: encode(x[name], x.get(_null(field))) for name, (field, encode) in encodes.items()}
+            return model(values, training=False)
 
-        archive.add_endpoint("raw", raw, input_signature=[columns])
+        endpoint("raw", columns, raw)
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), ExitStack() as stack:
         for tensor in (variable.value for variable in model.variables):
             if tensor._handle_name.startswith("_"):  # such as the layers of `logistic`; TensorFlow cannot copy these
@@ -78,6 +87,18 @@ def export_saved_model(
         archive.write_out(folder, verbose=False)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return [upload(path, directory, path.relative_to(folder).as_posix()) for path in paths], reasons
+
+
+def input_names(names: Iterable[str]) -> dict[str, str]:
+    """The name of each input in a signature: letters, digits and `_` of ASCII after a letter, and each once."""
+    found: dict[str, str] = {}
+    for name in names:
+        safe = re.sub(r"[^A-Za-z0-9_]", "_", name)
+        safe = safe if safe[0].isalpha() and safe != "self" else f"arg_{safe}"
+        while safe in found.values():
+            safe += "_"
+        found[name] = safe
+    return found
 
 
 def _null(field: Field) -> str:

@@ -62,7 +62,7 @@ def export_run(
     check_output(out, paths, output)
     config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
     urls = checkpoints(fs, paths)
-    ref = _chosen(fs, paths, config, urls, checkpoint)
+    ref = chosen(fs, paths, config, urls, checkpoint)
     manifest = read_checkpoint(fs, urls[ref], ref)
     staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
     try:
@@ -130,9 +130,10 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     return {"files": files, "not_raw": not_raw}
 
 
-def _chosen(
+def chosen(
     fs: FileSystem, paths: RunPaths, config: TrainConfig, urls: dict[CheckpointRef, str], which: Which
 ) -> CheckpointRef:
+    """The checkpoint of the run's chain that `which` names. Raises ConfigError, and DataError if there is none."""
     chain = lineage(read_claims(fs, paths), urls)
     if not chain:
         raise DataError(

@@ -27,7 +27,8 @@ from training.control.task import Limits, RankTask
 from training.launch.session import Launch, Launches, ended_in_order
 from training.plan.datasets import split_of
 from training.rank import runtime
-from training.results.export_run import check_output
+from training.results.export_run import Which, check_output, chosen
+from training.run.lineage import checkpoints
 from training.run.paths import RunPaths
 from training.run.run_json import read_run
 from training.run.weights_source import newest_of
@@ -49,10 +50,18 @@ class Predicted:
 
 
 def predict(
-    run: str, dataset: str, split: str, output: str, launch: Launch, *, num_ranks: int = 1, batch: int = 512
+    run: str,
+    dataset: str,
+    split: str,
+    output: str,
+    launch: Launch,
+    *,
+    num_ranks: int = 1,
+    batch: int = 512,
+    checkpoint: Which | None = None,
 ) -> Predicted:
-    """Write the predictions of the run's model (its newest claim's, else the weights of the last checkpoint) for every
-    row of `split` of `dataset` to the directory `output`, as Parquet.
+    """Write predictions of the run's model (its newest claim's, else the weights of the last checkpoint; or those of
+    `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet.
 
     Columns: `sample_id` int64; `label` if the dataset has one; `prediction`, a double, or a list of floats for a model
     with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Rows are in the
@@ -70,7 +79,8 @@ def predict(
         )
     fs = filesystem(output)
     check_output(fs, RunPaths(run), output)
-    config = TrainConfig.from_json(read_run(filesystem(run), RunPaths(run))["config"])
+    source, paths = filesystem(run), RunPaths(run)
+    config = TrainConfig.from_json(read_run(source, paths)["config"])
     manifest = load_dataset(dataset)
     rows = sum(shard.records for shard in split_of(manifest, split).shards)
     if not rows:
@@ -78,11 +88,15 @@ def predict(
             f"split `{split}` has no rows", got="0 rows", allowed="1 or more", next_step="Choose another --split."
         )
     parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
-    model, checkpoint = newest_of(run)
+    if checkpoint is None:
+        model, weights = newest_of(run)
+    else:
+        urls = checkpoints(source, paths)
+        model, weights = None, urls[chosen(source, paths, config, urls, checkpoint)]
     staging = join(parent(output), f"_staging-predict-{secrets.token_hex(4)}")
     payload = {
         "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,
-        "model": model, "checkpoint": checkpoint, "directory": staging,
+        "model": model, "checkpoint": weights, "directory": staging,
     }  # fmt: skip
     task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
     try:
@@ -98,7 +112,7 @@ def predict(
                 "dataset": dataset,
                 "dataset_digest": manifest.digest,
                 "split": split,
-                "model": model or checkpoint,
+                "model": model or weights,
                 "batch": batch,
                 "rows": rows,
                 "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
@@ -108,7 +122,7 @@ def predict(
             publish_directory(fs, staging, output)
     finally:
         fs.discard(staging)
-    return Predicted(output, rows, str(model or checkpoint))
+    return Predicted(output, rows, str(model or weights))
 
 
 class _Shown(Handler):

@@ -57,6 +57,9 @@ def test_columns_that_tensorflow_cannot_encode_are_named_and_constants_are_zero(
     raw = tf.saved_model.load(folder).signatures["raw"]
     found = raw(x=tf.constant([1e6, np.nan, 1e6 + 0.0625, 2e6], tf.float32))["prediction"].numpy()
     np.testing.assert_array_equal(found, [[0], [0], [0], [1e6]])  # a constant's last bits count for nothing
+    folder, reasons = exported(Field(name="my field", dtype="float32"), x, fitted=moments)
+    found = tf.saved_model.load(folder).signatures["raw"](x=tf.constant([2e6]), my_field=tf.constant([1.0]))
+    assert reasons == {} and found["prediction"].numpy() == [[1e6]]
     of = {"kind": "hash", "buckets": 9, "seed": 0}
     names = Field(name="names", dtype="string", shape=(None,), encoding={"kind": "sequence", "length": 2, "of": of})
     folder, reasons = exported(names, x, Field(name="n", dtype="uint64"), fitted=moments)
@@ -64,3 +67,10 @@ def test_columns_that_tensorflow_cannot_encode_are_named_and_constants_are_zero(
         name: f"a TensorFlow signature cannot take {what}" for name, what in (("names", "a list"), ("n", "uint64"))
     }
     assert list(tf.saved_model.load(folder).signatures) == ["serving_default"]
+
+
+def test_inputs_are_named_by_what_tensorflow_takes() -> None:
+    from training.models.saved_model import input_names
+
+    names = ["a", "x y", "x.y", "x_y", "1a", "self", "é"]
+    assert list(input_names(names).values()) == ["a", "x_y", "x_y_", "x_y__", "arg_1a", "arg_self", "arg__"]

@@ -106,6 +106,10 @@ def test_each_row_once_at_any_number_of_ranks_and_through_a_killed_one(
     for name in names:  # the manifest too
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("of-1", "of-3", "killed")}) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "of-1", "of-3"], "no staging is left"
+    predict(result.run, dataset, "test", str(tmp_path / "step"), run_threads, batch=BATCH, checkpoint=result.steps)
+    assert pd.read_parquet(tmp_path / "step").equals(frame), "the last checkpoint has the model's weights"
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        predict(result.run, dataset, "test", str(tmp_path / "new"), run_threads, checkpoint=3)
     with pytest.raises(ExistsError):
         predict(result.run, dataset, "test", str(tmp_path / "of-1"), run_threads)
     for split, output in (("validation", str(tmp_path / "new")), ("test", f"{result.run}/new")):
