@@ -20,7 +20,7 @@ STORIES = {
         "docs/performance.md",
         "docs/python.md",
     ],
-    "scripts": ["docs/models.md"],
+    "scripts": ["docs/models.md", "docs/ready-models.md"],
     "cluster": ["docs/cluster.md"],
 }
 WITH_COMMANDS = [page for pages in STORIES.values() for page in pages]
