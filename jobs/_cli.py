@@ -125,8 +125,8 @@ def check_master(args: argparse.Namespace) -> None:
     refuse_idle("--master", args.master is not None and args.launcher == "local", "--launcher barrier")
 
 
-def read_toml(path: str) -> dict[str, object]:
-    """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the line."""
+def read_toml(path: str, flag: str = "--config") -> dict[str, object]:
+    """Read the TOML file that `flag` names. Raises NotFoundError or ConfigError naming the file and the line."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -134,7 +134,7 @@ def read_toml(path: str) -> dict[str, object]:
             f"configuration file {path} cannot be opened",
             got=error.strerror or type(error).__name__,
             allowed="a TOML file",
-            next_step="Check --config.",
+            next_step=f"Check {flag}.",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(

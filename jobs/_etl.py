@@ -17,7 +17,8 @@ def add_output_flags(job: JobParser, split: str) -> None:
     read = "files, directories or patterns; plain, gzip, bzip2 or zstd"
     job.add_argument("--input", nargs="+", required=True, metavar="URL", help=read)
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
-    add = add_write_flags(job, f"{split} | A/B/C | stratified:COLUMN:A/B | kfold:K | time:COLUMN:A/B")
+    more = "A/B/C | stratified:COLUMN:A/B | time:COLUMN:A/B | kfold:K | kfold:K:COLUMN:balanced | subset:COLUMN=VALUE"
+    add = add_write_flags(job, f"{split} | {more}")
     add("--quarantine", metavar="URL|none", help="where rejected input goes (default: into the dataset)")
 
 

@@ -17,7 +17,7 @@ from etl.write.config import LogsConfig
 from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import ConfigError, CorruptionError, nearest
+from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
 from training.driver.train import train as train_run
@@ -107,6 +107,7 @@ class Pipeline:
         etl = job.config_of(job.parser().parse(["--config", path, "--output", dataset]))
         where = ["--config", path, "--dataset", dataset, "--run", run_url]
         evaluate_args = evaluate.parser().parse(where)
+        require(not evaluate_args.follow, f"{path}: follow in [evaluate]", "follow", "an evaluation after the training")
         if own.at_least == "baseline" and evaluate_args.baseline is None:
             raise ConfigError(
                 f"{path}: there is no baseline to compare the model with",
@@ -192,6 +193,7 @@ class Pipeline:
             num_ranks=args.num_ranks,
             batch=args.batch,
             baseline=args.baseline,
+            slices=args.slice,
         )
 
     def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:

@@ -128,6 +128,7 @@ def config_of(args: Namespace) -> TrainConfig:
     """
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if hasattr(args, field.name)}
     # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
+    refuse_idle("--validate-every", "validate_every" in given and "validate" not in given, "--validate SPLIT")
     refuse_idle("--cache-bytes", "cache_bytes" in given and "cache" not in given, "--cache DIR")
     refuse_idle("--master", args.master is not None and given.get("launcher") == "local", "--launcher barrier")
     return TrainConfig(**given)

@@ -16,6 +16,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.logs import job as logs
+from etl.logs.propose import propose
 from etl.write.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
 from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_label_window, add_output_flags, output_values, summary
@@ -44,6 +45,8 @@ def parser() -> JobParser:
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
+    proposed = "write --output, a schema for such a table of unknown columns, from its first 10,000 rows; no dataset"
+    job.add_argument("--propose-schema", action="store_true", help=proposed)
     return job
 
 
@@ -66,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
+    if args.propose_schema:
+        print(propose(config))
+        return 0
     plan = logs.check(config)
     with spark_session("lockstep etl_logs", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))

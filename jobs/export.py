@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as a Keras model with its schema and fitted files: `python -m jobs.export`."""
+"""Write a checkpoint of a run as a Keras model or a SavedModel, with its schema: `python -m jobs.export`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if sys.path[0] != ROOT:
 
 from jobs._cli import JobParser, run_job
 from training.launch.local import run_local
-from training.results.export_run import Which, export_run
+from training.results.export_run import FORMATS, Which, export_run
 
 
 def parser() -> JobParser:
@@ -29,6 +29,8 @@ def parser() -> JobParser:
         metavar="last|best|STEP",
         help="last (default), best (by the run's --keep-best) or a step",
     )
+    text = "keras (default), or savedmodel, which TensorFlow loads without Keras and Lockstep; has the Keras file too"
+    add("--format", choices=FORMATS, default="keras", help=text)
     return job
 
 
@@ -45,8 +47,10 @@ def _which(text: str) -> Which:
 def main(argv: Sequence[str]) -> int:
     """Write the model; returns the exit code."""
     args = parser().parse(argv)
-    done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint)
+    done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint, form=args.format)
     print(f"{done.output}: the model of checkpoint {done.checkpoint}")
+    for column, reason in done.not_raw.items():
+        print(f"no signature `raw`: column `{column}`: {reason}")
     return 0
 
 

@@ -13,9 +13,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
 from lockstep.storage.urls import absolute, several
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from training.batches.torch_data import Loader
     from training.config import TrainConfig
     from training.launch.session import Launch
+    from training.results.trained_run import TrainedRun
     from training.run.metrics import History
-    from training.run.result import RunResult
 
 __all__ = [
-    "LockstepError", "PlannedBatches", "TrainConfig", "data", "describe", "evaluate", "load_schema", "numpy_batches",
-    "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
-    "write_logs",
+    "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
+    "numpy_batches", "on_ranks", "predict", "predict_udf", "read_history", "read_manifest", "spark_session",
+    "torch_loader", "train", "tune", "verify", "write_dataset", "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -145,6 +145,39 @@ def write_logs(
     return run(spark, LogsConfig(inputs=several(inputs), output=absolute(output), **options))
 
 
+def write_images(
+    spark: SparkSession,
+    inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    **options: Any,
+) -> DatasetManifest:
+    """Write an image set as the dataset `output`: `image` (height, width, channels) uint8, and `label`, int64 from 0.
+
+    `inputs` are files, archives or folders; the job is `lockstep etl_images`. `options` are the other fields of
+    ImagesConfig, such as source (idx, the default, cifar10, cifar100, folder, tar or parquet), image_size (height,
+    width), split or store. Nothing appears at `output` before the dataset is complete; images that cannot be read are
+    kept next to it, each with its file.
+
+    Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
+    DataError for too many rejected images or files that do not hold what they should.
+
+    >>> import lockstep, os
+    >>> from PIL import Image
+    >>> for n in range(60):
+    ...     os.makedirs(f"pictures/{n % 2}", exist_ok=True)
+    ...     Image.new("L", (8, 8), 4 * n).save(f"pictures/{n % 2}/{n}.png")
+    >>> with lockstep.spark_session("pictures", "local[2]") as spark:
+    ...     manifest = lockstep.write_images(spark, "pictures", "images", source="folder", image_size=(8, 8))
+    >>> manifest.counts.read, manifest.counts.quarantined
+    (60, 0)
+    """
+    from etl.images.config import ImagesConfig
+    from etl.images.job import run
+
+    _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
+    return run(spark, ImagesConfig(inputs=several(inputs), output=absolute(output), **options))
+
+
 def train(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
@@ -156,7 +189,7 @@ def train(
     spark: SparkSession | None = None,
     take_over: bool = False,
     **options: Any,
-) -> RunResult:
+) -> TrainedRun:
     """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
     of a finished one.
 
@@ -167,9 +200,13 @@ def train(
     run in a barrier stage of that session. `take_over` replaces another driver of the same run. `options` are the other
     fields of TrainConfig, such as seed, augment, checkpoint_every or learning_rate.
 
+    In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
+    (Ctrl-C, or the kernel's) ends the ranks; the same call resumes from the newest checkpoint.
+
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model). Raises ConfigError for invalid arguments, DataError for damaged data, TrainingFailedError
-    when ranks keep failing, SupersededError when another driver takes the run over.
+    of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
+    arguments, DataError for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another
+    driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -177,8 +214,10 @@ def train(
     (6, True)
     """
     from training.config import TrainConfig
+    from training.driver.live import progress_here
     from training.driver.preflight import preflight_before_spark
     from training.driver.train import Hooks, train
+    from training.results.trained_run import TrainedRun
 
     _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
     name, function = _name_and_text(model)
@@ -187,29 +226,131 @@ def train(
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
     checked = preflight_before_spark(config)
-    hooks = Hooks(model_function=function)
-    return train(config, _launch(spark), take_over=take_over, hooks=hooks, checked=checked)
+    hooks, launch = Hooks(model_function=function, progress=progress_here()), _launch(spark)
+    return TrainedRun.of(train(config, launch, take_over=take_over, hooks=hooks, checked=checked), launch)
+
+
+def cross_validate(
+    dataset: str | os.PathLike[str],
+    run: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    *,
+    global_batch: int,
+    epochs: int,
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+    take_over: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a model once for each fold of a dataset, and evaluate it on the fold that was held out.
+
+    `dataset` has a split `kfold:K`. `run` is a directory for the K runs; the same call resumes. All other arguments are
+    those of `train`. Returns `folds`, a list of {fold, run, model, samples, metrics}, and `metrics`: {name: {mean, std,
+    n}}, the standard deviation over n folds divided by n - 1. Raises what `train` and `evaluate` raise.
+
+    >>> import lockstep
+    >>> result = lockstep.cross_validate("folds", "cv", "logistic", global_batch=16, epochs=1)
+    >>> [fold["samples"] for fold in result["folds"]], result["metrics"]["auc"]["n"]
+    ([50, 50], 2)
+    """
+    from training.config import TrainConfig
+    from training.driver.train import Hooks
+    from training.models import check_name
+    from training.search.folds import NOT_OF_FOLDS, cross_validate
+
+    known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
+    _require_known("cross_validate", options, known)
+    name, function = _name_and_text(model)
+    config = TrainConfig(
+        datasets=several(dataset), run=os.fspath(run), model=name, num_ranks=num_ranks,
+        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
+    )  # fmt: skip
+    check_name(name, config.extra, here=spark is None)
+    return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+
+
+def tune(
+    datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    search: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    space: Mapping[str, Any],
+    *,
+    metric: str,
+    global_batch: int,
+    epochs: int,
+    trials: int | None = None,
+    parallel: int = 1,
+    sampler: Literal["tpe", "random", "grid"] = "tpe",
+    pruner: Literal["none", "median", "hyperband"] = "none",
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+    take_over: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Search for the hyper-parameters of a model; the same call resumes a search. The job is `lockstep tune`.
+
+    `search` is its directory. `space` has a range {"low": 1e-3, "high": 1.0, "log": True} or {"choices": [16, 32]} for
+    names of options, or for settings of the model ("set.width"). `metric` is NAME:max or NAME:min of an epoch's
+    metrics, such as val_auc:max with validate="val". `trials` is their number (None: the whole grid), `parallel` how
+    many train at once, each on `num_ranks` ranks; a barrier session needs slots for all. All other arguments are those
+    of `train`.
+
+    Returns the best trial (`trial`, `parameters`, `value`, `run`, `model`, `flags`, `report`), and `trials`, a list of
+    {trial, run, parameters, state, value, epochs} with the state done, pruned or failed. Raises what `train` raises,
+    ConfigError also for a space that does not fit, TrainingFailedError if no trial has a value.
+
+    >>> import lockstep
+    >>> space = {"learning_rate": {"choices": [0.01, 0.1]}}
+    >>> found = lockstep.tune(
+    ...     "data", "search", "logistic", space, metric="auc:max", sampler="grid", global_batch=16, epochs=1
+    ... )
+    >>> [trial["state"] for trial in found["trials"]], found["value"] == found["trials"][found["trial"]]["value"]
+    (['done', 'done'], True)
+    """
+    from training.config import TrainConfig
+    from training.driver.train import Hooks
+    from training.models import check_name
+    from training.search.config import SearchConfig
+    from training.search.space import space_of
+    from training.search.tune import trials_of, tune
+
+    _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
+    name, function = _name_and_text(model)
+    base = TrainConfig(
+        datasets=several(datasets), run=os.fspath(search), model=name, num_ranks=num_ranks,
+        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
+    )  # fmt: skip
+    check_name(name, base.extra, here=spark is None)
+    config = SearchConfig(
+        base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
+        sampler=sampler, pruner=pruner,
+    )  # fmt: skip
+    best = tune(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    return {**best, "trials": trials_of(config)}
 
 
 def evaluate(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     dataset: str | os.PathLike[str],
     split: str = "test",
     *,
     baseline: str | None = None,
+    slices: str | Iterable[str] = (),
     batch: int = 512,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset.
+    """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset; of several runs the mean of
+    their models' probabilities, and each model.
 
     `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
-    on the same rows. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with
-    `spark`, run in a barrier stage.
+    on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
+    COLUMN:hour. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
+    run in a barrier stage.
 
-    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`, and of the
-    baseline `baseline` and `difference`. Raises ConfigError for invalid arguments, NotFoundError for a run, dataset
-    or split that does not exist.
+    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
+    `calibration`, `confusion`, `slices`, of the baseline `baseline` and `difference`, and of several runs `members`.
+    Raises ConfigError for invalid arguments, NotFoundError for a run, dataset or split that does not exist.
 
     >>> import lockstep
     >>> result = lockstep.evaluate("run", "data", "test", baseline="majority")
@@ -218,8 +359,47 @@ def evaluate(
     """
     from training.results.evaluate import evaluate
 
-    where = os.fspath(run), os.fspath(dataset), split, _launch(spark)
-    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline)
+    where = several(run), os.fspath(dataset), split, _launch(spark)
+    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline, slices=several(slices))
+
+
+def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
+    """Predict raw rows with the newest model of a run, or with an exported model, in this process.
+
+    `rows` are a pandas DataFrame, a pyarrow Table or a dict of columns, with the columns of the dataset's declared
+    schema that are features; label, sample id and others are ignored. They are encoded as the training data was; in a
+    nullable column a NaN of pandas or NumPy is null. `batch` is the rows computed at a time.
+
+    Returns a NumPy array (n, outputs) as Keras' `model.predict` does, in the structure of the model's outputs. Raises
+    ConfigError for missing columns and other types, DataError for a null where the schema has none, NotFoundError for a
+    run without a model.
+
+    >>> import lockstep
+    >>> lockstep.predict("run", {"a": [0.5, 2.0], "b": [1.0, -1.0]}).shape
+    (2, 1)
+    """
+    from training.results.predictor import ExportedModel
+
+    return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)
+
+
+def predict_udf(run: str | os.PathLike[str], *, batch: int = 512, returns: str | None = None) -> Any:
+    """A Spark UDF that predicts raw rows with the newest model of a run, or with an exported model, in the executors.
+
+    Its one argument is a struct with the columns that `predict` takes: `df.withColumn("p", udf(struct("*")))`, or
+    `spark.udf.register(NAME, udf)` for SQL. Its values are doubles, or arrays of floats if the label is a class;
+    `returns` (`double` or `array<float>`) is for a model with other outputs. A Python worker loads the model once.
+
+    Raises ConfigError for a Spark before 4.1 and NotFoundError for a run without a model; the query fails as `predict`
+    does.
+
+    >>> import lockstep
+    >>> lockstep.predict_udf("run").returnType.simpleString()
+    'double'
+    """
+    from training.results.predict_udf import predict_udf
+
+    return predict_udf(os.fspath(run), batch=batch, returns=returns)
 
 
 def read_history(run: str | os.PathLike[str]) -> History:
@@ -258,7 +438,7 @@ def torch_loader(
 
 def _require_known(function: str, options: dict[str, Any], known: Iterable[str]) -> None:
     """Raises ConfigError for an option that `function` does not have."""
-    job = {"write_logs": "etl_logs"}.get(function, function)
+    job = {"write_logs": "etl_logs", "write_images": "etl_images"}.get(function, function)
     for name in options.keys() - known:
         raise ConfigError(
             f"{function} has no option `{name}`",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TESTS = Path(__file__).parent
-LONGEST = ("cluster", "etl", "judge", "docs", "dags", "notebooks", "training")
+LONGEST = ("cluster", "etl", "judge", "docs", "dags", "notebooks", "lockstep", "jobs", "training")
 # Folders whose tests share a worker: one Hadoop, and one Spark session for most tests that need one.
 TOGETHER = {"cluster": "hadoop", "etl": "spark", "judge": "spark"}
 APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole

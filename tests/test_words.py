@@ -19,8 +19,8 @@ HABITS = re.compile(
 
 
 def habits_in(text: str) -> list[str]:
-    """The lines of a text that have one, with their numbers; `def tell` is the method of a file."""
-    lines = enumerate(text.replace("def tell(", "").splitlines(), 1)
+    """The lines of a text that have one, with their numbers; `tell` with a bracket is a method."""
+    lines = enumerate(re.sub(r"(def |\.)tell\(", "", text).splitlines(), 1)
     return [f"{number}: {line.strip()}" for number, line in lines if HABITS.search(line)]
 
 

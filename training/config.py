@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
 BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
+VALIDATION = "val_"
+"""What the names of validation metrics begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,59 @@ class Keep:
         return min(values)[2] if values else None
 
 
-def check_metric(best: str | None, metrics: dict[str, Any]) -> None:
-    """Raise ConfigError if `best` names a metric that is missing from an epoch's `metrics`."""
+def of_validation(metric: str | None) -> bool:
+    """Whether a metric (or METRIC:max) is one of the validation split, and not of the training rows."""
+    return metric is not None and metric.startswith(VALIDATION)
+
+
+def check_metric(best: str | None, metrics: Mapping[str, Any], flag: str = "--keep-best") -> None:
+    """Raise ConfigError if `best`, the value of `flag`, names a metric that is missing from an epoch's `metrics`.
+
+    An epoch without a validation has no validation metrics.
+    """
     found = BEST.fullmatch(best) if best is not None else None
-    if found is not None and metrics and found["metric"] not in metrics:
-        raise ConfigError(
-            f"the model has no metric `{found['metric']}` to select the best checkpoint by",
-            got=f"--keep-best {best}",
-            allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
-            next_step="Correct --keep-best, or compile the model with that metric.",
-        )
+    if found is None or not metrics or found["metric"] in metrics:
+        return
+    if of_validation(found["metric"]) and not any(map(of_validation, metrics)):
+        return
+    raise ConfigError(
+        f"an epoch has no metric `{found['metric']}`",
+        got=f"{flag} {best}",
+        allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
+        next_step=f"Correct {flag}, or compile the model with that metric.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When a run ends early: `metric` has not improved in the last `patience` epochs that have it."""
+
+    metric: str
+    way: Literal["min", "max"]
+    patience: int
+
+    @classmethod
+    def parse(cls, text: str) -> StopRule:
+        """Parse METRIC:min:K or METRIC:max:K. Raises ValueError for anything else."""
+        best, _, patience = text.rpartition(":")
+        found = BEST.fullmatch(best)
+        if found is None or not (patience.isascii() and patience.isdigit() and 1 <= int(patience) < 2**31):
+            raise ValueError(STOP_ALLOWED)
+        return cls(found["metric"], "min" if found["way"] == "min" else "max", int(patience))
+
+    @property
+    def best(self) -> str:
+        """METRIC:min or METRIC:max."""
+        return f"{self.metric}:{self.way}"
+
+    def improves(self, value: float, best: float | None) -> bool:
+        """Whether `value` is better than `best`, the best so far; NaN never is."""
+        if math.isnan(value) or best is None:
+            return not math.isnan(value)
+        return value < best if self.way == "min" else value > best
+
+
+STOP_ALLOWED = "METRIC:min:K or METRIC:max:K with K from 1 up, such as val_auc:max:3"
 
 
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
@@ -144,6 +189,7 @@ def flag_of(field: str) -> str:
 # The groups of fields in --help, each by its first field.
 GROUPS = {
     "datasets": "what is trained on what",
+    "validate": "validation, and ends before the last epoch (docs/validation.md)",
     "lanes": "order of samples (docs/batches.md)",
     "read_ahead_bytes": "reading (docs/performance.md, docs/batches.md)",
     "batchnorm": "a step (docs/models.md)",
@@ -196,6 +242,18 @@ class TrainConfig:
     seed: int = 0
     """Seed of the order of samples and of the first weights."""
 
+    validate: Annotated[str | None, "SPLIT"] = None
+    """A split of the same datasets to score the model on after an epoch, over all ranks; its metrics are val_METRIC, as
+    jobs.evaluate computes them (default: none)."""
+    validate_every: Annotated[int, "E"] = 1
+    """Epochs from one validation to the next; there is one more at the end of the run."""
+    early_stop: Annotated[str | None, "METRIC:max:K"] = None
+    """End the run when METRIC has not improved in K validations (of a training metric, K epochs); METRIC:max:K or
+    METRIC:min:K, such as val_auc:max:3."""
+    max_steps: Annotated[int | None, "N"] = None
+    """End the run after N steps, if its epochs have more; a later call with more steps, or without this flag, resumes
+    it."""
+
     lanes: Annotated[int | None, "L"] = None
     """Streams of samples that a global batch is taken from; divides G (default: the largest divisor up to 64)."""
     window_bytes: int = 8 << 20
@@ -242,7 +300,8 @@ class TrainConfig:
     keep_every: Annotated[int | None, "M"] = None
     """Also keep the first checkpoint at or after each multiple of M steps."""
     keep_best: Annotated[str | None, "METRIC:max"] = None
-    """Also keep the checkpoint that is best at the end of an epoch; METRIC:max or METRIC:min."""
+    """Also keep the checkpoint that is best at the end of an epoch; METRIC:max or METRIC:min, val_METRIC with
+    --validate, else a metric of the training rows."""
 
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: stop the run, or skip the step on all ranks, up to 10 in a row.
@@ -309,8 +368,24 @@ class TrainConfig:
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0
             self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+        self._check_validation()
         self._check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
         self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
+
+    def _check_validation(self) -> None:
+        trained_on = self.split.split(",")
+        held_out = self.validate is None or ("," not in self.validate and self.validate not in ("", *trained_on))
+        self._check("validate", held_out, f"one split that is not trained on (--split {self.split})")
+        self._check_count("validate_every")
+        self._check("max_steps", self.max_steps is None or 1 <= self.max_steps < 2**63, "an integer from 1 up")
+        if self.early_stop is not None:
+            try:
+                StopRule.parse(self.early_stop)
+            except ValueError:
+                self._check("early_stop", False, STOP_ALLOWED)
+        for name in ("early_stop", "keep_best"):
+            right = self.validate is not None or not of_validation(getattr(self, name))
+            self._check(name, right, "a training metric, unless --validate SPLIT is given")
 
     def _check_step(self) -> None:
         self._check("model", bool(self.model), "a model's name or module:function")

@@ -5,7 +5,6 @@ Decision record: docs/decisions/062-features.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,8 +18,8 @@ from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from etl.spark.session import described
 from etl.spark.tasks import mapped
 from etl.split.assign import Assign
-from etl.split.splits import TRAIN
-from etl.split.time_and_strata import MAX_CLASSES, settle
+from etl.split.counted import MAX_CLASSES, settle
+from etl.split.splits import TRAIN, are_folds
 from lockstep.features.encode.transforms import plain_values
 from lockstep.features.schema.encodings import Encoding, fitted_part
 from lockstep.features.schema.fields import Field
@@ -124,9 +123,6 @@ def _unit(field: Field) -> int:
     return 0 if field.dtype in ("int64", "uint64") else FLOAT_UNIT
 
 
-_FOLD = re.compile(r"fold-\d+")
-
-
 @dataclass(frozen=True, slots=True)
 class FittedOn:
     """The splits that are counted, and the fold that is held out, if the dataset has folds."""
@@ -164,7 +160,7 @@ def fitted_on(splits: Sequence[str]) -> tuple[FittedOn, ...]:
     """The splits that statistics are fitted on: `train`, or for each fold all others."""
     if TRAIN in splits:
         return (FittedOn((TRAIN,)),)
-    if len(splits) < 2 or not all(_FOLD.fullmatch(name) for name in splits):
+    if not are_folds(splits):
         raise ConfigError(
             "there is no split to fit statistics on",
             got=f"splits {', '.join(splits)}",

@@ -96,7 +96,7 @@ class ImagesConfig(OutputConfig):
         """Whether images may become pixels only when they are written. Not if splits or weights depend on counts of
         records: these need to know first which images are broken.
         """
-        counted = self.weights != "none" or self.split_spec.kind in ("stratified", "time")
+        counted = self.weights != "none" or self.split_spec.counted
         return self.source in ENCODED and self.store == "pixels" and not counted
 
     @property

@@ -168,7 +168,7 @@ class ShardPlans:
         sizes = {name: (count, size) for name, count, size in sorted(zip(*found.to_pydict().values(), strict=True))}
         if set(split.names) - set(sizes):
             raise NotPlannable("an empty split")
-        table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, alike=split.kind == "kfold")
+        table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes)
         archives = sum(source.size_bytes for source in self.plan.sources)
         read = archives * table.total
         if read > max(MAX_READS * archives, FREE_READ_BYTES) or len(self.plan.sources) * table.total > MAX_OPENED:

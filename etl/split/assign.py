@@ -124,7 +124,7 @@ class Assign:
         if self.sample is None:
             kept = self._kept(batch, ids, splits)
         elif self.split.counted:
-            # Only etl.split.time_and_strata knows whether a row is in a split that is sampled, so rows that sampling
+            # Only etl.split.counted knows whether a row is in a split that is sampled, so rows that sampling
             # leaves out are kept whole.
             out = pa.array(~self.sample.keeps(batch, ids, self.seed))
             kept = self._kept(batch, ids, splits)

@@ -71,7 +71,7 @@ def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
     ids = () if split.kind in ("random", "kfold") and split.column is None else (ID,)
     if split.kind == "time":
         return (*ids, TIME)
-    if split.kind in ("group", "kfold") and split.column is not None:
+    if split.grouped:
         return (*ids, GROUP)
     return (*ids, CONTENT) if fed(schema) else ids
 
@@ -96,7 +96,8 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
         assert split.column is not None
         column = f.col(c.quoted(split.column))
         return f.unix_date(column).cast("bigint") if dict(df.dtypes)[split.column] == "date" else column.cast("bigint")
-    if split.column is not None and split.kind in ("group", "kfold"):
+    if split.grouped:
+        assert split.column is not None
         return f.xxhash64(c.quoted(split.column))
     features = fed(schema)
     if not features:

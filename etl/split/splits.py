@@ -1,4 +1,4 @@
-"""How records are split: by hash, independent of other records, or by counts over all records (stratified, time).
+"""How records are split: independent of other records, or by counts over all records (stratified, time, balanced).
 
 Decision record: docs/decisions/061-splits-and-leakage.md.
 """
@@ -6,7 +6,7 @@ Decision record: docs/decisions/061-splits-and-leakage.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,18 +20,19 @@ from lockstep.features.sample_id import group_hashes, unit_hashes
 from lockstep.storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-KINDS = ("random", "group", "kfold", "stratified", "time", "given")
-COUNTED = ("stratified", "time")  # kinds that depend on the number of records
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
 ALLOWED = (
     "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B,"
-    " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
+    " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K, kfold:K:COLUMN or kfold:K:COLUMN:balanced,"
+    " subset:COLUMN=VALUE,VALUE (these values are test), or given"
 )
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
 _OLD_SHARES = re.compile(r"[0-9.]+(:[0-9.]+)+")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
+_FOLD = re.compile(r"fold-\d+")
+_BALANCED = ":balanced"
 _TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
 
 
@@ -40,14 +41,18 @@ class SplitSpec:
     """How records are split.
 
     `kind` random: by the sample id; group: by the value of `column`; kfold: either of them, into equal folds;
-    stratified: each value of `column` in the ratio `weights`; time: by `column`, the earliest records first; given: the
-    input names the split. `names` are the splits in the order of `weights`; empty for given.
+    stratified: each value of `column` in the ratio `weights`; time: by `column`, the earliest records first; subset:
+    rows whose `column` is one of `values` are test, all others train; given: the input names the split. `names` are the
+    splits in the order of `weights`; empty for given. `balanced` deals the groups of kfold by their sizes, so that
+    folds are as equal as whole groups allow.
     """
 
     kind: str = "random"
     names: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
     column: str | None = None
+    balanced: bool = False
+    values: tuple[str, ...] = ()
 
     @property
     def given(self) -> bool:
@@ -56,8 +61,13 @@ class SplitSpec:
 
     @property
     def counted(self) -> bool:
-        """Whether splits are known only after all records were counted (etl.split.time_and_strata)."""
-        return self.kind in COUNTED
+        """Whether splits are known only after all records were counted (etl.split.counted)."""
+        return self.kind in ("stratified", "time", "subset") or self.balanced
+
+    @property
+    def grouped(self) -> bool:
+        """Whether all rows of one value of `column` are in one split."""
+        return self.kind in ("group", "kfold", "subset") and self.column is not None
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -69,7 +79,10 @@ class SplitSpec:
         """The form that `parse` reads."""
         shares = "/".join(map(str, self.weights))
         if self.kind == "kfold":
-            return f"kfold:{len(self.names)}" + ("" if self.column is None else f":{self.column}")
+            column = "" if self.column is None else f":{self.column}"
+            return f"kfold:{len(self.names)}{column}{_BALANCED if self.balanced else ''}"
+        if self.kind == "subset":
+            return f"subset:{self.column}={','.join(self.values)}"
         return {"given": "given", "random": shares}.get(self.kind, f"{self.kind}:{self.column}:{shares}")
 
     @classmethod
@@ -89,10 +102,18 @@ class SplitSpec:
         head, _, rest = text.partition(":")
         if head == "kfold":
             count, separator, column = rest.partition(":")
+            balanced = column.endswith(_BALANCED)
+            column = column.removesuffix(_BALANCED)
             if not _FOLDS.fullmatch(count) or not 2 <= int(count) <= MAX_FOLDS or (separator and not column):
                 raise _unreadable(text)
             names = tuple(f"fold-{number}" for number in range(int(count)))
-            return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None)
+            return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None, balanced=balanced)
+        if head == "subset":
+            column, _, listed = rest.partition("=")
+            values = tuple(listed.split(","))
+            if not column or not all(values) or len(set(values)) < len(values):
+                raise _unreadable(text)
+            return cls(kind="subset", names=(TRAIN, TEST), column=column, values=values)
         if head not in ("group", "stratified", "time"):
             return cls(names=_names(text, text), weights=_weights(text, text))
         column, _, shares = rest.rpartition(":")
@@ -107,7 +128,7 @@ class SplitSpec:
         assert self.column is not None
         if self.kind == "time" and kind not in (*c.WHOLE, "date", "timestamp"):
             raise ConfigError(**_unfit(self.column, kind, _TIMES))
-        if self.kind == "stratified" and kind not in (*c.WHOLE, "boolean", "string"):
+        if self.kind in ("stratified", "subset") and kind not in (*c.WHOLE, "boolean", "string"):
             raise ConfigError(**_unfit(self.column, kind, _CLASSES))
         if kind.partition("<")[0] in c.NESTED:
             raise ConfigError(**_unfit(self.column, kind, "a number, text, bytes, boolean, date or time"))
@@ -115,9 +136,9 @@ class SplitSpec:
     def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
         """The split of each row: (n,) strings, none null.
 
-        `ids` are the rows' sample ids, (n,) int64. For stratified and time the result is not the split, but the value
-        from which etl.split.time_and_strata decides it: the class, or the time as a whole number, as text. Raises
-        DataError for a null in `column`.
+        `ids` are the rows' sample ids, (n,) int64. For `counted` splits the result is not the split, but the value from
+        which etl.split.counted decides it, as text: the class, the time as a whole number, the hash of the group, or
+        the number of the value in `values` (the empty text for others). Raises DataError for a null in `column`.
         """
         if self.kind == "given":
             return _no_nulls(c.SPLIT, batch.column(c.SPLIT))
@@ -128,7 +149,11 @@ class SplitSpec:
             return times_of(self.column, column).cast(pa.string())
         if self.kind == "stratified":
             return texts_of(self.column, column)
-        return self._named(group_hashes(c.text_of(column), seed))
+        if self.kind == "subset":
+            numbers = pc.index_in(texts_of(self.column, column), value_set=pa.array(self.values, pa.string()))
+            return pc.fill_null(numbers.cast(pa.string()), "")
+        hashes = group_hashes(c.text_of(column), seed)
+        return pa.array(hashes.view(np.int64)).cast(pa.string()) if self.balanced else self._named(hashes)
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
@@ -139,6 +164,11 @@ def current_spelling(text: str) -> str:
     if text.startswith("user:"):
         return f"group:{text.removeprefix('user:')}"
     return text.replace(":", "/") if _OLD_SHARES.fullmatch(text) else text
+
+
+def are_folds(names: Collection[str]) -> bool:
+    """Whether splits of these names are folds: two or more, all called fold-NUMBER."""
+    return len(names) > 1 and all(map(_FOLD.fullmatch, names))
 
 
 def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
@@ -219,6 +249,8 @@ def _example(text: str) -> str:
         return "time:80/20" if column is None else f"time:{column}:80/20"
     if head in ("group", "stratified"):
         return f"{head}:{column or 'COLUMN'}:80/20"
+    if head == "subset":
+        return f"subset:{(column or 'COLUMN').partition('=')[0]}=VALUE"
     return "80/20"
 
 

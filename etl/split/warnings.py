@@ -18,7 +18,7 @@ def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
 
     `records` is the number of each split's records.
     """
-    if split.column is None or split.kind not in ("group", "kfold"):
+    if not split.grouped or not split.weights:
         return None
     total, parts = sum(records.values()), sum(split.weights)
     asked = {name: Fraction(weight, parts) for name, weight in zip(split.names, split.weights, strict=True)}

@@ -94,6 +94,8 @@ class WriteConfig:
             require(
                 spec.kind != "time", "--append-to", self.split, "another split: a border in time belongs to the parent"
             )
+            kept = "another split, such as kfold:K:COLUMN: more records would move groups between balanced folds"
+            require(not spec.balanced, "--append-to", self.split, kept)
         if self.sample is not None:
             Sampling.parse(self.sample)
 

@@ -20,10 +20,10 @@ from etl.spark.errors import SameIdError, translated
 from etl.spark.session import at_once, bounded
 from etl.spark.tasks import mapped
 from etl.split.assign import Assign
+from etl.split.counted import check_values, settle
 from etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
 from etl.split.sampling import balanced
 from etl.split.splits import SplitSpec, span_of
-from etl.split.time_and_strata import settle
 from etl.split.warnings import far_from_shares, label_lines, percent
 from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
 from etl.write.checks import Target, check_output, check_target
@@ -312,6 +312,8 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
         rows = mapped(df.drop(late.field.name, PACKED, PLACE), thin, thin.output).persist()
         full = mapped(df, whole, whole.output)
     try:
+        if split.kind == "subset" and job.target.parent is None:  # an append need not have all values
+            check_values(rows, df, split)
         with building(job) as place, ExitStack() as stack:
             done = _built(place.staging, df, settle(rows, split, window), full, job, stack)
             return publish(place, job, done)
@@ -346,7 +348,7 @@ def _built(
         rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
         sizes = sizes_of(rows).splits
     blocks = None if job.target.parent is None else job.target.parent.block_records
-    table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
+    table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks)
     urls, compression = urls_of(origin), compression_of(config)
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression)
     if full is None:

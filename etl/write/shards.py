@@ -20,6 +20,7 @@ from etl import columns as c
 from etl.spark.errors import SameIdError
 from etl.spark.session import described
 from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
+from etl.split.splits import are_folds
 from lockstep.features.arrow import flat
 from lockstep.features.sample_id import shard_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
@@ -305,17 +306,15 @@ def plan_shards(
     shard_bytes: int,
     row_group_bytes: int | None = None,
     blocks: Mapping[str, int] | None = None,
-    *,
-    alike: bool = False,
 ) -> ShardTable:
     """The shards of each split from its (records, encoded bytes).
 
     `row_group_bytes` is the average size of a block, if it is set; `blocks` has the records of a block for splits where
-    they are fixed (an append takes them from its parent); `alike` gives all splits the smallest blocks, so that folds
-    can be trained on together.
+    they are fixed (an append takes them from its parent). All folds get the smallest blocks, so that they can be
+    trained on together.
     """
     records = {name: block_records(count, size, row_group_bytes) for name, (count, size) in sizes.items()}
-    if alike:
+    if are_folds(sizes):
         records = dict.fromkeys(records, min(records.values()))
     records |= {name: n for name, n in (blocks or {}).items() if name in sizes}
     return ShardTable(tuple((name, -(-size // shard_bytes), records[name]) for name, (_, size) in sizes.items()))

@@ -14,6 +14,7 @@ RESULTS = "results"
 METRICS = "metrics"
 LOGS = "logs"
 AUDITS = "audit"
+BASELINES = "baselines"
 STAGINGS = ".staging"
 TRASHES = ".trash"
 BY_GENERATION = (CHECKPOINTS, MODELS, RESULTS, METRICS, LOGS, AUDITS, TRASHES)

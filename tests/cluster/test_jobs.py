@@ -126,6 +126,7 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
     assert "rate:page" in evaluation and "auc" in evaluation
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_path: Path) -> None:
     """Uploaded, then ETL to evaluation in one session whose executors are YARN's, in client mode.

@@ -19,6 +19,7 @@ from training.run.lineage import read_claims
 from training.run.paths import RunPaths
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_ranks_too_large_are_refused_before_their_first_step_or_ended_at_the_second_kill(
     hadoop: Cluster, tmp_path: Path

@@ -17,14 +17,20 @@ STORIES = {
         "docs/reading-elsewhere.md",
         "docs/batches.md",
         "docs/guarantees.md",
+        "docs/validation.md",
+        "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",
+        "docs/tuning.md",
+        "docs/folds.md",
+        "docs/prediction.md",
     ],
-    "scripts": ["docs/models.md", "docs/ready-models.md"],
+    "models": ["docs/ready-models.md", "docs/baselines.md"],
+    "scripts": ["docs/models.md"],
     "cluster": ["docs/cluster.md"],
 }
 WITH_COMMANDS = [page for pages in STORIES.values() for page in pages]
-LONG = ("data", "scripts")  # `make test` only checks their flags and imports: test_flags.py, test_snippets.py
+LONG = ("data", "models", "scripts")  # `make test` only checks their flags and imports: test_flags.py, test_snippets.py
 MOST_README_LINES = 130
 
 

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.dataset as ds
 import pytest
+from sklearn.model_selection import GroupKFold
 
 import etl
 from etl import columns as c
 from etl import tables
 from etl.spark.errors import to_wire, translated
 from etl.spark.tasks import mapped
+from etl.split import counted
 from etl.split.assign import Assign
+from etl.split.counted import settle
 from etl.split.leakage import by_chance, check_leakage, leak_key
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
-from etl.split.time_and_strata import settle
 from etl.tables import TableConfig
 from etl.write.frame import infer_schema, prepared
 from etl.write.shards import sizes_of
@@ -57,6 +59,53 @@ def frame(spark: SparkSession) -> DataFrame:
 
 
 HALVES = {"train": 300, "test": 300}
+
+
+@pytest.mark.parametrize("sample", [None, "click=0:50%"])
+def test_balanced_folds_are_dealt_by_what_is_written(spark: SparkSession, frame: DataFrame, sample: str | None) -> None:
+    wide = frame.where("id % 50 < 7 OR id < 100 OR user = 'u20'")  # groups of 12 and of 2 rows
+    found, spec, schema = split_rows(wide, "kfold:3:user:balanced", sample=sample)
+    kept = found.where("_dropped IS NULL").select("user", c.SPLIT).collect()
+    users = np.array([row["user"] for row in kept])
+    theirs = [len(test) for _, test in GroupKFold(3).split(users, groups=users)]
+    sizes = Counter(row[c.SPLIT] for row in kept)
+    assert [sizes[name] for name in spec.names] == theirs and (sample is None) == (len(kept) == wide.count())
+    again, *_ = split_rows(wide.repartition(5, "x"), "kfold:3:user:balanced", sample=sample)
+    assert sorted(again.where("_dropped IS NULL").select("user", c.SPLIT).collect()) == sorted(kept)
+    records = {name: sizes[name] for name in spec.names}
+    leakage = check_leakage(found.where("_dropped IS NULL"), spec, schema, records)
+    assert leakage.to_json() == {
+        "kind": "kfold", "checked": ["group", "sample_id"], "found": {"group": 0, "sample_id": 0}
+    }  # fmt: skip
+
+
+def test_too_many_groups_to_balance(spark: SparkSession, frame: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted, "MAX_GROUPS", 49)
+    with pytest.raises(DataError, match="too many groups") as caught:
+        split_rows(frame, "kfold:3:user:balanced")
+    assert "--split kfold:3:user" in caught.value.next_step
+
+
+def test_a_subset_of_named_groups(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    def write(name: str, rows: DataFrame, split: str, **more: Any) -> DatasetManifest:
+        return etl.write_dataset(
+            rows, str(tmp_path / name), id_columns=["id"], label="click", fmt="parquet", split=split, **more
+        )
+
+    manifest = write("a", frame.where("id < 300"), "subset:user=u3,u40", sample="click=0:50%")
+    assert {row["user"] for row in read(tmp_path / "a", "test")} == {"u3", "u40"}
+    assert len(read(tmp_path / "a", "test")) == 12, "the test split is not sampled"
+    assert not {"u3", "u40"} & {row["user"] for row in read(tmp_path / "a", "train")}
+    assert manifest.leakage is not None and manifest.leakage["found"] == {"group": 0, "sample_id": 0}
+    assert manifest.created_by["config"]["split"] == "subset:user=u3,u40"
+    with pytest.raises(DataError, match="a value that no row has") as caught:
+        write("b", frame, "subset:user=u3,u400")
+    assert caught.value.got.startswith("u400 (perhaps `u4") and "`user`: u0, u1, u10" in caught.value.allowed
+    more = {"append_to": str(tmp_path / "a"), "sample": "click=0:50%"}
+    appended = write("c", frame.where("id >= 300 AND user <> 'u3'"), "subset:user=u3,u40", **more)
+    assert {row["user"] for row in read(tmp_path / "c", "test")} == {"u40"} and appended.parent is not None
+    with pytest.raises(ConfigError, match="--append-to"):
+        write("d", frame, "kfold:3:user:balanced", append_to=str(tmp_path / "a"))
 
 
 def read(url: Path, split: str) -> list[dict[str, Any]]:

@@ -22,11 +22,16 @@ from lockstep.storage.errors import ConfigError
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_table
 from training import models
+from training.config import TrainConfig
+from training.launch.session import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
-WITH_PROCESSES = ("write_dataset", "write_logs", "train", "evaluate", "read_history", "spark_session")
+WITH_PROCESSES = (
+    "write_dataset", "write_logs", "write_images", "train", "evaluate", "cross_validate", "tune", "predict",
+    "predict_udf", "read_history", "spark_session",
+)  # fmt: skip
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
@@ -76,6 +81,7 @@ def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
+    write_table(tmp_path / "folds", records={"fold-0": 50, "fold-1": 50})
     done = python("-c", RUN_EXAMPLES, *WITH_PROCESSES, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # The run is complete, so this starts nothing.
@@ -212,8 +218,14 @@ def test_a_mocked_driver_gets_an_importable_function_by_its_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     build = importlib.import_module("face_model").build
     seen: list[str] = []
-    monkeypatch.setattr("training.driver.train.train", lambda config, launch, **more: seen.append(config.model))
-    lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
+
+    def train(config: TrainConfig, launch: Launch, **more: Any) -> None:
+        seen.append(config.model)
+        raise InterruptedError
+
+    monkeypatch.setattr("training.driver.train.train", train)
+    with pytest.raises(InterruptedError):
+        lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
     assert seen == ["face_model:build"]
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
@@ -208,3 +212,67 @@ class StopOnOneRank(keras.callbacks.Callback):
         if batch == 4 and not StopOnOneRank.asked:
             StopOnOneRank.asked = True
             self.model.stop_training = True
+
+
+def restless(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Dropout and batch normalisation, and a layer that draws and counts at each call, also in a test."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = keras.layers.Concatenate()(list(inputs.values()))
+    x = keras.layers.BatchNormalization(momentum=0.8)(keras.layers.Dense(8, activation="relu")(x))
+    x = Restless()(keras.layers.Dropout(0.3, seed=5)(x))
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", kernel_regularizer="l2")(x))
+    optimizer = keras.optimizers.Adam(0.02)
+    model.compile(optimizer, "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")], jit_compile=False)
+    return model, [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5, min_delta=0.02)]
+
+
+def with_dropout(signature: Signature, options: ModelOptions) -> keras.Model:
+    """`restless` without its callback."""
+    return restless(signature, options)[0]
+
+
+class Restless(keras.layers.Layer):
+    """Adds a draw from its own seeds, times the calls so far, to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        """The same shape."""
+        self.calls.assign_add(1.0)
+        return x + 1e-3 * self.calls * keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+
+
+def watches_validation(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression with dropout whose rate and end follow the validation loss."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = keras.layers.Dropout(0.3, seed=5)(keras.layers.Concatenate()(list(inputs.values())))
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
+    optimizer = keras.optimizers.Adam(0.05)
+    model.compile(optimizer, "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")], jit_compile=False)
+    return model, [keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=0, factor=0.5, min_delta=0.02)]
+
+
+def killed_in_a_validation(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """`watches_validation`; the first process that takes its second step of a test is killed, once.
+
+    The environment's KILL_ONCE names a file that it makes before. Without it nothing happens.
+    """
+    model, callbacks = watches_validation(signature, options)
+    plain, marker, steps = model.test_step, os.environ.get("KILL_ONCE"), []
+
+    def count() -> Any:
+        steps.append(1)
+        if marker is not None and len(steps) == 2:
+            with contextlib.suppress(FileExistsError), open(marker, "x"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return np.float32(0)
+
+    def test_step(data: Any) -> Any:
+        with tf.control_dependencies([tf.numpy_function(count, [], tf.float32)]):
+            return plain(data)
+
+    object.__setattr__(model, "test_step", test_step)  # bypasses Keras' tracking
+    return model, callbacks

@@ -26,6 +26,7 @@ from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
 from training.exchange.agreement import NonFiniteError
 from training.rank.runtime import set_precision
+from training.results.predict import ENTRY as PREDICT
 from training.run.checkpoint import Tensors, read_rank_file
 from training.run.checkpoint_division import read_whole
 from training.run.lineage import find_tip
@@ -79,7 +80,7 @@ def run_threads(
 
     from training.profiling.profile_rank import ProfileRank
     from training.rank.fit import Fit
-    from training.results import evaluate_rank, export_run
+    from training.results import evaluate_rank, export_run, predict_rank
 
     makers: dict[str, Any] = {"training.rank.runtime:main": Fit, "training.profiling.profile:main": ProfileRank}
     config = TrainConfig.from_json(task.payload["config"])
@@ -100,8 +101,8 @@ def run_threads(
     def one(comm: Communicator) -> dict[str, Any]:
         try:
             if not fits:
-                alone = export_run.run if task.entry == "training.results.export_run:main" else evaluate_rank.run
-                return alone(contexts[comm.rank], config)
+                others = {"training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
+                return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank], config)
             with fits[comm.rank] as fit:
                 return fit.run()
         except BaseException as error:

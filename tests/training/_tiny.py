@@ -20,7 +20,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.features.examples import encode_batch
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.fitted import Vocabulary
+from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -138,15 +138,15 @@ def write_rows(
     shards: int,
     block_records: int,
     seed: int,
-    fitted: tuple[Vocabulary, ...] = (),
+    fitted: tuple[Fitted, ...] = (),
 ) -> DatasetManifest:
     """Write any rows as a dataset, cut into splits of `records` rows each, in order; `fitted` under their names."""
     splits: dict[str, SplitInfo] = {}
     files: dict[str, FileInfo] = {}
-    for vocabulary in fitted:
-        document = canonical_bytes(vocabulary.to_json())
-        files[fitted_path(f"{vocabulary.name}.json")] = FileInfo(len(document), sha256_hex(document))
-        _put(DatasetPaths(root).fitted(f"{vocabulary.name}.json"), document)
+    for each in fitted:
+        document = canonical_bytes(each.to_json())
+        files[fitted_path(f"{each.name}.json")] = FileInfo(len(document), sha256_hex(document))
+        _put(DatasetPaths(root).fitted(f"{each.name}.json"), document)
     row = 0
     for split, count in records.items():
         # Uneven shards on purpose: shard i gets the rows from count * i / shards on, so most end in a short block.

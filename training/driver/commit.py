@@ -15,11 +15,11 @@ from lockstep.storage.documents import canonical_bytes, seal, unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
 from training.config import Keep, check_metric
 from training.control.server import Handler
+from training.driver.live import RunProgress
 from training.driver.retention import MetricValues, empty_trash, retire
 from training.launch.executors import ExecutorMemory
 from training.run import notes
@@ -237,16 +237,19 @@ class RunHandler(Handler):
         claim: Claim,
         tip: Checkpoint | None,
         commits: CommitHandler,
-        progress: Progress,
+        progress: RunProgress,
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
+        on_epoch: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs."""
+        """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs. `on_epoch` takes
+        the row of each epoch's metrics."""
         super().__init__()
+        self._on_epoch = on_epoch
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
-        self._note = ""
+        self._note = self._val_note = ""
         self._doubted: set[str] = set()  # metrics that a note was printed about
         self._bar = threading.Lock()
         self._ended = threading.Event()
@@ -314,9 +317,14 @@ class RunHandler(Handler):
             self._metrics.add(canonical_bytes(row).decode())
             if row["kind"] == "epoch":
                 self._doubt(row)
+                val_loss = row["metrics"].get("val_loss")
+                self._val_note = f", val_loss {val_loss:.4f}" if isinstance(val_loss, float) else self._val_note
+                self._on_epoch(row)
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
-                self._note = f"loss {loss:.4f}"
+                self._note = f"loss {loss:.4f}{self._val_note}"
+            with self._bar:
+                self._progress.add(row)
 
     def _doubt(self, row: dict[str, Any]) -> None:
         """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
-from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
@@ -18,7 +18,7 @@ from training.models import check_name, scales_learning_rate
 from training.plan.datasets import held_out, open_mixture, open_parts, split_of
 from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from training.plan.make_plan import make_plan
-from training.plan.mixture import Plan
+from training.plan.mixture import Plan, steps_asked
 from training.reading.open import load_encoder
 from training.run.paths import RunPaths
 from training.run.result import RunResult, find_result
@@ -101,8 +101,10 @@ def preflight(config: TrainConfig) -> CheckedRun:
     )
     manifest, _, plan = open_and_plan(config)
     plan.steps(config.epochs)
+    if config.validate is not None:
+        check_validation(config, config.validate)
     fs, paths = filesystem(config.run), RunPaths(config.run)
-    finished = finished_result(fs, paths, config) if check_run(fs, paths, config, plan) else None
+    finished = finished_result(fs, paths, config, plan) if check_run(fs, paths, config, plan) else None
     if config.init_from is not None and not fs.exists(paths.run_json):
         check_weights(config.init_from)
     return CheckedRun(config, manifest, plan, finished)
@@ -114,8 +116,13 @@ def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
     The model's name and settings are checked in both cases.
     """
     check_name(config.model, config.extra, here=config.launcher == "local")
+    return preflight(config) if all_local(config) else None
+
+
+def all_local(config: TrainConfig) -> bool:
+    """Whether all URLs of a run are on the local disk, so that it can be checked without Spark's settings."""
     urls = (*config.datasets, config.run, config.init_from or config.run)
-    return preflight(config) if all(map(_is_local, urls)) else None
+    return all(split_url(url)[0] == "file" for url in urls)
 
 
 class PlannedData(NamedTuple):
@@ -150,13 +157,25 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     return manifest, encoder
 
 
-def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
-    """The result that counts, if it has as many epochs as the configuration."""
+def check_validation(config: TrainConfig, split: str) -> None:
+    """Raise ConfigError unless the run's datasets have rows in `split`, and fit together there."""
+    for url in config.datasets:
+        splits = load_dataset(url).splits
+        if split not in splits or not splits[split].records:
+            raise ConfigError(
+                f"{url} has nothing to validate on",
+                got=f"--validate {split}, {'a split without records' if split in splits else 'no such split'}",
+                allowed=", ".join(sorted(set(splits) - set(config.split.split(",")))) or "a dataset with another split",
+                next_step="Correct --validate, or build the dataset with that split.",
+            )
+    open_parts(config.datasets, split)
+
+
+def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> RunResult | None:
+    """The result that counts, if it was asked for as many epochs and steps as the configuration asks for."""
     done = find_result(fs, paths)
     if done is None or int(done["epochs"]) < config.epochs:
         return None
+    if steps_asked(plan, int(done["epochs"]), done["max_steps"]) < steps_asked(plan, config.epochs, config.max_steps):
+        return None
     return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
-
-
-def _is_local(url: str) -> bool:
-    return split_url(url)[0] == "file"

@@ -14,7 +14,6 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Progress
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from training.comm.options import CommOptions
@@ -23,15 +22,26 @@ from training.control.failures import LauncherGoneError, MemoryKillError, RankFa
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.commit import CommitHandler, RunHandler
+from training.driver.live import OnTerminal, RunProgress
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
 from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
 from training.models import may_follow_length
-from training.plan.mixture import Plan
+from training.plan.mixture import Plan, steps_asked
+from training.run import notes
 from training.run.comm_plans import read_plans
-from training.run.lineage import CheckpointRef, Claim, SupersededError, checkpoints, epochs_asked, find_tip, read_claims
+from training.run.lineage import (
+    Checkpoint,
+    CheckpointRef,
+    Claim,
+    SupersededError,
+    checkpoints,
+    epochs_asked,
+    find_tip,
+    read_claims,
+)
 from training.run.paths import RunPaths
 from training.run.result import RunResult
 from training.run.run_json import open_run
@@ -41,6 +51,10 @@ log = logging.getLogger(__name__)
 ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
 HOUR_S = 3600.0
+
+
+class EndedByCallerError(LockstepError):
+    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
@@ -89,8 +103,14 @@ class Hooks:
     """Seconds between two checks of lease and claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
+    progress: Callable[[TrainConfig, int], RunProgress] = OnTerminal
+    """Shows the run, of so many steps, while it trains."""
     model_function: str | None = None
     """The model's function for ranks that cannot import it (training.launch.model_function)."""
+    on_epoch: Callable[[dict[str, Any]], None] = lambda row: None
+    """Takes the row of each epoch's metrics when it ends; called by a thread that must not wait."""
+    ended: Callable[[], EndedByCallerError | None] = lambda: None
+    """The error with which the caller ends the run, None while it may continue; asked every 0.2 s."""
 
 
 def train(
@@ -108,7 +128,7 @@ def train(
     Raises ConfigError for an invalid configuration, for one that contradicts the run, and if executors were killed
     twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
     more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
-    SupersededError if another driver has taken the run over.
+    SupersededError if another driver has taken the run over; what `hooks.ended` returns.
     """
     hooks = hooks or Hooks()
     checked = checked or preflight(config)
@@ -116,6 +136,7 @@ def train(
         return checked.finished
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
+    notes.show(notes.of_keep_best(config.keep_best))
     memory = None
     if isinstance(launch, SessionLauncher):
         memory = launch.ready(config.num_ranks, config.start_limit_s)
@@ -124,7 +145,7 @@ def train(
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         with (
-            Progress("training", plan.steps(config.epochs), "steps") as progress,
+            hooks.progress(config, steps_asked(plan, config.epochs, config.max_steps)) as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
@@ -140,7 +161,7 @@ class _Driver:
         fs: FileSystem,
         paths: RunPaths,
         hooks: Hooks,
-        progress: Progress,
+        progress: RunProgress,
         ownership: Ownership,
         launches: Launches,
         memory: ExecutorMemory | None,
@@ -179,8 +200,7 @@ class _Driver:
                 print(f"resuming from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
-                overtaken = self._ownership.overtaken
-                with RunHandler(self._paths, claim, tip, commits, self._progress, overtaken, self._memory) as handler:
+                with self._handler(claim, tip, commits) as handler:
                     results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
                 return self._finish(claim, commits.tip, results[0])
@@ -190,7 +210,7 @@ class _Driver:
                 raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
-                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
+                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError | EndedByCallerError):
                     raise
                 if isinstance(error, RankFailedError) and error.alike:
                     raise
@@ -222,10 +242,10 @@ class _Driver:
             )
 
     def _print_saved(self, tip: CheckpointRef | None) -> None:
-        steps = self._plan.steps(self._config.epochs)
+        steps = steps_asked(self._plan, self._config.epochs, self._config.max_steps)
         saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
         then = "resumes from there" if tip else "starts from the beginning"
-        print(f"{self._paths.root}: {saved}; the same command {then}", file=sys.stderr, flush=True)
+        print(f"{self._paths.root}: {saved}; the same call {then}", file=sys.stderr, flush=True)
 
     def _task(self, claim: Claim) -> RankTask:
         hooks, source = self._hooks, self._config.init_from
@@ -235,6 +255,14 @@ class _Driver:
         task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry)
         more = {"first_weights": self._first_weights, "model_function": hooks.model_function}
         return replace(task, payload={**task.payload, **more})
+
+    def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
+        def ended() -> LockstepError | None:
+            return self._ownership.overtaken() or self._hooks.ended()
+
+        return RunHandler(
+            self._paths, claim, tip, commits, self._progress, ended, self._memory, on_epoch=self._hooks.on_epoch
+        )
 
     def _commits(self, claim: Claim) -> CommitHandler:
         return CommitHandler(
@@ -266,6 +294,9 @@ class _Driver:
             model=model if self._fs.exists(model) else None,
             class_counts=first.get("class_counts"),
             left_over=[str(sample) for sample in first.get("left_over", [])],
+            max_steps=self._config.max_steps,
+            stopped_by=first.get("stopped_by"),
+            validation_s=float(first.get("validation_s", 0.0)),
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)

@@ -26,21 +26,28 @@ from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_stream
-from lockstep.storage.urls import join
+from lockstep.storage.urls import join, parent
 from training import models
 from training.config import TrainConfig, lane_groups
 from training.models import ModelOptions
 from training.plan.datasets import what_differs
 from training.run.checkpoint import read_manifest, write_bytes
 from training.run.checkpoint_division import read_whole
-from training.run.weights_source import MODEL_FILE, SCHEMA_FILE, checked_file, checked_model, weights_at
+from training.run.weights_source import (
+    FITTED_PREFIX,
+    MODEL_FILE,
+    SCHEMA_FILE,
+    SIGNATURE_FILE,
+    checked_file,
+    checked_model,
+    weights_at,
+)
 from training.steps import model_state
 from training.steps.batchnorm import GhostBatchNormalization
 from training.steps.distribute import own_class
 from training.steps.optimizers import CorrectedSGD, WarmUp
 from training.steps.patching import swapped
 
-SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
 
@@ -59,7 +66,7 @@ def export(
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
         model.save(path)
-        files = [_upload(path, directory)]
+        files = [upload(path, directory, MODEL_FILE)]
     schema = replace(Schema.from_json(manifest.schema), sampled=sampled_of(manifest))
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
     if any(field.is_baked for field in schema):
@@ -74,20 +81,20 @@ def export(
     return files
 
 
-def _upload(path: Path, directory: str) -> dict[str, Any]:
-    """Write a file of this host durably, in pieces; returns {name, bytes, sha256}.
+def upload(path: Path, directory: str, name: str, *, exclusive: bool = True) -> dict[str, Any]:
+    """Write a file of this host durably as `name` in `directory`, in pieces; returns {name, bytes, sha256}.
 
     A model with its optimizer's state may be larger than the container's free memory.
     """
-    fs, url = filesystem(directory), join(directory, path.name)
-    fs.mkdirs(directory)
+    fs, url = filesystem(directory), join(directory, name)
+    fs.mkdirs(parent(url))
 
     def produce(writer: Writer) -> None:
         with path.open("rb") as file:
             while piece := file.read(PIECE_BYTES):
                 writer.write(piece)
 
-    write_stream(fs, url, produce)
+    write_stream(fs, url, produce, exclusive=exclusive)
     size, digest = file_digest(filesystem(str(path)), str(path))
     if (written := file_digest(fs, url)) != (size, digest):
         raise CorruptionError(
@@ -96,7 +103,7 @@ def _upload(path: Path, directory: str) -> dict[str, Any]:
             got=f"{written[0]} bytes, sha256 {written[1]}",
             allowed=f"{size} bytes, sha256 {digest}",
         )
-    return {"name": path.name, "bytes": size, "sha256": digest}
+    return {"name": name, "bytes": size, "sha256": digest}
 
 
 @contextmanager
@@ -146,8 +153,15 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
                 raise _other_data("set of fitted files", f"no {path}")
             if dataset.files[path].sha256 != files[name]["sha256"]:
                 raise _other_data("set of fitted files", f"{path} of other content")
-    if ":" in config.model and not config.model.startswith(f"{models.SENT}:"):
-        models.function_of(config.model)  # importing it registers its layers and metrics
+    return load_model(url, config.model)
+
+
+def load_model(url: str, name: str) -> keras.Model:
+    """The model of an export of a run whose --model was `name`. Raises CorruptionError for a file that does not match
+    its digest, LockstepError for a model that Keras cannot make.
+    """
+    if ":" in name and not name.startswith(f"{models.SENT}:"):
+        models.function_of(name)  # importing it registers its layers and metrics
     with tempfile.TemporaryDirectory() as folder:
         path_of_model = Path(folder, MODEL_FILE)
         path_of_model.write_bytes(checked_model(url))

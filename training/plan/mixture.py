@@ -147,6 +147,12 @@ class MixedPlan:
 Plan = EpochPlan | MixedPlan
 
 
+def steps_asked(plan: Plan, epochs: int, max_steps: int | None) -> int:
+    """Steps of a run of `epochs` epochs that ends after `max_steps`. Raises ConfigError as `plan.steps` does."""
+    steps = plan.steps(epochs)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
 def lowest(ratios: Sequence[int]) -> tuple[int, ...]:
     """Ratios in lowest terms: 6 2 is 3 1."""
     common = math.gcd(*ratios)

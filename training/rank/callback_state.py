@@ -15,7 +15,9 @@ from training.run.checkpoint import Tensors
 
 KIND = "callbacks"
 MAX_STATE_BYTES = 256 << 10  # it is sent to the driver in one frame
-SKIPPED = {"model", "_model", "params"}  # Keras sets them at every start
+# Keras sets them at every start. The constructor sets min_delta, and the first epoch gives it the sign of the mode: a
+# restored one would change its sign at each restart.
+SKIPPED = {"model", "_model", "params", "min_delta"}
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +63,8 @@ def load(callbacks: Sequence[Any], documents: Sequence[dict[str, Any]], tensors:
         )
     for callback, document in zip(callbacks, documents, strict=True):
         for name, value in document["state"].items():
-            setattr(callback, name, _unpack(value, tensors))
+            if name not in SKIPPED:  # older versions saved more
+                setattr(callback, name, _unpack(value, tensors))
 
 
 def _check_size(callback: str, state: dict[str, Any]) -> None:

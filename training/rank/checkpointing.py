@@ -70,6 +70,10 @@ class Schedule:
         took, self._step_began = self._now() - self._step_began, self._now()
         (self._beside if in_flight else self._free).append(took)
 
+    def step_begins(self) -> None:
+        """The next step begins now: what was done since the last one, such as a validation, is no part of its time."""
+        self._step_began = self._now()
+
     def begun(self, blocked_s: float) -> None:
         """A checkpoint has been copied, for which the training stopped for `blocked_s`."""
         self._begun = self._step_began = self._now()
@@ -131,6 +135,10 @@ class Checkpoints:
             self._exchange.want("busy")
         if self._reports is not None and self._schedule.wishes:
             self._exchange.want("checkpoint")
+
+    def step_begins(self) -> None:
+        """As `Schedule.step_begins`."""
+        self._schedule.step_begins()
 
     def begin_if_due(self, agreement: Agreement, progress: Progress, *, in_epoch: bool = False) -> None:
         """Begin the checkpoint of this step, if one is scheduled and none is in flight. Call it after `step_ends`."""

@@ -19,19 +19,21 @@ from training.batches.feed import Batch
 from training.batches.tf_dataset import FeedPipeline
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
-from training.config import TrainConfig, lane_groups
+from training.config import StopRule, TrainConfig, lane_groups
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
 from training.exchange.agreement import FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from training.models.on_disk import export, load_initial
-from training.plan.mixture import Plan
+from training.plan.mixture import Plan, steps_asked
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
+from training.rank.early_stop import EarlyStop
 from training.rank.metrics import StepClock, StepReports, reading_row
 from training.rank.prepare import RankModel, agreement_on
 from training.rank.saver import Progress, Saver
-from training.reading.open import verify_share
+from training.rank.validation import Validation
+from training.reading.open import OpenSplit, verify_share
 from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
 from training.steps.distribute import finalize
@@ -117,13 +119,17 @@ class Fit(AbstractContextManager["Fit"]):
         self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
         if config.bad_images == "skip":
             self._split = self._split.skipping_bad_images()
+        held_out = None
+        if config.validate is not None:
+            held_out = OpenSplit.at(config.datasets, config.validate, options=ReadOptions.of(config, world.num_ranks))
         if config.verify == "full":
-            verify_share(self._split.readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
+            readers = [*self._split.readers, *([held_out.reader] if held_out else [])]
+            verify_share(readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
         self._plan = self._split.plan(context.payload["plan"])
         self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
         self._signature = labels_of(config, self._split.encoder.signature)
         self._feed = self._split.feed(self._plan, world, groups=lane_groups(config))
-        self._steps = self._plan.steps(config.epochs)
+        self._steps = steps_asked(self._plan, config.epochs, config.max_steps)
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
         self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
@@ -131,6 +137,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._exchange = self._rank_model.exchange
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
+        self._early_stop = None if config.early_stop is None else EarlyStop(StopRule.parse(config.early_stop))
+        if self._early_stop is not None:
+            callbacks.append(self._early_stop)
         self._callbacks = RunCallbacks(
             callbacks,
             self._model,
@@ -145,6 +154,10 @@ class Fit(AbstractContextManager["Fit"]):
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, self._exchange)
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
+        self._validation: Validation | None = None
+        if held_out is not None:
+            self._validation = Validation(held_out, config, self._model, self._comm, context.control)
+        self._validated: dict[str, Any] | None = None  # at the end of this epoch
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
         self._labels = LabelCounts(self._signature)
@@ -176,6 +189,8 @@ class Fit(AbstractContextManager["Fit"]):
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
         else:
             self._progress = self._saver.restore(restored)
+            if self._early_stop is not None and self._early_stop.reason is not None:
+                self._progress.stopped = True  # more epochs end where they would have ended in one go
             self._exchange.resume(self._progress.step)
         del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
@@ -186,7 +201,8 @@ class Fit(AbstractContextManager["Fit"]):
         control.beat(began_at, "train")
         while self._progress.step < self._steps and not self._progress.stopped:
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
-        seconds = time.monotonic() - began
+        validation_s = 0.0 if self._validation is None else self._validation.seconds
+        seconds = time.monotonic() - began - validation_s
         self._checkpoints.finish(self._progress)
         self._clock.flush()
         finalize(model.optimizer, model.trainable_variables)
@@ -203,12 +219,25 @@ class Fit(AbstractContextManager["Fit"]):
             "metrics": json_safe(self._progress.metrics),
             "samples": (step - began_at) * plan.global_batch,
             "seconds": seconds,
+            "validation_s": validation_s,
+            "stopped_by": self._stopped_by(),
             "left_over": left_over,
             "class_counts": self._class_counts,
         }
 
+    def _stopped_by(self) -> str | None:
+        if self._progress.step >= self._plan.steps(self._config.epochs):
+            return None
+        if self._early_stop is not None and self._early_stop.reason is not None:
+            return self._early_stop.reason
+        return "a callback of the model" if self._progress.stopped else f"--max-steps {self._config.max_steps}"
+
+    def _last_step(self, epoch: int) -> int:
+        """The step after which the epoch ends in this run."""
+        return min(self._plan.first_step(epoch + 1), self._steps)
+
     def _fit_epoch(self, epoch: int) -> None:
-        step, last = self._progress.step, self._plan.first_step(epoch + 1)
+        step, last = self._progress.step, self._last_step(epoch)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
@@ -247,12 +276,22 @@ class Fit(AbstractContextManager["Fit"]):
             self._model.stop_training = self._progress.stopped = True
         self._checkpoints.step_ends()
         # At the end of an epoch callbacks come first: a run that resumes there must not miss them.
-        if agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
+        if agreement.step < self._last_step(epoch) and not agreement.stop:
             self._checkpoints.begin_if_due(agreement, self._progress, in_epoch=True)
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Metrics over all ranks, the same on each."""
-        return of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
+        """Metrics over all ranks, the same on each; after a validation also its metrics."""
+        metrics = of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
+        step = self._progress.step
+        run_ends = step == self._steps or self._progress.stopped
+        epochs = self._plan.epoch_of_step(step - 1) + 1
+        if self._validation is None or not (run_ends or epochs % self._config.validate_every == 0):
+            return metrics
+        with self._clock.validation():
+            validated = self._validation.after(step)
+        self._checkpoints.step_begins()
+        self._validated = validated.row
+        return metrics | validated.metrics
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Agree on stopping, report, and write a checkpoint if one is scheduled."""
@@ -262,7 +301,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress.stopped = self._model.stop_training = bool(stop[0])
         self._class_counts = self._labels.taken(self._comm)
         if self._reports is not None:
-            self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics), self._class_counts)
+            metrics = json_safe(self._progress.metrics)
+            self._reports.epoch(self._progress.step, epoch, metrics, self._class_counts, self._validated)
+        self._validated = None
         if self._exchange.agreement is not None:
             self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,8 @@ class Waiting(Protocol):
 
 
 class StepClock:
-    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, other_s} of one rank, seconds.
+    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, validation_s, other_s} of one
+    rank, in seconds.
 
     `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
     step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
@@ -77,18 +78,25 @@ class StepClock:
         if now - self._row_began >= ROW_EVERY_S:
             self.flush()
 
-    @contextmanager
-    def checkpoint(self) -> Iterator[None]:
+    def checkpoint(self) -> AbstractContextManager[None]:
         """Count the time inside as a checkpoint's."""
+        return self._counted("checkpoint_s")
+
+    def validation(self) -> AbstractContextManager[None]:
+        """Count the time inside as a validation's."""
+        return self._counted("validation_s")
+
+    @contextmanager
+    def _counted(self, part: str) -> Iterator[None]:
         began = self._now()
         try:
             yield
         finally:
-            self._sums["checkpoint_s"] += self._now() - began
+            self._sums[part] += self._now() - began
 
     def flush(self) -> None:
-        """Send the rows collected so far."""
-        if self._steps:
+        """Send the rows collected so far; after the last step, also the time of a validation."""
+        if self._steps or self._sums["validation_s"]:
             elapsed = self._now() - self._row_began
             self._sums["other_s"] = max(0.0, elapsed - sum(self._sums.values()))
             rounded = {name: round(seconds, 6) for name, seconds in self._sums.items()}
@@ -99,7 +107,7 @@ class StepClock:
     def _start_row(self) -> None:
         self._row_began = self._now()
         self._sums = dict.fromkeys(PARTS, 0.0)
-        self._steps, self._last_step = 0, 0
+        self._steps = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +150,20 @@ class StepReports:
         if len(self._rows) >= ROWS or time.monotonic() - self._sent >= SECONDS:
             self.flush()
 
-    def epoch(self, step: int, epoch: int, metrics: dict[str, Any], class_counts: list[int] | None) -> None:
-        """The metrics of an epoch (from 0) over all ranks, and how many of its rows were of each class, if known."""
+    def epoch(
+        self,
+        step: int,
+        epoch: int,
+        metrics: dict[str, Any],
+        class_counts: list[int] | None,
+        validation: dict[str, Any] | None = None,
+    ) -> None:
+        """The metrics of an epoch (from 0) over all ranks, how many of its rows were of each class, if known, and what
+        else its `validation` found.
+        """
         more: dict[str, Any] = {"skipped": self._skipped} if self._skipped else {}
         more |= {"class_counts": class_counts} if class_counts is not None else {}
+        more |= {"validation": validation} if validation is not None else {}
         self._skipped = 0
         self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics, **more})
         self.flush()

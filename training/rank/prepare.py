@@ -13,7 +13,7 @@ from lockstep.storage.errors import ConfigError, LockstepError
 from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
-from training.config import TrainConfig, check_metric, lane_groups
+from training.config import VALIDATION, StopRule, TrainConfig, check_metric, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
 from training.exchange.exchange import Exchange
@@ -23,6 +23,8 @@ from training.plan.mixture import Plan
 from training.rank.callbacks import RunCallbacks
 from training.rank.memory import arena_bytes, reckoned_bytes
 from training.rank.metrics import resident_bytes
+from training.scoring.score_split import DATA_LOSS
+from training.scoring.scores import BINARY, CLASSES
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
 from training.steps.distribute import distribute, exchange_of, steps_of
@@ -92,8 +94,18 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         )
     build_all(model, signature, rows // micro)
     if type(model).train_step is keras.Model.train_step:  # others may return other metrics
-        check_metric(config.keep_best, model.get_metrics_result())
+        names = metric_names(model, config)
+        check_metric(config.keep_best, names)
+        if config.early_stop is not None:
+            check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
     return Prepared(model, callbacks, group_rows, learning_rate)
+
+
+def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
+    """The metrics that an epoch of a built model may have, those that a validation adds among them."""
+    own = list(model.get_metrics_result())
+    added = [] if config.validate is None else [*own, DATA_LOSS, *BINARY, *CLASSES]
+    return dict.fromkeys([*own, *(f"{VALIDATION}{name}" for name in added)])
 
 
 def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:

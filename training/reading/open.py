@@ -26,6 +26,13 @@ def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | No
     dataset with one fitted file. Raises ConfigError for a fold that has none, CorruptionError, DataError.
     """
     schema = Schema.from_json(manifest.schema)
+    return Encoder(schema, load_fitted(schema, dataset_url, manifest, held_out))
+
+
+def load_fitted(
+    schema: Schema, dataset_url: str, manifest: DatasetManifest, held_out: str | None = None
+) -> dict[str, Fitted]:
+    """The fitted statistics of each field of `schema` that needs them, by field name; raises as `load_encoder` does."""
     fs = filesystem(dataset_url)
     fitted: dict[str, Fitted] = {}
     for field in schema.fitted_fields:
@@ -33,7 +40,7 @@ def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | No
         path = _fitted_path(field.fitted_file, manifest, held_out)
         data = read_checked(fs, dataset_url, path, manifest.files[path])
         fitted[field.name] = read_fitted(json.loads(data))
-    return Encoder(schema, fitted)
+    return fitted
 
 
 def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> str:

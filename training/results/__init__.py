@@ -1,1 +1,1 @@
-"""What is done after a run: evaluation, export, audit, report."""
+"""What is done after a run: evaluation, prediction, export, audit, report."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Self
 
-from lockstep.features.schema.sampled import sampled_of
+from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import parse_canonical
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute, join
+from lockstep.storage.urls import absolute, join, several
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
 from training.launch.session import Launch
-from training.plan.datasets import open_mixture, open_parts, split_of
+from training.plan.datasets import held_out, open_mixture, open_parts, split_of
 from training.rank import runtime
 from training.run import notes
 from training.run.paths import RunPaths
@@ -26,63 +27,112 @@ from training.run.result import find_result
 from training.run.run_json import read_run
 from training.run.weights_source import SCHEMA_FILE, checked_file, newest_of
 from training.scoring.baseline import check_baseline
+from training.scoring.scores import BATCH_ROWS
+from training.scoring.slices import slices_of
 
 ENTRY = "training.results.evaluate:main"
-SHOWN_CLASSES = 10  # in the line above the table
+SHOWN_CLASSES = 10  # in the line above the table, and of a confusion matrix
+SHOWN_METRICS = 3  # of a slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A run's model, or one of its checkpoints; `kept` is the share of each class that training kept."""
+
+    run: str
+    config: TrainConfig
+    dataset_digest: str
+    model: str | None
+    checkpoint: str | None
+    kept: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, run: str, checkpoint: str | None, evaluated: DatasetManifest) -> Self:
+        """The newest model or else checkpoint of the run if no checkpoint is named."""
+        document = read_run(filesystem(run), RunPaths(run))
+        config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
+        model, checkpoint = newest_of(run) if checkpoint is None else (None, checkpoint)
+        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest))
 
 
 def evaluate(
-    run: str,
+    run: str | Sequence[str],
     dataset: str,
     split: str,
     launch: Launch,
     *,
     num_ranks: int = 1,
-    batch: int = 512,
+    batch: int = BATCH_ROWS,
     baseline: str | None = None,
+    slices: Sequence[str] = (),
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint) on `split` of `dataset`.
+    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`,
+    the URL of one) on `split` of `dataset`; of several runs the mean of their models' probabilities, and each model.
 
     `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
-    counted on the training rows and applied to the same rows as the model. Returns {run, dataset, split, model,
-    samples, metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not classes),
-    baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric: {value,
-    interval}}), compared_by (the metric that decides, None without a baseline)}. Prints notes on doubtful numbers to
-    standard error. Raises ConfigError and NotFoundError, where possible before any rank is started.
+    counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
+    COLUMN:day or COLUMN:hour. Returns {run, dataset, split, model, samples, metrics, intervals (95 %, of metrics that
+    have one), class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals,
+    class_counts}, difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides,
+    None without a baseline), calibration, confusion (training.scoring.calibration; None where there is none), slices
+    ({name: training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, and `members` has
+    such a result of each. Prints notes on doubtful numbers to standard error. Raises ConfigError and NotFoundError,
+    where possible before any rank is started.
     """
-    if batch < 1 or num_ranks < 1:
-        raise ConfigError(
-            "an evaluation needs rows and ranks",
-            got=f"batch={batch}, num_ranks={num_ranks}",
-            allowed="integers from 1 up",
-            next_step="Correct --batch or --num-ranks.",
-        )
-    run, dataset = absolute(run), absolute(dataset)
-    fs, paths = filesystem(run), RunPaths(run)
-    document = read_run(fs, paths)
-    config = TrainConfig.from_json(document["config"])
-    manifest = load_dataset(dataset)
-    split_of(manifest, split)
+    require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
+    dataset = absolute(dataset)
+    manifest = checked_dataset(dataset, split, slices)
+    models = [_Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
+    require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
+    first = models[0]
     if baseline is not None:
         check_baseline(baseline, Schema.from_json(manifest.schema))
-        _check_trained_on(config, document["dataset_digest"], baseline)
-    model, checkpoint = newest_of(run)
-    kept = _kept(model, manifest, document["dataset_digest"])
+        _check_trained_on(first.config, first.dataset_digest, baseline)
+    _check_alike(models, manifest, split)
     payload = {
-        "config": config.to_json(),
+        "config": first.config.to_json(),
+        "members": [
+            {"config": one.config.to_json(), "model": one.model, "checkpoint": one.checkpoint, "kept": one.kept}
+            for one in models
+        ],
         "dataset": dataset,
         "split": split,
         "batch": batch,
         "baseline": baseline,
-        "kept": kept,
-        "model": model,
-        "checkpoint": checkpoint,
+        "slices": list(slices),
     }
-    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")  # as the run was trained
-    found = launch(task, num_ranks)[0]
-    result = {"run": run, "dataset": dataset, "split": split, "model": model or checkpoint, **found}
-    notes.show(_doubts(result, find_result(fs, paths), kept))
+    tls = any(model.config.tls == "on" for model in models)  # as the runs were trained
+    found = launch(RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls), num_ranks)[0]
+    where = [{"run": one.run, "model": one.model or one.checkpoint} for one in models]
+    if len(models) > 1:
+        found["members"] = [{**one, **scored} for one, scored in zip(where, found["members"], strict=True)]
+    named = where[0] if len(models) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
+    result = {**named, "dataset": dataset, "split": split, **found}
+    notes.show(_doubts(result, find_result(filesystem(first.run), RunPaths(first.run)), first.kept))
     return result
+
+
+def _check_alike(models: Sequence[_Scored], manifest: DatasetManifest, split: str) -> None:
+    """Raise ConfigError for models that are fed other inputs, or were trained on other shares of the classes."""
+    trained_on = [one.config.split for one in models if split in one.config.split.split(",")]
+    folds = {held_out(manifest, names, training=True) for names in trained_on}
+    alike = len(folds) <= 1 and len(trained_on) in (0, len(models)) and len({one.kept for one in models}) == 1
+    if not alike:
+        raise ConfigError(
+            "these models cannot be averaged",
+            got="; ".join(f"trained on {one.config.split}, shares of classes {one.kept or 'all'}" for one in models),
+            allowed=f"all trained on the same folds, or none of them on `{split}`; with the same --sample",
+            next_step="Choose another --split, or evaluate these runs one by one.",
+        )
+
+
+def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetManifest:
+    """The manifest of a dataset that has this split and slices. Raises ConfigError, or what reading it raises."""
+    manifest = load_dataset(dataset)
+    split_of(manifest, split)
+    slices_of(slices, Schema.from_json(manifest.schema))
+    return manifest
 
 
 def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[float, ...] | None:
@@ -95,8 +145,7 @@ def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[f
         sampled = Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=file)).sampled
     else:
         sampled = sampled_of(evaluated) if evaluated.digest == digest else None
-    shares = None if sampled is None or schema.label is None else sampled.of_classes(schema.label)
-    return shares if shares is not None and all(shares) else None
+    return shares_of_classes(sampled, schema.label)
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
@@ -127,24 +176,66 @@ def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None, kept: 
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """A small table of a result."""
-    baseline, counts = result["baseline"], result["class_counts"]
+    """Small tables of a result."""
+    baseline, counts, members = result["baseline"], result["class_counts"], result.get("members", [])
     head = f"{result['split']} of {PurePosixPath(result['dataset']).name}: {result['samples']} samples"
     if counts is not None:
         classes = ", ".join(f"{rows} of {number}" for number, rows in enumerate(counts[:SHOWN_CLASSES]))
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")
-    table = [["metric", "model", "95 % interval"]]
+    table = [["metric", f"mean of {len(members)}" if members else "model", "95 % interval"]]
     if baseline:
         table[0] += [baseline["name"], "difference", "95 % interval"]
+    table[0] += [PurePosixPath(member["run"]).name for member in members]
     for name, value in sorted(result["metrics"].items()):
         row = [name, number(value), span(result["intervals"].get(name))]
         if baseline:
             difference = result["difference"].get(name, {"value": None, "interval": None})
             row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
-        table.append(row)
+        table.append([*row, *(number(member["metrics"].get(name)) for member in members)])
+    parts = [[head, *_aligned(table)], _calibration(result["calibration"]), _confusion(result["confusion"])]
+    parts += [_aligned(slice_table(name, slices)) for name, slices in result["slices"].items()]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
+    if calibration is None:
+        return []
+    error, brier, bins = calibration["expected_error"], calibration["brier"], calibration["bins"]
+    rows = [[name, *(f"{each[name]:.3f}" for each in bins)] for name in ("predicted", "observed")]
+    of = f"calibration of {calibration['of']}"
+    return [f"{of}: expected error {error:.4f}, Brier score {brier:.4f}, bins of equal count", *_aligned(rows)]
+
+
+def _confusion(confusion: Mapping[str, Any] | None) -> list[str]:
+    if confusion is None or len(confusion["classes"]) > SHOWN_CLASSES:
+        return []
+    rows = [[name, *map(str, counts)] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
+    return _aligned([["true \\ predicted", *confusion["classes"]], *rows])
+
+
+def slice_table(name: str, slices: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Head and rows of the slices of one column: their samples, and the first metrics that have intervals."""
+    shown = (
+        [metric for metric in slices[0]["metrics"] if any(metric in one["intervals"] for one in slices)]
+        if slices
+        else []
+    )
+    shown = shown[:SHOWN_METRICS]
+    head = [name, "samples", *(text for metric in shown for text in (metric, "95 % interval"))]
+    return [head] + [
+        [one["value"], str(one["samples"])]
+        + [
+            text
+            for metric in shown
+            for text in (number(one["metrics"].get(metric)), span(one["intervals"].get(metric)))
+        ]
+        for one in slices
+    ]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([head, *lines])
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def main(context: RankContext) -> dict[str, Any]:

@@ -1,49 +1,97 @@
-"""One rank of an evaluation: open the split, load the model, score this rank's share."""
+"""One rank of an evaluation: open the split, load the models, score this rank's share with each and with their mean."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import keras
+
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.dataset.manifest import DatasetManifest
 from training.batches.augmenting import labels_of
 from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.protocol import OPENING
 from training.models.on_disk import load_checkpoint, load_export
+from training.reading.open import OpenSplit
 from training.scoring.baseline import Baseline
-from training.scoring.score_split import open_split, score
+from training.scoring.ensemble import ensemble_of
+from training.scoring.score_split import Details, open_split, score, takes_logits
+from training.scoring.slices import slices_of
 from training.steps import model_state
 from training.steps.losses import weigh_tests
 
 SHOWN_BATCH_ROWS = 8  # rows of the batch of zeros that builds the metrics
 
 
-def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
-    """Load the model, evaluate without any collective, then combine the states and rows of all ranks.
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A run's model, and the split as this model is fed."""
 
-    Returns a result of training.results.evaluate from `samples` on; {} on other ranks than 0.
+    model: keras.Model
+    split: OpenSplit
+    signature: Signature
+    kept: tuple[float, ...] | None
+
+
+def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+    """Evaluate each model without any collective, then combine the states and rows of all ranks.
+
+    Returns a result of training.results.evaluate from `samples` on, of several models that of their mean, with
+    `members`; {} on other ranks than 0.
     """
-    payload = context.payload
-    context.control.beat(0, OPENING)
-    split = open_split(payload["dataset"], payload["split"], config)
-    signature = labels_of(config, split.encoder.signature)
-    context.control.beat(0, "load the model")
-    if payload["model"] is not None:
-        model = load_export(payload["model"], config, split.manifest)
-    else:
-        model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
-    model.jit_compile = False
-    model_state.build_all(model, signature, SHOWN_BATCH_ROWS)
-    weigh_tests(model)
+    payload, beat = context.payload, context.control.beat
+    members = [_opened(context, member) for member in payload["members"]]
+    first = members[0]
     comm = context.communicator()
     comm.deadline_s = config.stall_limit_s
     baseline: Baseline | None = None
     if payload["baseline"] is not None:
-        context.control.beat(0, "count the baseline")
+        beat(0, "count the baseline")
         trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
         baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
-    kept = payload["kept"] and tuple(payload["kept"])
-    return score(
-        model, split, signature, comm, context.control.beat, batch=payload["batch"], kept=kept, baseline=baseline
-    )
+    details = Details(slices_of(payload["slices"], first.split.encoder.schema), _class_names(first.split.manifest))
+
+    def scored(model: keras.Model, of: _Member) -> dict[str, Any]:
+        return score(
+            model, of.split, of.signature, comm, beat,
+            batch=payload["batch"], kept=of.kept, baseline=baseline, details=details,
+        )  # fmt: skip
+
+    found = [scored(member.model, member) for member in members]
+    if len(members) == 1:
+        return found[0]
+    models = [member.model for member in members]
+    together = ensemble_of(models, [takes_logits(model) for model in models], first.signature)
+    _build(together, first.signature)
+    result = scored(together, first)
+    return {**result, "members": found} if result else {}
+
+
+def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
+    payload, config = context.payload, TrainConfig.from_json(member["config"])
+    context.control.beat(0, OPENING)
+    split = open_split(payload["dataset"], payload["split"], config)
+    signature = labels_of(config, split.encoder.signature)
+    context.control.beat(0, "load the model")
+    if member["model"] is not None:
+        model = load_export(member["model"], config, split.manifest)
+    else:
+        model = load_checkpoint(member["checkpoint"], config, split.manifest, signature)
+    model.jit_compile = False
+    _build(model, signature)
+    return _Member(model, split, signature, member["kept"] and tuple(member["kept"]))
+
+
+def _build(model: keras.Model, signature: Signature) -> None:
+    model_state.build_all(model, signature, SHOWN_BATCH_ROWS)
+    weigh_tests(model)
+
+
+def _class_names(manifest: DatasetManifest) -> tuple[str, ...] | None:
+    """The names of the classes, which jobs.etl_images stores; None if there are none."""
+    names = manifest.created_by.get("config", {}).get("class_names")
+    return tuple(map(str, names)) if names else None

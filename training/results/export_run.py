@@ -1,11 +1,15 @@
-"""Exports a checkpoint of a run as a model directory: model.keras, schema, fitted files and signature."""
+"""Exports a checkpoint of a run as a model directory: model.keras, schema, fitted files and signature, and on request
+a TensorFlow SavedModel.
+"""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.features.encode.bake import raw_schema
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.files.interface import FileSystem
@@ -20,13 +24,17 @@ from training.control.task import RankTask
 from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
 from training.launch.session import Launch, ended_in_order
+from training.plan.datasets import held_out
 from training.rank import runtime
+from training.reading.open import load_fitted
 from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
 from training.run.paths import RunPaths
 
 ENTRY = "training.results.export_run:main"
 FORMAT_VERSION = 1
 Which = int | Literal["last", "best"]
+Format = Literal["keras", "savedmodel"]
+FORMATS: tuple[Format, ...] = ("keras", "savedmodel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,54 +43,66 @@ class Exported:
 
     output: str
     checkpoint: CheckpointRef
+    not_raw: dict[str, str] = field(default_factory=dict)
+    """The columns for which a SavedModel has no signature of raw columns, each with the reason."""
 
 
-def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "last") -> Exported:
+def export_run(
+    run: str, output: str, launch: Launch, *, checkpoint: Which = "last", form: Format = "keras"
+) -> Exported:
     """Export a checkpoint of the run's chain as a model to `output`, which must not exist.
 
     `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The whole checkpoint is read and checked first.
+    With the form `savedmodel`, the directory is a SavedModel too (training.models.saved_model).
     Raises ConfigError for a missing checkpoint or an output within the run, CorruptionError for a changed checkpoint,
     ExistsError if the output exists.
     """
     run, output = absolute(run), absolute(output)
     fs, paths, out = filesystem(run), RunPaths(run), filesystem(output)
-    if f"{output}/".startswith(f"{paths.root}/"):
-        raise ConfigError(
-            "a model cannot be exported into its run",
-            got=output,
-            allowed=f"a directory outside of {paths.root}, where later generations write",
-            next_step="Choose another --output.",
-        )
+    check_output(out, paths, output)
     config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
-    if out.exists(output):
-        raise occupied(output)
     urls = checkpoints(fs, paths)
     ref = _chosen(fs, paths, config, urls, checkpoint)
     manifest = read_checkpoint(fs, urls[ref], ref)
     staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
-            payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging}
+            payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging, "form": form}
             task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
-            files = launch(task, 1)[0]["files"]
+            made = launch(task, 1)[0]
             document = {
                 "format_version": FORMAT_VERSION,
                 "kind": "model",
                 "generation": ref.generation,
                 "checkpoint": str(ref),
                 "plan": manifest["plan"],
-                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
+                "model": config.model,
+                "split": config.split,
+                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in made["files"]},
             }
             write_file(out, join(staging, MANIFEST_NAME), seal(document))
             publish_directory(out, staging, output)
     finally:
         if out.exists(staging):
             out.delete(staging, recursive=True)
-    return Exported(output, ref)
+    return Exported(output, ref, made["not_raw"])
+
+
+def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
+    """Raise ConfigError for an output within the run, ExistsError for one that exists."""
+    if f"{output}/".startswith(f"{paths.root}/"):
+        raise ConfigError(
+            "results cannot be written into its run",
+            got=output,
+            allowed=f"a directory outside of {paths.root}, where later generations write",
+            next_step="Choose another --output.",
+        )
+    if fs.exists(output):
+        raise occupied(output)
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Write the model of the payload's {checkpoint} to its {directory}, as at the end of a run; returns {files}."""
+    """Write the model of the payload's {checkpoint} to its {directory} in its {form}; returns {files, not_raw}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     return run(context, config)
@@ -96,7 +116,18 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     signature = labels_of(config, encoder.signature)
     model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
     model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
-    return {"files": export(model, context.payload["directory"], config.datasets[0], manifest, signature)}
+    directory = context.payload["directory"]
+    files = export(model, directory, config.datasets[0], manifest, signature)
+    not_raw: dict[str, str] = {}
+    if context.payload["form"] == "savedmodel":
+        from training.models.saved_model import export_saved_model
+
+        schema = raw_schema(Schema.from_json(manifest.schema))
+        fold = held_out(manifest, config.split, training=True)
+        fitted = load_fitted(schema, config.datasets[0], manifest, fold)
+        more, not_raw = export_saved_model(model, directory, signature, schema, fitted)
+        files += more
+    return {"files": files, "not_raw": not_raw}
 
 
 def _chosen(

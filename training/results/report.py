@@ -14,7 +14,10 @@ from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
+from training.config import VALIDATION
 from training.plan.datasets import open_mixture, open_parts
+from training.results import baselines
+from training.results.evaluate import slice_table
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
@@ -29,6 +32,7 @@ _TIME_WORDS = {
     "compute_s": "computing",
     "exchange_s": "waiting for the all-reduce",
     "checkpoint_s": "writing checkpoints",
+    "validation_s": "validating",
     "other_s": "callbacks and ends of epochs",
 }
 
@@ -38,6 +42,8 @@ def time_rows(history: History) -> list[tuple[str, str]]:
     rows = []
     for rank in sorted({row["rank"] for row in history.times}):
         sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
+        if not sums["validation_s"]:  # a run without validation
+            del sums["validation_s"]
         total = sum(sums.values())
         shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
         rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
@@ -87,7 +93,7 @@ def _sum(rows: list[dict[str, Any]], name: str) -> float:
 
 SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
 MARKED_POINTS = 30  # up to this number each point is marked
-LIGHT, DARK = "#b9cbe0", "#1f4e89"
+LIGHT, DARK, OTHER = "#b9cbe0", "#1f4e89", "#c8641b"
 
 
 def loss_curve(history: History) -> Markup:
@@ -95,35 +101,69 @@ def loss_curve(history: History) -> Markup:
     rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
-    return _curve(steps, [("one step", losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", smooth, DARK)], "step")
+    lines = [("one step", steps, losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", steps, smooth, DARK)]
+    return _curve(lines, "step")
+
+
+def curve_names(history: History) -> list[str]:
+    """The metrics that get a curve by epoch, which a validation metric shares with that of the training rows.
+
+    The training loss has a curve of its own, by step, unless there is a validation loss to compare it with.
+    """
+    names = {name for row in history.epochs for name in row["metrics"]}
+    alone = {name.removeprefix(VALIDATION) for name in names}
+    return sorted(alone if f"{VALIDATION}loss" in names else alone - {"loss"})
 
 
 def epoch_curve(history: History, name: str) -> Markup:
-    """A metric at the end of each epoch."""
-    rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
-    return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], DARK)], "epoch")
+    """A metric at the end of each epoch, of the training rows and of the validation split where there are any."""
+    lines = []
+    for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
+        rows = [row for row in history.epochs if isinstance(row["metrics"].get(key), (int, float))]
+        if rows:
+            points = [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows]
+            lines.append((label, *points, colour))
+    return _curve(lines, "epoch")
+
+
+def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
+    """The observed rate of each bin against its mean prediction; on the diagonal, predictions are right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 4))
+    axes = figure.add_subplot()
+    predicted, observed = ([one[name] for one in calibration["bins"]] for name in ("predicted", "observed"))
+    most = max([*predicted, *observed]) or 1.0
+    axes.plot([0, most], [0, most], color=LIGHT)
+    axes.plot(predicted, observed, color=DARK, marker="o")
+    axes.set_xlabel("mean prediction of a bin")
+    axes.set_ylabel("observed rate")
+    axes.grid(alpha=0.3)
+    return svg(figure)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
+def _curve(lines: Sequence[tuple[str, Sequence[int], Sequence[float], str]], x_label: str) -> Markup:
+    """`lines` are (label, x, y, colour)."""
     from matplotlib.figure import Figure  # half a second of import that only a report needs
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot()
-    for name, y, colour in lines:
+    for name, x, y, colour in lines:
         axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return _svg(figure)
+    return svg(figure)
 
 
-def _svg(figure: Figure) -> Markup:
+def svg(figure: Figure) -> Markup:
+    """A figure as part of a page, the same bytes each time."""
     from matplotlib import rc_context
 
     target = io.StringIO()
@@ -135,6 +175,18 @@ def _svg(figure: Figure) -> Markup:
 
 
 Rows = Sequence[tuple[str, object]]
+
+
+def page(
+    title: str,
+    where: str,
+    tables: Sequence[tuple[str, Sequence[Sequence[object]]]],
+    curves: Sequence[tuple[str, Markup]],
+) -> str:
+    """The HTML of a report: tables (name, rows of cells), then curves (name, `svg`)."""
+    return _PAGE.render(title=title, where=where, tables=tables, curves=curves)
+
+
 # The template engine escapes everything that comes from data.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>
@@ -150,7 +202,11 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 <p>{{ where }}</p>
 {% for name, rows in tables %}
 <h2>{{ name }}</h2>
-<table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<table>
+{% for row in rows %}
+<tr><th>{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
 {% endfor %}
 {% for name, svg in curves %}
 <h2>{{ name }}</h2>
@@ -179,7 +235,8 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     done = result if result is not None and result["generation"] == newest else None
     about = about_run(document, claims, done or {"generation": newest})
     training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
-    page = render(run, about, training, history, _data_rows(document), evaluation)
+    compared = baselines.tables(baselines.stored(fs, paths))
+    page = render(run, about, training, history, _data_rows(document), evaluation, compared)
     url = paths.report(newest)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
@@ -200,6 +257,8 @@ def about_run(
         ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
         ("global batch", config.get("global_batch")),
         ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
+        ("validated on", _validation(config)),
+        ("early stop", config.get("early_stop")),
         ("learning rate", config.get("learning_rate") or "the model's own"),
         ("its scaling", _scaling(config)),
         ("micro-batches", config.get("micro_batches")),
@@ -217,6 +276,12 @@ def _scaling(config: Mapping[str, Any]) -> str:
     rule, warm_up = config.get("learning_rate_scaling", "none"), config.get("warm_up_epochs")
     parts = [] if rule == "none" else [f"{rule} from a global batch of {config.get('base_batch')}"]
     return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
+
+
+def _validation(config: Mapping[str, Any]) -> str:
+    """`test, every 2 epochs`; nothing for a run without validation."""
+    split, every = config.get("validate"), config.get("validate_every")
+    return "" if split is None else f"{split}, every {f'{every} epochs' if every != 1 else 'epoch'}"
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
@@ -242,9 +307,12 @@ def render(
     history: History,
     data: Rows,
     evaluation: Mapping[str, Any] | None,
+    compared: Sequence[tuple[str, Rows]] = (),
 ) -> str:
-    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections."""
-    tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
+    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
+    the tables of training.results.baselines.
+    """
+    tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
         tables.append(("Where each rank's time went", time_rows(history)))
     if history.checkpoints:
@@ -253,10 +321,15 @@ def render(
         tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
-    metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
+    tables += compared
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
-    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
-    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
+    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
+    if evaluation is not None:
+        tables += _evaluation_tables(evaluation)
+    if evaluation is not None and (calibration := evaluation["calibration"]):
+        text = f"Calibration of {calibration['of']}: expected error {calibration['expected_error']:.4f}"
+        curves.append((f"{text}, Brier score {calibration['brier']:.4f}", calibration_plot(calibration)))
+    return page("Lockstep: report of a run", run, tables, curves)
 
 
 def _data_rows(document: Mapping[str, Any]) -> Rows:
@@ -282,6 +355,8 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
     return [
         ("steps", result["steps"]),
         ("epochs", result["epochs"]),
+        *([("ended early by", result["stopped_by"])] if result.get("stopped_by") else []),
+        *([("validation", f"{result['validation_s']:.1f} s")] if result.get("validation_s") else []),
         ("samples/s", f"{result['samples_per_s']:.0f}"),
         _starts(history),
         *((f"restart: generation {each['generation']}", restart_words(each)) for each in result.get("restart_log", [])),
@@ -328,6 +403,17 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
             text += ")"
         rows.append((name, text))
     return rows
+
+
+def _evaluation_tables(evaluation: Mapping[str, Any]) -> list[tuple[str, Sequence[Sequence[object]]]]:
+    """The confusion matrix and the slices by each column, each with a head as its first row."""
+    tables: list[tuple[str, Sequence[Sequence[object]]]] = []
+    if confusion := evaluation["confusion"]:
+        rows = [[name, *counts] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
+        title = "Confusion: true class by row, predicted class by column"
+        tables.append((title, [["", *confusion["classes"]], *rows]))
+    tables += [(f"Slices by {name}", slice_table(name, slices)) for name, slices in evaluation["slices"].items()]
+    return tables
 
 
 def _interval(interval: Sequence[float] | None) -> str:

@@ -98,7 +98,8 @@ class PartWriter:
             log.warning("a part of %s is delayed: %s", self._directory, error.what)
 
 
-PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "other_s")
+PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
+_LATER_PARTS = {"validation_s": 0.0}  # absent in rows of older versions
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
@@ -107,6 +108,9 @@ RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoi
 @dataclass(frozen=True, slots=True)
 class History:
     """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order of step.
+
+    An epoch that was validated has `val_METRIC` among its metrics, and `validation` {split, samples, class_counts,
+    intervals, seconds}.
 
     If a generation resumed from a checkpoint and repeated steps, the newest generation's rows count. `times` are the
     rows of training.rank.metrics of all ranks and generations, with the time of repeated steps.
@@ -171,6 +175,8 @@ def _rows(directory: str) -> list[dict[str, Any]]:
 def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        if row["kind"] == "time":
+            row = {**_LATER_PARTS, **row}
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
         known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
         if known and isinstance(row["step"], int):

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from training.config import VALIDATION, of_validation
+
 # Shares of a class are far apart by the rule of jobs.etl_* for splits: they differ by more than a tenth of the smaller
 # one, and by more than five standard deviations.
 FAR, FAR_DEVIATIONS = 0.1, 5.0
@@ -27,6 +29,16 @@ def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
         f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric shows whether a model "
         "distinguishes classes; next: check the label with jobs.describe, or build the dataset with --split "
         "stratified:LABEL:..."
+    ]
+
+
+def of_keep_best(best: str | None) -> list[str]:
+    """A best checkpoint that is chosen by a metric of the training rows."""
+    if best is None or of_validation(best):
+        return []
+    return [
+        f"--keep-best {best} judges checkpoints by the training rows, on which a model looks best when it overfits; "
+        f"next: hold out a split and give --validate SPLIT --keep-best {VALIDATION}{best}"
     ]
 
 

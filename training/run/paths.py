@@ -143,9 +143,18 @@ class RunPaths:
         """A generation's result."""
         return f"{self.results}/{result_name(generation)}"
 
+    def evaluations(self, key: str) -> str:
+        """Directory of the scores of checkpoints that were evaluated next to the training; `key` names how."""
+        return f"{self.root}/evaluations/{key}"
+
     def report(self, generation: int) -> str:
         """A generation's report."""
         return f"{self.root}/reports/{generation_name(generation)}.html"
+
+    @property
+    def baselines(self) -> str:
+        """Directory of the results of jobs.baseline."""
+        return f"{self.root}/{run_names.BASELINES}"
 
     def relative(self, url: str) -> str:
         """`url` relative to the run's root, as manifests name files."""

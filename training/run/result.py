@@ -44,13 +44,19 @@ class RunResult:
     """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
     """Of each of these restarts {generation, level, seconds, parts} (training.launch.session)."""
+    max_steps: int | None = None
+    """The --max-steps that was asked for."""
+    stopped_by: str | None = None
+    """Why the run ended before its last epoch did; None if it did not."""
+    validation_s: float = 0.0
+    """Time of this generation's validations, which is no part of `seconds`."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object, the form of the result's file (unsealed)."""
         return {
             "format_version": FORMAT_VERSION,
             "kind": "result",
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            **{name: getattr(self, name) for name in RunResult.__dataclass_fields__},
             "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
 
@@ -60,6 +66,7 @@ class RunResult:
         return (
             f"{self.run}: {self.steps} steps, {self.epochs} epochs, {self.samples_per_s:.0f} samples/s, "
             f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
+            f"{f'ended early by {self.stopped_by}{chr(10)}' if self.stopped_by else ''}"
             f"last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
 
@@ -131,7 +138,15 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
         for rows in documents.items(result["class_counts"], where=f"{where}: class_counts"):
             documents.count(rows, where=f"{where}: class_counts")
     restarts = checked_restarts(result.get("restart_log", []), where=f"{where}: restart_log")
-    return {"checkpoint": None, "model": None, "class_counts": None, **result, "restart_log": restarts}
+    # What results of older versions lack.
+    later = dict.fromkeys(("checkpoint", "model", "class_counts", "max_steps", "stopped_by"))
+    found = {**later, "validation_s": 0.0, **result, "restart_log": restarts}
+    if found["max_steps"] is not None:
+        documents.count(found["max_steps"], where=f"{where}: max_steps", least=1)
+    if found["stopped_by"] is not None:
+        documents.string(found["stopped_by"], where=f"{where}: stopped_by")
+    documents.number(found["validation_s"], where=f"{where}: validation_s")
+    return found
 
 
 def find_model(fs: FileSystem, paths: RunPaths) -> str:

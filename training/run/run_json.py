@@ -38,6 +38,10 @@ LATER_FIELDS: dict[str, Any] = {
     "augment": "",
     "bad_images": "refuse",
     "init_from": None,
+    # Callbacks may act on its metrics.
+    "validate": None,
+    "validate_every": 1,
+    "early_stop": None,
     "extra": {},
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",

@@ -14,6 +14,7 @@ from training.run.paths import RunPaths
 from training.run.result import find_model
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
+SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 FILES = (".keras", ".weights.h5")
 KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 

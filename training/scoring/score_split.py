@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from training.plan.datasets import held_out
 from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
 from training.scoring.baseline import Baseline
+from training.scoring.calibration import calibration_of, class_columns, confusion_of
 from training.scoring.scores import Floats, OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
+from training.scoring.slices import SliceBy, SliceColumn, metrics_of_slices
 from training.steps import model_state
 from training.steps.patching import swapped
 
@@ -56,23 +58,30 @@ def score(
     batch: int,
     kept: tuple[float, ...] | None = None,
     baseline: Baseline | None = None,
+    details: Details | None = None,
 ) -> dict[str, Any]:
     """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
 
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
-    `baseline` is fitted. Returns samples, metrics, intervals, class_counts, baseline, difference and compared_by; {} on
-    other ranks than 0. A collective.
+    `baseline` is fitted. Returns samples, metrics, intervals, class_counts, baseline, difference and compared_by, with
+    `details` also calibration, confusion and slices; {} on other ranks than 0. A collective.
     """
     beat(0, "evaluate")
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
-    share = _Share(batches, watched, baseline, signature)
-    outputs = _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
+    slices = [SliceColumn(by) for by in details.slices] if details is not None else []
+    share = _Share(batches, watched, baseline, signature, slices)
+    outputs = _Outputs(model, OutputForm(takes_logits(model), kept=kept), details is not None)
     model.reset_metrics()
     start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
     if start < stop:  # a rank without a batch waits for the sums
         steps = -(-(stop - start) // batch)
-        pipeline = ArrayPipeline(signature, share.next_arrays, 0, steps, rows=None)  # the split's last batch is shorter
+
+        def arrays(number: int) -> Arrays:
+            beat(number, "evaluate")  # a long evaluation is no stall
+            return share.next_arrays(number)
+
+        pipeline = ArrayPipeline(signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
         try:
             model.evaluate(pipeline.dataset, steps=steps, verbose=0)
         except Exception as error:
@@ -97,15 +106,39 @@ def score(
             "class_counts": baseline.class_counts,
         }
         columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
-    table = gathered_on_first(np.concatenate(columns, axis=1), comm)
+    measured, sliced = sum(part.shape[1] for part in columns), [column.agreed(comm) for column in slices]
+    columns += [outputs.details(form, len(columns[0])), *(values[:, None] for values, _ in sliced)]
+    table = gathered_on_first(np.concatenate(columns, axis=1), comm, measured)
     if comm.rank:
         return {}
-    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
-    return json_safe(with_row_metrics(result, table, asked, form, signature.num_classes))
+    asked, classes = (
+        _row_metrics(model, binary=form.binary, weighted=signature.weight is not None),
+        signature.num_classes,
+    )
+    rows, rest = table[:, :measured], table[:, measured:]
+    found = with_row_metrics(result, rows, asked, form, classes)
+    if details is not None:
+        of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
+        found["calibration"] = calibration_of(rows, of_classes, form)
+        found["confusion"] = confusion_of(rows, of_classes, form, classes, details.class_names)
+        name = None if baseline is None else baseline.name
+        found["slices"] = {
+            by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name)
+            for by, values, (_, names) in zip(details.slices, by_column, sliced, strict=True)
+        }
+    return json_safe(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What to report in addition to metrics: calibration, confusion, and the metrics of slices."""
+
+    slices: tuple[SliceBy, ...] = ()
+    class_names: tuple[str, ...] | None = None
 
 
 class _Watched(Encoder):
-    """An encoder that keeps the last rows it encoded: the baseline needs one of their raw columns."""
+    """An encoder that keeps the last rows it encoded: baseline and slices need their raw columns."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._inner = encoder
@@ -119,9 +152,10 @@ class _Watched(Encoder):
 class _Outputs:
     """Collects a model's output for each row, as test_step passes it to the metrics, and its additions to the loss."""
 
-    def __init__(self, model: keras.Model, form: OutputForm) -> None:
-        self._form = form  # without the width
+    def __init__(self, model: keras.Model, form: OutputForm, detailed: bool) -> None:
+        self._form, self._detailed = form, detailed  # the form is without the width
         self._columns: list[Floats | None] = []
+        self._details: list[Floats] = []
         self._outputs = 0  # a row
         self._added = keras.metrics.Mean()
         plain = model.compute_metrics
@@ -140,6 +174,8 @@ class _Outputs:
     def _take(self, labels: NDArray[Any], outputs: NDArray[Any]) -> None:
         self._columns.append(output_columns(labels, outputs, self._form))
         self._outputs = outputs.size // len(outputs)
+        if self._detailed and self._outputs > 1 and self._columns[-1] is not None:
+            self._details.append(class_columns(labels, outputs, self._form))
 
     def regularisation(self, communicator: Communicator) -> float:
         """The part of the loss that is not from rows, over all ranks; 0 if there is none. A collective."""
@@ -159,14 +195,26 @@ class _Outputs:
         """Columns of row_metrics for this rank's rows, in their order."""
         return _joined(self._columns, form)
 
+    def details(self, form: OutputForm, rows: int) -> Floats:
+        """Columns of class_columns for this rank's `rows`; none if there is one output a row, or none was asked for."""
+        if not self._detailed or form.width is None or form.binary:
+            return np.empty((rows, 0))
+        return np.concatenate([np.empty((0, 3)), *self._details])
+
 
 class _Share:
-    """This rank's batches, one after another; the baseline sees each batch as it passes."""
+    """This rank's batches, one after another; the baseline and the slices see each batch as it passes."""
 
     def __init__(
-        self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None, signature: Signature
+        self,
+        batches: Iterator[Encoded],
+        watched: _Watched,
+        baseline: Baseline | None,
+        signature: Signature,
+        slices: Sequence[SliceColumn],
     ) -> None:
         self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
+        self._slices = slices
         self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
 
@@ -178,6 +226,8 @@ class _Share:
         if labels is not None:
             predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
             self._seen.append((labels, batch.weight, predicted))
+            for column in self._slices:
+                column.take(self._watched.rows)
         others = [array for array in (labels, batch.weight) if array is not None]
         return [*(batch.x[name] for name in self._signature.features), *others]
 
@@ -266,7 +316,7 @@ def _is_plain_auc(metric: Any) -> bool:
     return type(metric).update_state is auc.update_state and type(metric).result is auc.result
 
 
-def _takes_logits(model: keras.Model) -> bool:
+def takes_logits(model: keras.Model) -> bool:
     """Whether the model's loss takes log-odds or logarithms; False if it has several losses."""
     losses = getattr(model._compile_loss, "_flat_losses", None) or []
     if len(losses) != 1 or not isinstance(losses[0].loss, keras.losses.Loss):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from lockstep.features.schema.sampled import corrected
 from training.comm.base import Communicator
 
+BATCH_ROWS = 512  # scored at a time
 Floats = NDArray[np.float64]
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # log losses clip probabilities this far from 0 and 1
@@ -59,9 +60,14 @@ class Estimates:
         return Estimate.normal(float(self.values[0] - self.values[1]), float(variance))
 
 
-def sorted_rows(rows: Floats) -> Floats:
-    """Rows (n, columns) sorted by their values, the last column first: the same for any order of the input."""
-    return rows[np.lexsort(rows.T)] if len(rows) else rows
+def sorted_rows(rows: Floats, measured: int | None = None) -> Floats:
+    """Rows (n, columns) sorted by their values, the last column first: the same for any order of the input.
+
+    Only rows that are equal in the first `measured` columns (by default all) are ordered by the other ones, so that
+    metrics of these columns do not depend on the others.
+    """
+    columns = rows.T
+    return rows[np.lexsort([*columns[measured:], *columns[:measured]] if measured else columns)] if len(rows) else rows
 
 
 def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
@@ -248,8 +254,17 @@ def output_columns(labels: NDArray[Any], outputs: NDArray[Any], form: OutputForm
     return np.stack([losses, without_sampling, outputs.argmax(axis=1) == numbers], axis=1)
 
 
-def gathered_on_first(rows: Floats, communicator: Communicator) -> Floats:
-    """All ranks' rows (n, columns), sorted, on rank 0; none on other ranks. A collective.
+def class_shares(outputs: NDArray[Any], form: OutputForm) -> Floats | None:
+    """Probabilities (n, classes) of a batch's outputs, corrected for sampled classes; None if they are none."""
+    values = outputs.astype(np.float64)
+    if not form.logits and ((values < 0).any() or (np.abs(values.sum(axis=1) - 1) > 1e-3).any()):
+        return None
+    shares = _softmax(values) if form.logits else values
+    return shares if form.kept is None else corrected(shares, form.kept)
+
+
+def gathered_on_first(rows: Floats, communicator: Communicator, measured: int | None = None) -> Floats:
+    """All ranks' rows (n, columns), sorted as by `sorted_rows`, on rank 0; none on other ranks. A collective.
 
     Memory on rank 0: some 16 bytes a value while they are sorted.
     """
@@ -264,7 +279,8 @@ def gathered_on_first(rows: Floats, communicator: Communicator) -> Floats:
         parts.append(np.empty(int(sizes[rank]) * rows.shape[1]))
         if parts[-1].size:
             communicator.recv(parts[-1], rank)
-    return sorted_rows(np.concatenate(parts).reshape(-1, rows.shape[1]))  # (n * columns,) -> (n, columns)
+    table = np.concatenate(parts).reshape(-1, rows.shape[1])  # (n * columns,) -> (n, columns)
+    return sorted_rows(table, measured)
 
 
 def class_counts(labels: Floats, classes: int | None) -> list[int] | None:

@@ -195,19 +195,24 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
             next_step="Run `python -m jobs.verify URL`.",
         )
     mean, deviation = fitted.mean, float(np.sqrt(fitted.variance))
-    noise = float(np.spacing(np.array(abs(mean), dtype=np.float32 if field.dtype == "float32" else np.float64)))
-    constant = deviation <= noise
+    limit = constant_within(field, mean, deviation)
 
     def transform(column: pa.Array) -> NDArray[Any]:
         values = np.array(_unsigned(column).cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
         scaled = np.where(np.isnan(values), mean, values) - mean
-        if constant:
-            scaled[np.abs(scaled) <= _LAST_BITS * noise] = 0.0
+        if limit is not None:
+            scaled[np.abs(scaled) <= limit] = 0.0
         else:
             scaled /= deviation
         return narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
 
     return {field.name: at_once(TensorSpec(shape=(1,), dtype="float32"), transform)}
+
+
+def constant_within(field: Field, mean: float, deviation: float) -> float | None:
+    """For a field that `standardised` counts as constant, the distance from the mean that becomes 0; else None."""
+    noise = float(np.spacing(np.array(abs(mean), dtype=np.float32 if field.dtype == "float32" else np.float64)))
+    return _LAST_BITS * noise if deviation <= noise else None
 
 
 def number(field: Field, encoding: Encoding | None) -> Plan:

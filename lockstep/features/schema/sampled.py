@@ -96,6 +96,14 @@ def sampled_of(manifest: DatasetManifest) -> Sampled | None:
     return None if stored is None else Sampled.from_json(stored)
 
 
+def shares_of_classes(sampled: Sampled | None, label: Field | None) -> tuple[float, ...] | None:
+    """`Sampled.of_classes` where predictions can be corrected by it; None if all rows were kept, or if a whole class
+    was left out.
+    """
+    shares = None if sampled is None or label is None else sampled.of_classes(label)
+    return shares if shares is not None and all(shares) else None
+
+
 def _share(text: object) -> Fraction:
     try:
         share = Fraction(text) if isinstance(text, str) and len(text) <= 50 and "e" not in text.lower() else None

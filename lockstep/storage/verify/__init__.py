@@ -15,11 +15,11 @@ from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
-from lockstep.storage.verify.run import check_checkpoint, check_model, check_run
+from lockstep.storage.verify.run import check_checkpoint, check_model, check_predictions, check_run
 
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 
-KINDS = ("dataset", "indexed", "checkpoint", "model", "run")
+KINDS = ("dataset", "indexed", "checkpoint", "model", "predictions", "run")
 
 
 def verify(
@@ -89,9 +89,10 @@ CHECKS: dict[str, Callable[[Check], None]] = {
     "indexed": check_indexed,
     "checkpoint": check_checkpoint,
     "model": check_model,
+    "predictions": check_predictions,
     "run": check_run,
 }
-_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, indexed files) or run.json (run)"
+_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, predictions, indexed files) or run.json (run)"
 
 
 def _kind_of_manifest(fs: FileSystem, url: str) -> str:

@@ -94,6 +94,11 @@ def check_model(check: Check) -> None:
     _check_sealed_directory(check, "", "model")
 
 
+def check_predictions(check: Check) -> None:
+    """Check one directory of predictions."""
+    _check_sealed_directory(check, "", "predictions")
+
+
 def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
     unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
@@ -113,6 +118,9 @@ def check_run(check: Check) -> None:
         if run_names.comm_plan_ranks_of(name) is None:
             check.unexpected(path)
         elif _sealed(check, path) is not None:
+            check.on_ok(path, "sealed")
+    for name in check.names(run_names.BASELINES):
+        if _sealed(check, path := f"{run_names.BASELINES}/{name}") is not None:
             check.on_ok(path, "sealed")
     for name in check.names(run_names.CHECKPOINTS):
         _check_commit(check, f"{run_names.CHECKPOINTS}/{name}", "checkpoint")

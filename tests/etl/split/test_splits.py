@@ -15,12 +15,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.model_selection import GroupKFold
 
 from etl.fit.statistics import counts_of
 from etl.split.assign import Assign
+from etl.split.counted import Histogram, at_rank, cuts_of, deal, ends_of
 from etl.split.sampling import Sampling, balanced
 from etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of
-from etl.split.time_and_strata import Histogram, at_rank, cuts_of, ends_of
 from etl.split.warnings import far_from_shares, label_lines
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import sample_id_field
@@ -57,9 +58,51 @@ def test_what_split_may_say(text: str, kind: str, names: str, weights: tuple[int
 
 
 @pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        (
+            "kfold:2:user:balanced",
+            SplitSpec(kind="kfold", names=("fold-0", "fold-1"), weights=(1, 1), column="user", balanced=True),
+        ),
+        ("subset:region=north", SplitSpec(kind="subset", names=("train", "test"), column="region", values=("north",))),
+        ("subset:a:b=1,x=y", SplitSpec(kind="subset", names=("train", "test"), column="a:b", values=("1", "x=y"))),
+    ],
+)
+def test_splits_by_the_sizes_and_the_values_of_groups(text: str, spec: SplitSpec) -> None:
+    assert SplitSpec.parse(text) == spec and spec.text == text
+    assert spec.counted and spec.grouped and spec.trained == (("fold-0", "fold-1") if spec.balanced else ("train",))
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "numbers"),
+    [
+        (pa.array(["a", "b", "", "c", "b"]), "subset:g=b,c", ["", "0", "", "1", "0"]),
+        (pa.array([7, 70, 700], pa.int32()), "subset:g=70,07", ["", "0", ""]),  # by their text
+        (pa.array([True, False]), "subset:g=false", ["", "0"]),
+    ],
+)
+def test_a_subset_has_the_rows_of_its_values(column: pa.Array, text: str, numbers: list[str]) -> None:
+    batch = pa.RecordBatch.from_pydict({"g": column})
+    assert SplitSpec.parse(text).assign(batch, IDS[: len(column)], 0).to_pylist() == numbers
+    with pytest.raises(DataError, match="cannot decide"):
+        SplitSpec.parse(text).assign(pa.RecordBatch.from_pydict({"g": pa.array([0.5])}), IDS[:1], 0)
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.data())
+def test_dealt_folds_are_as_large_as_those_of_scikit_learn(sizes: list[int], data: st.DataObject) -> None:
+    folds = data.draw(st.integers(2, min(len(sizes), 9)))
+    sizes.sort(reverse=True)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    theirs = [len(test) for _, test in GroupKFold(folds).split(groups, groups=groups)]
+    mine = np.bincount(deal(sizes, folds), weights=sizes, minlength=folds)
+    assert mine.tolist() == theirs
+
+
+@pytest.mark.parametrize(
     "text",
     ["", "80", "80/0", "80/20/10/5", "-8/2", "8/", "²/1", "8e1/2", "kfold", "kfold:1", "kfold:101", "kfold:3:",
-     "stratified:80/20", "group::80/20", "time::80/20", "given:x", "9" * 5000 + "/1", "time:"],
+     "stratified:80/20", "group::80/20", "time::80/20", "given:x", "9" * 5000 + "/1", "time:",
+     "kfold:3::balanced", "subset", "subset:region", "subset:region=", "subset:=a", "subset:r=a,,b", "subset:r=a,a"],
 )  # fmt: skip
 def test_what_split_may_not_say(text: str) -> None:
     with pytest.raises(ConfigError, match="--split cannot be read"):
@@ -71,6 +114,8 @@ def test_what_split_may_not_say(text: str) -> None:
     [("80", "80/20"), ("given:x", "80/20"), ("time:seen", "time:seen:80/20"), ("time::80", "time:80/20"),
      ("user:who", "group:who:80/20"), ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
      ("kfold", "kfold:5"), ("kfold:user", "kfold:5:user"), ("kfold:1:user", "kfold:5:user"),
+     ("subset:region", "subset:region=VALUE"), ("subset:region=", "subset:region=VALUE"),
+     ("subset", "subset:COLUMN=VALUE"),
      ("group:a:b", "group:COLUMN:80/20"), ("group:" + "x" * 300, "group:COLUMN:80/20")],
 )  # fmt: skip
 def test_the_example_is_of_the_kind_that_was_asked_for(text: str, example: str) -> None:
@@ -148,7 +193,10 @@ def test_groups_are_not_remembered() -> None:
 
 def test_what_decides_a_split_is_never_null_or_vague() -> None:
     null = pa.RecordBatch.from_pydict({"time": pa.array([1, None])})
-    for text in ("time:80/20", "stratified:time:80/20", "group:time:80/20", "kfold:2:time"):
+    for text in (
+        "time:80/20", "stratified:time:80/20", "group:time:80/20", "kfold:2:time", "kfold:2:time:balanced",
+        "subset:time=1",
+    ):  # fmt: skip
         with pytest.raises(DataError, match="is null"):
             SplitSpec.parse(text).assign(null, IDS[:2], 0)
     with pytest.raises(DataError, match="cannot decide"):
@@ -217,6 +265,7 @@ def test_a_span_is_counted_as_the_times_are() -> None:
         ("group:g:80/20", (84, 16), None),
         ("kfold:4:g", (60, 14, 13, 13), "fold-0 has 60.0 % of the records where --split kfold:4:g asks for 25.0 %"),
         ("kfold:4", (60, 14, 13, 13), None),  # by the record: chance alone
+        ("subset:g=a", (1, 99), None),  # asks for no share
         ("time:80/20", (60, 40), None),
     ],
 )

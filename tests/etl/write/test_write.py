@@ -126,13 +126,13 @@ def test_block_sizes(records: int, size: int, expected: int) -> None:
 
 
 def test_blocks_of_a_stated_size_of_folds_and_of_appends() -> None:
-    sizes = {"fold-0": (10_000, 8_000_000), "fold-1": (9_000, 7_200_000)}
-    assert plan_shards(sizes, 4_000_000).splits == (("fold-0", 2, 157), ("fold-1", 2, 141))
-    assert plan_shards(sizes, 4_000_000, alike=True).splits == (("fold-0", 2, 141), ("fold-1", 2, 141))
-    assert plan_shards(sizes, 4_000_000, 80_000).splits == (("fold-0", 2, 100), ("fold-1", 2, 100))
-    assert plan_shards(sizes, 4_000_000, None, {"fold-1": 7, "gone": 3}).splits == (
-        ("fold-0", 2, 157),
-        ("fold-1", 2, 7),
+    folds, parts = ({f"{first}-0": (10_000, 8_000_000), f"{first}-1": (9_000, 7_200_000)} for first in ("fold", "part"))
+    assert plan_shards(parts, 4_000_000).splits == (("part-0", 2, 157), ("part-1", 2, 141))
+    assert plan_shards(folds, 4_000_000).splits == (("fold-0", 2, 141), ("fold-1", 2, 141))
+    assert plan_shards(parts, 4_000_000, 80_000).splits == (("part-0", 2, 100), ("part-1", 2, 100))
+    assert plan_shards(parts, 4_000_000, None, {"part-1": 7, "gone": 3}).splits == (
+        ("part-0", 2, 157),
+        ("part-1", 2, 7),
     )
 
 

@@ -376,7 +376,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         first.send_signal(by)
         assert first.wait(240) == 128 + by
         lines = (tmp_path / "told").read_text().splitlines()
-        saved = "the newest checkpoint is step-0000000005.g0001, step 5 of 50; the same command resumes from there"
+        saved = "the newest checkpoint is step-0000000005.g0001, step 5 of 50; the same call resumes from there"
         assert f"{config.run}: {saved}" in lines, lines
         assert not [pid for pid in pids if lives(pid)]
         assert json.loads(lease.read_text())["closed"] is True

@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Progress
-from training.config import Keep
+from training.config import Keep, TrainConfig
 from training.driver.commit import CommitHandler, RunHandler
+from training.driver.live import OnTerminal
 from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
 from training.run.lineage import claim_next
 from training.run.paths import RunPaths
@@ -97,7 +97,9 @@ def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: 
     fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
     claim = claim_next(fs, paths, None, epochs=1, num_ranks=1)
     commits = CommitHandler(fs, paths, claim, {}, keep=Keep(1), deadline_s=1.0)
-    with Progress("training", 1, "steps") as progress:
+    run = str(tmp_path)
+    config = TrainConfig(datasets=("data",), run=run, model="logistic", num_ranks=1, global_batch=1, epochs=1)
+    with OnTerminal(config, 1) as progress:
         enforced = RunHandler(paths, claim, None, commits, progress, memory=ExecutorMemory(2304, 1024, 1280, 1))
         assert enforced.answer(0, "memory", {"rank_mib": RANK_MIB}) == {}
         assert "warning" not in capsys.readouterr().err

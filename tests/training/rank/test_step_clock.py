@@ -62,7 +62,7 @@ def test_a_row_sums_up_its_steps() -> None:
     timer.flush()
     first, second = control.rows
     assert first == {"kind": "time", "rank": 3, "step": 1, "steps": 1, "data_s": 0.0, "compute_s": 0.35,
-                     "exchange_s": 0.05, "checkpoint_s": 0.0, "other_s": 1.0}  # fmt: skip
+                     "exchange_s": 0.05, "checkpoint_s": 0.0, "validation_s": 0.0, "other_s": 1.0}  # fmt: skip
     assert second["data_s"] == 0.25 and second["exchange_s"] == 0.3 and second["compute_s"] == 0.45
     assert len(control.rows) == 2, "a checkpoint alone makes no row"
 
@@ -80,3 +80,18 @@ def test_a_checkpoint_counts_for_the_row_it_lies_in() -> None:
     assert row["checkpoint_s"] == 2.0
     assert row["exchange_s"] == 0.5 and row["compute_s"] == 0.0, "a wait is never longer than its step"
     assert sum(row[part] for part in PARTS) == 2.5
+
+
+def test_a_validation_after_the_last_step_is_not_lost() -> None:
+    clock, control = Clock(), Control()
+    client: Any = control
+    timer = StepClock(client, 0, Exchange([0.0]), clock)
+    timer.begins()
+    clock.now += 1.5
+    timer.ends(7)
+    with timer.validation():
+        clock.now += 4
+    timer.flush()
+    of_step, of_validation = control.rows
+    assert (of_step["step"], of_step["steps"], of_step["validation_s"]) == (7, 1, 0.0)
+    assert (of_validation["step"], of_validation["steps"], of_validation["validation_s"]) == (7, 0, 4.0)

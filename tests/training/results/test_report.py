@@ -14,7 +14,17 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
-from training.results.report import about_run, checkpoint_rows, loss_curve, reading_rows, render, write_report
+from training.results.report import (
+    about_run,
+    checkpoint_rows,
+    curve_names,
+    epoch_curve,
+    loss_curve,
+    reading_rows,
+    render,
+    time_rows,
+    write_report,
+)
 from training.run.lineage import CheckpointRef, Claim, claim_next
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
@@ -128,13 +138,23 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
         "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75, "loss": 0.25}, "class_counts": [20, 5],
         "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}}, "intervals": {"auc": (0.7, 0.8)},
         "difference": {"auc": {"value": 0.25, "interval": None}},
+        "calibration": {
+            "of": "yes", "brier": 0.1525, "expected_error": 0.0625,
+            "bins": [{"samples": 12, "predicted": 0.1, "observed": 0.2}],
+        },
+        "confusion": {"classes": [HOSTILE, "1"], "samples": [[17, 3], [1, 4]]},
+        "slices": {"page": [
+            {"value": HOSTILE, "samples": 25, "metrics": {"auc": 0.625}, "intervals": {"auc": [0.5, 0.75]}},
+        ]},
     }  # fmt: skip
     page = Path(write_report(run, evaluation)).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
-    assert page.count("<svg") == 2  # loss, and the one other metric
+    assert page.count("<svg") == 3  # loss, the one other metric, and calibration
+    assert "Calibration of yes: expected error 0.0625, Brier score 0.1525" in page
+    assert "<td>17</td><td>3</td>" in page and "<td>25</td><td>0.6250</td><td>0.5000 to 0.7500</td>" in page
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
     assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
     assert page == Path(write_report(run, evaluation)).read_text()
@@ -146,6 +166,26 @@ def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
     skipped = {"kind": "step", "step": 7, "epoch": 0, "loss": "nan", "skipped": True, "seconds": 1.0}
     part.write_text(part.read_text() + json.dumps(skipped) + "\n")
     assert "<svg" in loss_curve(read_history(run))
+
+
+def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
+    both = {"loss": 0.4, "auc": 0.7, "val_loss": 0.5, "val_auc": 0.6, "val_log_loss": 0.45}
+    lines = [
+        {"kind": "epoch", "step": 3, "epoch": 0, "metrics": {"loss": 0.5, "auc": 0.6}, "seconds": 1.0},
+        {"kind": "epoch", "step": 6, "epoch": 1, "metrics": both, "validation": {"seconds": 2.0}, "seconds": 1.0},
+        {"kind": "time", "rank": 0, "step": 3, "steps": 3, "data_s": 1, "compute_s": 1, "exchange_s": 1,
+         "checkpoint_s": 0, "other_s": 1},  # of a version that had no validation
+    ]  # fmt: skip
+    part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
+    part.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    history = read_history(run)
+    assert history.epochs[1]["validation"] == {"seconds": 2.0} and history.times[0]["validation_s"] == 0.0
+    assert curve_names(history) == ["auc", "log_loss", "loss"]
+    auc, log_loss = (epoch_curve(history, name) for name in ("auc", "log_loss"))
+    assert "training" in auc and "validation" in auc and "validation" in log_loss and "training" not in log_loss
+    assert "validating" not in time_rows(history)[0][1]
+    history.times[0]["validation_s"] = 4.0
+    assert "validating 50.0%" in time_rows(history)[0][1]
 
 
 def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:

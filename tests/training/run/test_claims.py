@@ -353,6 +353,9 @@ def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> N
         ({"left_over": None}, "left_over"),
         ({"restart_log": [{"generation": 2}]}, r"restart_log\[0\]"),
         ({"checkpoint": 5}, "checkpoint"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"stopped_by": 5}, "stopped_by"),
+        ({"validation_s": "long"}, "validation_s"),
     ],
 )
 def test_sealed_nonsense_in_a_result_is_named(paths: RunPaths, changes: dict[str, Any], named: str) -> None:

@@ -45,6 +45,9 @@ REFUSED: dict[str, Any] = {
     "backend": "tcp",
     "audit": True,
     "epochs": 2,
+    "validate": "test",
+    "validate_every": 2,
+    "early_stop": "loss:min:3",
 }
 # What decides where and how a run goes on, not what comes out.
 FREE: dict[str, Any] = {
@@ -53,6 +56,7 @@ FREE: dict[str, Any] = {
     "keep_checkpoints": 9,
     "keep_every": 100,
     "keep_best": "loss:min",
+    "max_steps": 5,
     "max_restarts_per_hour": 3,
     "read_ahead_bytes": 1 << 20,
     "cache": "/var/cache/blocks",

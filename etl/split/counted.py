@@ -1,13 +1,15 @@
-"""Splits that depend on all records: stratified by class, and by time.
+"""Splits that depend on all records: stratified by class, by time, by folds of equal size, and by named values.
 
-Both use counts over ranges of keys or times, which a few passes narrow down, so the driver holds some thousand numbers
-for any number of records, and no task sorts a whole class.
+Classes and times use counts over ranges of keys or times, which a few passes narrow down, so the driver holds some
+thousand numbers for any number of records, and no task sorts a whole class. Balanced folds need the size of each group:
+the driver holds 16 bytes for each of MAX_GROUPS at most.
 
 Decision record: docs/decisions/061-splits-and-leakage.md.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -18,7 +20,7 @@ import pyarrow as pa
 from etl import columns as c
 from etl.split.sampling import SAMPLED_OUT
 from etl.split.splits import SplitSpec
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 BUCKET_BITS = 12  # 4096 ranges a pass: each pass narrows the search to about a 4096th of the records
 KEY_BITS = 64
 MAX_CLASSES = 1000
+MAX_GROUPS = 1_000_000
+MAX_NAMED = 20  # values that an error lists
 CENSORED_AT_BORDER = "censored_at_border"
 _LEAST = -(1 << 63)
 
@@ -40,8 +44,14 @@ def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> Data
     on.
 
     In a split by time, a label that looks `window` ahead (in the column's unit) may look into the next split: such rows
-    are dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
+    are dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes or MAX_GROUPS groups.
     """
+    from pyspark.sql import functions as f
+
+    if split.balanced:
+        return _balanced(rows, split)
+    if split.kind == "subset":
+        return _renamed(rows, f.when(f.col(c.SPLIT) == "", split.names[0]).otherwise(split.names[1]), split)
     if split.kind == "stratified":
         return _stratified(rows, split)
     if split.kind == "time":
@@ -99,6 +109,65 @@ def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: His
             found[number] = max(value - 1, _LEAST), less
         above = found[number][1]
     return [last for last, _ in found]
+
+
+def check_values(rows: DataFrame, df: DataFrame, split: SplitSpec) -> None:
+    """Raise DataError if no row has one of the values that a subset names. `rows` are those of etl.split.assign, before
+    `settle`, and `df` those they were made of, which are read again for the error alone.
+    """
+    there = {row[c.SPLIT] for row in rows.select(c.SPLIT).distinct().collect()}
+    missing = [value for number, value in enumerate(split.values) if str(number) not in there]
+    if not missing:
+        return
+    assert split.column is not None
+    column = df.select(df[c.quoted(split.column)].cast("string").alias("value")).distinct().orderBy("value")
+    values = [row["value"] for row in column.limit(MAX_CLASSES).collect()]
+    raise DataError(
+        f"--split {split.text[:200]} names a value that no row has",
+        got=", ".join(value + nearest(value, values) for value in missing)[:500],
+        allowed=f"values of `{split.column}`: {', '.join(values[:MAX_NAMED])}{', ...' * (len(values) > MAX_NAMED)}"[
+            :500
+        ],
+        next_step="Correct the value, or name another column.",
+    )
+
+
+def deal(sizes: Sequence[int], folds: int) -> list[int]:
+    """The fold of each group, for groups of `sizes` records in falling order: the fold that has fewest records so far,
+    the first of equal ones. scikit-learn's GroupKFold gives folds the same sizes.
+    """
+    smallest = [(0, fold) for fold in range(folds)]  # a heap
+    found = []
+    for size in sizes:
+        records, fold = smallest[0]
+        heapq.heapreplace(smallest, (records + size, fold))
+        found.append(fold)
+    return found
+
+
+def _balanced(rows: DataFrame, split: SplitSpec) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    group = f.col(c.SPLIT).cast("bigint")
+    # Only rows that will be written: what sampling leaves out makes no fold larger.
+    sizes = (
+        rows.where(f.col(c.DROPPED).isNull()).groupBy(group.alias("_group")).agg(f.count(f.lit(1)).alias("_records"))
+    )
+    table = sizes.limit(MAX_GROUPS + 1).toPandas()
+    if len(table) > MAX_GROUPS:
+        raise DataError(
+            f"column `{split.column}` has too many groups to balance folds by their sizes",
+            got=f"more than {MAX_GROUPS}",
+            allowed=f"{MAX_GROUPS} groups or fewer",
+            next_step=f"Write --split kfold:{len(split.names)}:{split.column}: chance makes even folds of so many.",
+        )
+    if table.empty:
+        return rows
+    table = table.sort_values(["_records", "_group"], ascending=[False, True])  # by the hash: the same in each run
+    table["_fold"] = [split.names[fold] for fold in deal(table.pop("_records").tolist(), len(split.names))]
+    dealt = rows.sparkSession.createDataFrame(table, "_group bigint, _fold string")
+    joined = rows.join(f.broadcast(dealt), group == f.col("_group"), "left")
+    return _renamed(joined, f.col("_fold"), split).select(*map(c.quoted, rows.columns))
 
 
 def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame:

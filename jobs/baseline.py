@@ -1,0 +1,89 @@
+"""Train a baseline of pyspark.ml on the rows of a dataset, and evaluate it as jobs.evaluate does a model.
+
+With --run, the run's model is evaluated on the same rows, and the report of jobs.report shows both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from etl.baseline import KINDS, BaselineConfig, check, train_and_predict
+from jobs._cli import JobParser, refuse_idle, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import occupied, write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+from training.results import baselines
+from training.results.evaluate import evaluate
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("baseline", __doc__ or "", "baseline")
+    add = job.add_argument
+    add("--dataset", required=True, metavar="URL", help="a dataset with a label")
+    add("--kind", required=True, metavar="K", help=" | ".join(KINDS))
+    add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
+    add("--train-split", default="train", metavar="NAME", help="the split, or folds A,B, to train on (default train)")
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="parameters as pyspark.ml has them")
+    add("--user", metavar="COLUMN", help="als: the column of users")
+    add("--item", metavar="COLUMN", help="als: the column of items")
+    add("--rating", metavar="COLUMN", help="als: the column to predict (default: the label)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of estimators that draw numbers (default 0)")
+    add("--run", metavar="URL", help="also evaluate this run's model on these rows; jobs.report shows both")
+    add(
+        "--launcher",
+        choices=["local", "barrier"],
+        default="local",
+        help="where that model is evaluated (default local)",
+    )
+    add("--output", metavar="FILE.json", help="also write the result there; must not exist")
+    add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table, then the result as one line of JSON; returns the exit code."""
+    args = parser().parse(argv)
+    config = BaselineConfig(
+        dataset=args.dataset, kind=args.kind, split=args.split, train_split=args.train_split,
+        settings=tuple(args.set), user=args.user, item=args.item, rating=args.rating, seed=args.seed,
+    )  # fmt: skip
+    plan, model = check(config), None
+    output, run = (None if url is None else absolute(url) for url in (args.output, args.run))
+    refuse_idle("--launcher", args.launcher != "local" and run is None, "--run")
+    refuse_idle("--run", run is not None and plan.label.kind != "label", "the label as --rating")
+    if output is not None and filesystem(output).exists(output):
+        raise occupied(output)
+    if run is not None and args.launcher == "local":  # first: a wrong --run is reported at once
+        model = evaluate(run, config.dataset, config.split, run_local)
+    with spark_session("lockstep baseline", args.master) as spark:
+        set_hadoop_settings(hadoop_settings_of(spark))
+        if run is not None and model is None:
+            model = evaluate(run, config.dataset, config.split, OnSpark(spark))
+        found = train_and_predict(spark, config, plan)
+    scores = {"metrics": dict(found.metrics), "intervals": {}, "class_counts": None}
+    if found.rows is not None:
+        scores = baselines.scores_of(found.rows, found.classes, probabilities=found.probabilities, kept=found.kept)
+    result = {**found.about, **scores}
+    print(baselines.text(result, model))
+    if run is not None and model is not None:
+        print(f"stored {baselines.store(run, result, model)}; python -m jobs.report {run} shows it")
+    if output is not None:
+        write_file(filesystem(output), output, (json.dumps(result, sort_keys=True) + "\n").encode())
+    print(json.dumps(result, sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

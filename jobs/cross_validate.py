@@ -1,0 +1,50 @@
+"""Train and evaluate a model on each fold of a dataset; the same call resumes: `python -m jobs.cross_validate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs import _train
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute, join
+from training.config import flag_of
+from training.driver.preflight import all_local
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+from training.models import check_name
+from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, runs_of_folds, summary
+
+
+def parser() -> JobParser:
+    """The command line: that of jobs.train, whose --run is the directory of all runs here."""
+    return _train.parser(__doc__ or "", "cross_validate", without=[flag_of(name) for name in NOT_OF_FOLDS])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table of the folds; returns the exit code."""
+    args = parser().parse(argv)
+    config = _train.config_of(args)
+    check_name(config.model, config.extra, here=config.launcher == "local")
+    if config.launcher == "local":
+        result = cross_validate(config, run_local, take_over=args.take_over)
+    else:
+        if all_local(config):
+            runs_of_folds(config)  # refuses wrong flags before Spark starts
+        with spark_session("lockstep cross_validate", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            result = cross_validate(config, OnSpark(spark), take_over=args.take_over)
+    print(summary(result))
+    print(f"result {join(absolute(config.run), RESULT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

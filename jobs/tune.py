@@ -1,0 +1,72 @@
+"""Search for hyper-parameters: trials are runs of several ranks; the same call resumes a killed search."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs import _train
+from jobs._cli import JobParser, read_toml, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from lockstep.storage.settings import set_hadoop_settings
+from training.driver.preflight import preflight_before_spark
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+from training.search.config import SearchConfig
+from training.search.space import corners, space_of
+
+
+def parser() -> JobParser:
+    """The command line: that of jobs.train, whose flags are the configuration of every trial."""
+    job = _train.parser(__doc__ or "", "tune", without=("--run",))
+    group = job.add_argument_group("the search (docs/tuning.md)")
+    add = group.add_argument
+    add("--run", required=True, metavar="URL", help="Directory of the search; an existing search is resumed")
+    add("--space", required=True, metavar="FILE.toml", help="Parameters: ranges or choices of jobs.train's options")
+    add("--metric", required=True, metavar="NAME:max", help="What is best: NAME:max or NAME:min of an epoch's metrics")
+    add("--trials", type=int, metavar="T", help="Trials in total (default with --sampler grid: the whole grid)")
+    add("--parallel", type=int, default=1, metavar="P", help="Trials at once, each of N ranks (default 1)")
+    add("--sampler", choices=("random", "grid", "tpe"), default="tpe", help="What proposes parameters (default tpe)")
+    add("--pruner", choices=("none", "median", "hyperband"), default="none",
+        help="What ends trials early, by the metric after each epoch (default none)")  # fmt: skip
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the best trial, then best.json as one line; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
+    for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
+        preflight_before_spark(corner)
+    from training.search.tune import tune  # loads Optuna
+
+    if config.base.launcher == "local":
+        best = tune(config, run_local, take_over=args.take_over)
+    else:
+        with spark_session("lockstep tune", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            best = tune(config, OnSpark(spark), take_over=args.take_over)
+    print(f"best trial {best['trial']}: {config.metric_name} {best['value']:.6g} with {' '.join(best['flags'])}")
+    print(f"run {best['run']}\nmodel {best['model']}\nreport {best['report']}")
+    print(json.dumps(best, sort_keys=True))
+    return 0
+
+
+def config_of(args: Namespace) -> SearchConfig:
+    """The search that the flags give. Raises ConfigError."""
+    return SearchConfig(
+        base=_train.config_of(args),
+        space=space_of(read_toml(args.space, "--space"), args.space),
+        **{name: getattr(args, name) for name in ("metric", "trials", "parallel", "sampler", "pruner")},
+    )
+
+
+if __name__ == "__main__":
+    run_job(main)

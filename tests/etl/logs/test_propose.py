@@ -1,0 +1,186 @@
+"""A proposed schema: what it declares for what kind of column, and that the log job reads the same table by it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etl.logs.parse import BAD, ROW, parse_ranges
+from etl.logs.plan import plan_of
+from etl.logs.propose import propose
+from etl.write.config import LogsConfig
+from jobs import etl_logs
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fields import Field
+from lockstep.storage.errors import ConfigError, DataError, ExistsError
+from tests.etl.conftest import OPEN_BANDIT
+
+
+def proposed(folder: Path, data: str | bytes, log_format: str = "csv", **options: Any) -> tuple[dict[str, Field], str]:
+    """The fields of the schema proposed for a table, without the id, and its text; the table can be read by it."""
+    number = len(list(folder.iterdir()))
+    table, output = folder / f"table-{number}", folder / f"schema-{number}.toml"
+    table.write_bytes(data.encode() if isinstance(data, str) else data)
+    propose(LogsConfig(inputs=(str(table),), output=str(output), log_format=log_format, **options))
+    refused, rows = read_by(output, table, folder, log_format, **options)
+    assert rows and not refused
+    return {field.name: field for field in load_schema(str(output)) if field.kind != "id"}, output.read_text()
+
+
+def read_by(schema: Path, table: Path, folder: Path, log_format: str, **options: Any) -> tuple[int, int]:
+    """How many lines of a table the log job refuses by a schema, and how many it reads."""
+    plan = plan_of(
+        LogsConfig(
+            inputs=(str(table),), output=str(folder / "none"), log_format=log_format, schema=str(schema), **options
+        )
+    )
+    kinds = [kind for batch in parse_ranges(plan.work, plan.parser) for kind in batch.column("_kind").to_pylist()]
+    return kinds.count(BAD), kinds.count(ROW)
+
+
+def table(**columns: list[Any]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return out.getvalue()
+
+
+def test_each_kind_of_column_has_its_dtype_and_encoding(tmp_path: Path) -> None:
+    n = 3000
+    fields, text = proposed(
+        tmp_path,
+        table(
+            row=[*range(n)],
+            click=[int(i % 7 == 0) for i in range(n)],
+            at=[f"2020-01-{1 + i % 28:02}T10:00:00Z" for i in range(n)],
+            price=[math.sin(i) for i in range(n)],
+            bytes=[int(1.008**i) for i in range(n)],
+            zip=[f"{i % 90:05}" for i in range(n)],
+            page_id=[i % 40 for i in range(n)],
+            page=[f"/page/{i % 30}" if i % 10 else "" for i in range(n)],
+            agent=[f"agent {i % 2000}" for i in range(n)],
+            ok=["yes" if i % 2 else "No" for i in range(n)],
+            load=["NA" if i % 9 == 0 else i % 50 / 7 for i in range(n)],
+            nothing=[""] * n,
+        ),
+    )
+    kinds = {name: (field.dtype, (field.encoding or {}).get("kind", field.kind)) for name, field in fields.items()}
+    assert kinds == {
+        "row": ("int64", "ignore"),  # different in each row
+        "click": ("bool", "label"),
+        "at": ("string", "ignore"),
+        "price": ("float64", "standardise"),
+        "bytes": ("int64", "bucketise"),
+        "zip": ("string", "vocabulary"),  # 00001 is no number
+        "page_id": ("int64", "vocabulary"),
+        "page": ("string", "vocabulary"),
+        "agent": ("string", "hash"),
+        "ok": ("bool", "number"),
+        "load": ("string", "vocabulary"),
+    }
+    assert all(field.nullable for field in fields.values() if field.kind == "feature")
+    for part in (
+        'perhaps --id-columns: "row"', "10.0% null, 27 distinct", "40 distinct, 0 to 39",
+        'with --null-text "NA"',
+        "--time-columns", '"nothing", column 12, is left out: it has no value', "first 0 stay a text",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_only_a_column_of_that_name_without_nulls_is_the_label(tmp_path: Path) -> None:
+    for name, values, wanted in (
+        ("Label", [0, 1, 1, 0], ("bool", None)),
+        ("target", [0, 2, 1, 2], ("int64", 3)),
+        ("target", [1.5, 2, 3, 4], ("float64", None)),
+        ("target", [-1, 1, 1, -1], ("int64", None)),
+        ("clicked", ["yes", "no", "no", "no"], ("bool", None)),
+    ):
+        fields, text = proposed(tmp_path, table(**{"x": [1, 2, 3, 4], name: values}))
+        assert (fields[name].kind, fields[name].dtype, fields[name].num_classes) == ("label", *wanted)
+        assert "No column is called" not in text
+    for name, found in (("label", ["a", "b", "c", "a"]), ("label", [0, 1, "", 1]), ("yes", [0, 1, 1, 1])):
+        fields, text = proposed(tmp_path, table(x=[1, 2, 3, 4], **{name: found}))
+        assert fields[name].kind == "feature" and "No column is called label" in text
+
+
+def test_json_has_types_lists_and_what_no_field_holds(tmp_path: Path) -> None:
+    documents = [
+        {"a": i, "f": i / 3, "t": True, "s": "x", "tags": ["p", "q"][: i % 3], "nums": [1.5] * (i % 4),
+         "label": i % 2, "geo": {"x": 1}, "mixed": i if i % 2 else "s", "holes": [1, None], "big": 2**63 + i,
+         "at": "2020-01-01"} for i in range(50)
+    ]  # fmt: skip
+    fields, text = proposed(tmp_path, "\n".join(map(json.dumps, documents)), "json")
+    kinds = {name: (field.dtype, field.is_list, field.kind) for name, field in fields.items()}
+    assert kinds == {
+        "a": ("int64", False, "feature"), "f": ("float64", False, "feature"), "t": ("bool", False, "feature"),
+        "s": ("string", False, "feature"), "tags": ("string", True, "feature"), "nums": ("float64", True, "feature"),
+        "label": ("int64", False, "label"), "big": ("uint64", False, "feature"), "at": ("string", False, "feature"),
+    }  # fmt: skip
+    assert fields["label"].num_classes == 2 and dict(fields["nums"].encoding or {})["length"] == 3
+    assert text.count("is left out") == 3
+
+
+def test_names_that_no_dataset_has_are_comments(tmp_path: Path) -> None:
+    fields, text = proposed(tmp_path, 'a,a,B,b,split,_x,sample_id,,"o\x1bk # [[""x"\n1,2,3,4,5,6,7,8,9\n')
+    assert list(fields) == ['o\x1bk # [["x'] and text.count("is left out") == 8
+    fields, text = proposed(tmp_path, "3\t4.5\n1\t2\n", "tsv")
+    assert list(fields) == ["3", "4.5"] and "name the fields by --columns" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "log_format", "got"),
+    [
+        ("a,b\n", "csv", "no line after the header"),
+        ("a,b\n1\n1,2,3\n", "csv", "too_few_fields"),
+        ("[1]\nx\n", "json", "2 not_json_object"),
+        ("a,b\n,\n", "csv", "no value"),
+    ],
+)
+def test_a_table_without_rows_or_columns_is_refused(tmp_path: Path, data: str, log_format: str, got: str) -> None:
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path, data, log_format)
+    assert got in caught.value.got
+    assert not list(tmp_path.glob("*.toml"))
+
+
+def test_a_file_is_not_overwritten_and_a_web_log_has_no_need(tmp_path: Path) -> None:
+    where = tmp_path / "schema.toml"
+    flags = ["--propose-schema", "--input", str(OPEN_BANDIT), "--output", str(where)]
+    assert etl_logs.main([*flags, "--log-format", "csv"]) == 0
+    before = where.read_bytes()
+    with pytest.raises(ExistsError):
+        etl_logs.main([*flags, "--log-format", "csv"])
+    assert where.read_bytes() == before
+    with pytest.raises(ConfigError, match="--propose-schema"):
+        etl_logs.main(flags)
+    assert read_by(where, OPEN_BANDIT, tmp_path, "csv") == (0, 2000)
+    assert load_schema(str(where))["click"].kind == "label"
+
+
+CELLS = st.one_of(
+    st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=6),
+    st.integers(-(2**70), 2**70).map(str),
+    st.floats().map(str),
+    st.sampled_from(["", "NA", "nan", "inf", "0", "1", "yes", "no", "2020-01-01", "2020-01-01 10:00:00+02:00", "007"]),
+)
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(1, 5), st.integers(1, 12))
+def test_any_table_is_read_by_the_schema_proposed_for_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, width: int, height: int
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    columns = {f"c{i}": data.draw(st.lists(CELLS, min_size=height, max_size=height)) for i in range(width)}
+    columns["always"] = ["x"] * height
+    fields, _ = proposed(folder, table(**columns))
+    assert "always" in fields

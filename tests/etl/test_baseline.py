@@ -1,0 +1,157 @@
+"""Baselines of pyspark.ml: every kind on small datasets in one session, and what is refused before Spark starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, NotFoundError
+from tests.training._tiny import _ids, write_clicks, write_images, write_rows, write_table
+from training.results.baselines import scores_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RECORDS = {"train": 300, "test": 100}
+
+
+def write_visits(root: Path) -> None:
+    """Texts, nulls, a list, buckets and odd names, of which `kind` and `price` decide the label `rating`, a number."""
+    rng, total = np.random.default_rng(5), sum(RECORDS.values())
+    kinds, price = rng.choice(["a", "b", "c"], total), rng.normal(10, 3, total)
+    user, item = rng.integers(0, 20, total), rng.integers(0, 15, total)
+    rating = price / 3 + 2.0 * (kinds == "b") + 0.1 * rng.normal(size=total)
+    # `late` is in the test rows only.
+    names = [
+        None if i % 11 == 0 else "late" if i >= RECORDS["train"] and i % 5 == 0 else kind
+        for i, kind in enumerate(kinds)
+    ]
+    fields = (
+        Field(name="who.`is`", dtype="string", encoding={"kind": "hash", "buckets": 8, "seed": 42}),
+        Field(name="item", dtype="int64", encoding={"kind": "ignore"}),
+        Field(name="kind", dtype="string", nullable=True, encoding={"kind": "hash", "buckets": 4, "seed": 42}),
+        Field(name="price", dtype="float64", nullable=True, encoding={"kind": "number", "null_value": 0}),
+        Field(name="hour", dtype="int64", nullable=True, encoding={"kind": "bucketise", "boundaries": [6, 12.5]}),
+        Field(
+            name="tags", dtype="string", shape=(None,),
+            encoding={"kind": "hash", "buckets": 8, "seed": 42},
+        ),
+        Field(name="gaps", dtype="float32", shape=(None,), encoding={"kind": "sequence", "length": 2}),
+        Field(name="rating", dtype="float64", kind="label"),
+    )  # fmt: skip
+    schema = Schema((sample_id_field(), *fields))
+    columns = [
+        _ids(total),
+        [f"u{number}" for number in user],
+        item.tolist(),
+        names,
+        [None if i % 13 == 0 else value for i, value in enumerate(price)],
+        [None if i % 7 == 0 else i % 24 for i in range(total)],
+        [["x", "y"][: i % 3] for i in range(total)],
+        [[1.0]] * total,
+        rating.tolist(),
+    ]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema.arrow_schema(), strict=True)]
+    rows = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow_schema())
+    write_rows(str(root), schema, rows, RECORDS, "tfrecord", 2, 16, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`table` (yes or no), `images` (Parquet, four classes), `clicks` (weights), `visits` (a number), `zeros` and
+    `counts` (whole numbers)."""
+    root = tmp_path_factory.mktemp("baselines")
+    write_table(root / "table", records=RECORDS)
+    write_images(root / "images", records=RECORDS)
+    write_clicks(root / "clicks", records={"train": 600, "test": 300}, log_odds=-2.0)
+    write_visits(root / "visits")
+    schema = Schema((sample_id_field(), Field(name="x", dtype="int64"), Field(name="y", dtype="int64", kind="label")))
+    for name, most in (("zeros", 2), ("counts", 3)):
+        values = pa.array([number % most for number in range(400)])
+        rows = pa.RecordBatch.from_arrays([_ids(400), values, values], schema=schema.arrow_schema())
+        write_rows(str(root / name), schema, rows, RECORDS, "tfrecord", 1, 64, 0)
+    return root
+
+
+def config(folder: Path, name: str, kind: str, *settings: str, **options: Any) -> BaselineConfig:
+    return BaselineConfig(dataset=str(folder / name), kind=kind, settings=settings, **options)
+
+
+def scores(found: Predicted) -> dict[str, Any]:
+    assert found.rows is not None
+    return dict(scores_of(found.rows, found.classes, probabilities=found.probabilities)["metrics"])
+
+
+@pytest.mark.slow
+def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: Path) -> None:
+    asked = [
+        ("table", "linear-svc", ("maxIter=20",), "roc_auc", 0.95),
+        ("zeros", "gaussian-mixture", ("k=3",), "roc_auc", 0.8),
+        ("images", "kmeans", ("k=8",), "accuracy", 0.7),
+        ("images", "tree", ("maxDepth=3",), "accuracy", 0.7),
+        ("clicks", "logistic", (), "roc_auc", 0.6),
+        ("clicks", "gbt", ("maxIter=2",), "roc_auc", 0.55),
+        ("visits", "linear-regression", (), "r2", 0.8),
+        ("visits", "forest", ("numTrees=10", "maxDepth=8"), "r2", 0.6),
+        ("visits", "als", ("rank=2", "maxIter=3"), "r2", -2.0),
+    ]
+    assert {kind for _, kind, *_ in asked} == {*KINDS}
+    for name, kind, settings, metric, least in asked:
+        columns = {"user": "who.`is`", "item": "item"} if kind == "als" else {}
+        most = 0 if kind in ("tree", "forest", "gbt") else MAX_COLLECTED  # 0: too many rows to collect
+        found = train_and_predict(spark, config(folder, name, kind, *settings, **columns), most_values=most)
+        metrics = scores(found) if most else found.metrics
+        assert metrics[metric] > least, (name, kind, metrics)
+        assert (found.rows is None) == (most == 0)
+        if kind == "linear-regression":
+            assert found.about["left_out"] == ["item", "gaps"]
+            assert found.about["features"] == 1 + 9 + 4 + 4 + 8  # price, who, kind, hour, tags
+        if kind == "linear-svc":
+            many = train_and_predict(spark, config(folder, name, kind, *settings), most_values=0)
+            assert many.metrics == pytest.approx({key: metrics[key] for key in ("roc_auc", "accuracy")}, rel=1e-12)
+    with pytest.raises(ConfigError, match="--set maxDepth=-3"):
+        train_and_predict(spark, config(folder, "table", "tree", "maxDepth=-3"))
+    with pytest.raises(ConfigError) as caught:
+        train_and_predict(spark, config(folder, "counts", "logistic"))
+    assert "numbers such as 0, 1, 2" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "got"),
+    [
+        ("table", "forrest", {}, "forrest (perhaps `forest`)"),
+        ("table", "linear-regression", {}, "linear-regression for the label `label`, 2 classes"),
+        ("images", "gbt", {}, "4 classes"),
+        ("visits", "logistic", {}, "logistic for the label `rating`, a number"),
+        ("table", "gbt", {"split": "tset"}, "tset (perhaps `test`)"),
+        ("table", "gbt", {"train_split": "train,validation"}, "validation"),
+        ("table", "gbt", {"settings": ("maxDept=3",)}, "maxDept (perhaps `maxDepth`)"),
+        ("table", "gbt", {"settings": ("maxDepth=deep",)}, "Could not convert"),
+        ("table", "gbt", {"settings": ("labelCol=a",)}, "labelCol"),
+        ("table", "gbt", {"user": "a"}, "--user"),
+        ("visits", "als", {"user": "item"}, "--user"),
+        ("visits", "als", {"user": "item", "item": "itme"}, "itme (perhaps `item`)"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_before_spark_starts(
+    folder: Path, name: str, kind: str, options: dict[str, Any], got: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(folder, name, kind, *options.pop("settings", ()), **options))
+    assert got in caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+def test_settings_are_typed_as_the_parameters_are(folder: Path) -> None:
+    settings = ("maxDepth=3", "stepSize=1", "lossType=logistic", "cacheNodeIds=true")
+    assert check(config(folder, "table", "gbt", *settings)).settings == {
+        "maxDepth": 3, "stepSize": 1.0, "lossType": "logistic", "cacheNodeIds": True,
+    }  # fmt: skip
+    with pytest.raises(NotFoundError):
+        check(config(folder, "nothing", "gbt"))

@@ -1,0 +1,87 @@
+"""A cell that trains, in a real kernel: one output that is updated in place, and an interrupt that can be resumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+from tests.training._ranks import living_ranks
+from tests.training._tiny import write_table
+from tests.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240.0
+STEPS = 3000
+CELL = """
+import os
+import lockstep
+print(os.getpid(), flush=True)
+result = lockstep.train("data", "run", "logistic", global_batch=8, epochs=3, num_ranks=2, checkpoint_every=20)
+print(result.steps)
+"""
+
+
+class Outputs:
+    """The messages of one cell, read until it ends; `interrupt` is asked after each whether to interrupt the kernel."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient, code: str, interrupt: Any) -> None:
+        self.shown: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
+        self.texts = {"stdout": "", "stderr": ""}
+        self.error = ""
+        cell, interrupted = client.execute(code), False
+        while True:
+            message = client.get_iopub_msg(timeout=LIMIT_S)
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != cell:
+                continue
+            if kind == "status" and content["execution_state"] == "idle":
+                return
+            if kind == "display_data":
+                self.shown.append(content)
+            elif kind == "update_display_data":
+                self.updates.append(content)
+            elif kind == "stream":
+                self.texts[content["name"]] += content["text"]
+            elif kind == "error":
+                self.error = content["ename"]
+            if not interrupted and interrupt():
+                manager.interrupt_kernel()
+                interrupted = True
+
+    def last_line(self) -> str:
+        """The line of progress that the cell keeps; checks that it has one output."""
+        (shown,) = self.shown
+        assert {update["transient"]["display_id"] for update in self.updates} == {shown["transient"]["display_id"]}
+        return str(self.updates[-1]["data"]["text/plain"])
+
+
+@pytest.mark.slow
+def test_a_cell_shows_curves_in_one_output_and_resumes_after_an_interrupt(tmp_path: Path) -> None:
+    write_table(tmp_path / "data", records={"train": 8 * STEPS // 3, "test": 30})
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(tmp_path), env={**os.environ, "PYTHONPATH": str(ROOT)})
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=LIMIT_S)
+        first = Outputs(manager, client, CELL, lambda: any((tmp_path / "run/checkpoints").glob("step-*")))
+        assert first.error == "KeyboardInterrupt"
+        assert first.last_line().startswith("interrupted; the same call resumes the run: step ")
+        assert "the same call resumes from there" in first.texts["stderr"]
+        until(lambda: not living_ranks(int(first.texts["stdout"])), 30.0)
+        again = Outputs(manager, client, CELL, lambda: False)
+        assert again.error == "" and again.texts["stdout"].endswith(f"\n{STEPS}\n")
+        assert "resuming from checkpoint" in again.texts["stderr"] and "training:" not in again.texts["stderr"]
+        lines = [update["data"]["text/plain"] for update in again.updates]
+        assert any("samples/s" in line and "left" in line for line in lines), lines
+        assert again.last_line().startswith(f"done: step {STEPS} of {STEPS}, loss ")
+        assert "data:image/png;base64," in again.updates[-1]["data"]["text/html"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

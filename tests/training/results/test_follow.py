@@ -1,0 +1,90 @@
+"""An evaluator next to a run: the real training job in a process, and the real ranks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import evaluate as job
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, TrainingFailedError
+from lockstep.storage.verify import verify
+from tests.training._tiny import write_table
+from tests.waiting import until
+from training.control.task import RankTask
+from training.launch.local import run_local
+from training.results.evaluate import evaluate
+from training.results.follow import follow
+from training.run.paths import RunPaths, checkpoint_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def unused(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any]]:
+    """A launch that must not be needed."""
+    raise AssertionError("a checkpoint is scored twice")
+
+
+@pytest.mark.slow
+def test_each_checkpoint_is_scored_once_while_the_run_trains(tmp_path: Path) -> None:
+    data, run = str(tmp_path / "data"), str(tmp_path / "run")
+    write_table(data)
+    command = [sys.executable, "-m", "jobs.train", "--dataset", data, "--run", run, "--model", "logistic"]
+    command += ["--global-batch", "16", "--epochs", "2", "--keep-best", "loss:min", "--keep-checkpoints", "9"]
+    shown: list[str] = []
+    with subprocess.Popen(
+        [*command, "--num-ranks", "1", "--launcher", "local"], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as training:
+        found = follow(run, data, "test", run_local, look_s=0.2, idle_s=60.0, show=shown.append)  # no run yet
+        until(lambda: training.poll() is not None)
+    assert training.returncode == 0
+    assert [one["step"] for one in found] == [6, 12] and len(shown) == 2
+    assert found[-1]["result"]["metrics"] == evaluate(run, data, "test", run_local)["metrics"]
+    assert found[0]["result"]["metrics"] != found[-1]["result"]["metrics"]
+    assert verify(run) == []
+    (folder,) = Path(run, "evaluations").iterdir()
+    assert follow(run, data, "test", unused, show=shown.append) == found and len(shown) == 2
+    # One more is due, and retention removes its checkpoint in the middle of the evaluation.
+    name = next(file.stem for file in sorted(folder.iterdir()) if checkpoint_of(file.stem) is not None)
+    (folder / f"{name}.json").unlink()
+
+    def removed(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any]]:
+        shutil.rmtree(task.payload["members"][0]["checkpoint"])
+        raise NotFoundError("no checkpoint", got="nothing", allowed="a checkpoint", next_step="Nothing.")
+
+    assert follow(run, data, "test", removed, show=shown.append) == found[1:]
+    assert shown[2:] == [f"{name}: left out, since the run's retention has removed it"]
+
+    def failed(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any]]:
+        raise LockstepError("no memory", got="none", allowed="some", next_step="Nothing.")
+
+    with pytest.raises(LockstepError, match="no memory"):  # for another baseline nothing is scored yet
+        follow(run, data, "test", failed, baseline="majority")
+    # A driver that has ended without a result.
+    shutil.rmtree(RunPaths(run).results)
+    with pytest.raises(TrainingFailedError, match="neither a result nor a driver"):
+        follow(run, data, "test", unused, look_s=0.01, idle_s=0.1)
+
+
+def test_what_cannot_be_followed(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    data, run = str(tmp_path / "data"), str(tmp_path / "run")
+    with pytest.raises(NotFoundError):
+        follow(run, str(tmp_path / "none"), "test", unused)
+    refused: list[dict[str, Any]] = [{"throttle_s": -1.0}, {"start_delay_s": -1.0}, {"slices": ["none"]}]
+    for options in refused:
+        with pytest.raises(ConfigError):
+            follow(run, data, "test", unused, **options)
+    with pytest.raises(TrainingFailedError, match="neither a result nor a driver"):
+        follow(run, data, "test", unused, look_s=0.01, idle_s=0.1)
+    for flags in (["--throttle", "5"], ["--start-delay", "5"], ["--follow", "--report"]):
+        with pytest.raises(ConfigError):
+            job.main(["--run", run, "--dataset", data, *flags])
+    for flags in (["--follow"], ["--report"]):
+        with pytest.raises(ConfigError):
+            job.main(["--run", run, run, "--dataset", data, *flags])
+    assert not Path(run).exists()

@@ -1,0 +1,125 @@
+"""Calibration and confusion against scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import brier_score_loss, confusion_matrix
+
+from lockstep.features.schema.sampled import corrected
+from training.scoring.calibration import (
+    MOST_CLASSES,
+    PREDICTED,
+    calibration,
+    calibration_of,
+    class_columns,
+    confusion_of,
+)
+from training.scoring.scores import OutputForm
+
+BINARY, CLASSES = OutputForm(logits=False, width=1), OutputForm(logits=False, width=4)
+
+
+def rows_of(labels: Any, outputs: Any) -> Any:
+    """The columns label, weight and output of a binary model."""
+    return np.stack([labels, np.ones(len(labels)), outputs], axis=1).astype(np.float64)
+
+
+def made(rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(3)
+    chance = rng.random(rows)
+    return (rng.random(rows) < chance**2).astype(np.float64), chance
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_bins_and_brier_score_are_scikit_learns(logits: bool) -> None:
+    labels, chance = made(1000)
+    outputs = np.log(chance / (1 - chance)) if logits else chance
+    found = calibration_of(rows_of(labels, outputs), np.empty((1000, 0)), OutputForm(logits, width=1))
+    assert found is not None and found["of"] == "yes"
+    observed, predicted = calibration_curve(labels, chance, n_bins=10, strategy="quantile")
+    assert [one["samples"] for one in found["bins"]] == [100] * 10
+    assert [one["predicted"] for one in found["bins"]] == pytest.approx(predicted, rel=1e-12)
+    assert [one["observed"] for one in found["bins"]] == pytest.approx(observed, rel=1e-12)
+    assert found["expected_error"] == pytest.approx(np.abs(observed - predicted).mean(), rel=1e-12)
+    assert found["brier"] == pytest.approx(brier_score_loss(labels, chance), rel=1e-12)
+
+
+def test_one_prediction_for_all_rows_is_one_bin() -> None:
+    labels = np.array([0, 0, 0, 1.0])
+    found = calibration(np.full(4, 0.25), labels, (labels - 0.25) ** 2)
+    assert found["bins"] == [{"samples": 4, "predicted": 0.25, "observed": 0.25}] and found["expected_error"] == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), st.booleans()), min_size=1), st.randoms())
+def test_bins_hold_all_rows_in_any_order(rows: list[tuple[float, bool]], random: Any) -> None:
+    def bins(rows: list[tuple[float, bool]]) -> list[tuple[Any, ...]]:
+        predicted, happened = np.array(rows, np.float64).T
+        found = calibration(predicted, happened, np.zeros(len(rows)))["bins"]
+        return [(one["samples"], round(one["predicted"], 12), round(one["observed"], 12)) for one in found]
+
+    first = bins(rows)
+    assert sum(samples for samples, *_ in first) == len(rows)
+    assert sorted(first, key=lambda one: one[1]) == first
+    mixed = list(rows)
+    random.shuffle(mixed)
+    assert bins(mixed) == first
+
+
+def test_a_model_trained_on_sampled_classes_is_judged_by_corrected_probabilities() -> None:
+    labels, chance = made(1000)
+    kept = (0.25, 1.0)
+    found = calibration_of(rows_of(labels, chance), np.empty((1000, 0)), OutputForm(False, 1, kept))
+    assert found is not None
+    assert found["brier"] == pytest.approx(brier_score_loss(labels, corrected(chance, kept)), rel=1e-12)
+
+
+def test_classes_are_scikit_learns() -> None:
+    rng = np.random.default_rng(5)
+    shares, labels = rng.dirichlet(np.ones(4), 500), rng.integers(0, 3, 500)
+    rows, details = rows_of(labels, np.zeros(500)), class_columns(labels, shares, CLASSES)
+    confused = confusion_of(rows, details, CLASSES, 4, ["a", "b", "c", "d"])
+    assert confused is not None and confused["classes"] == ["a", "b", "c", "d"]
+    assert confused["samples"] == confusion_matrix(labels, shares.argmax(axis=1), labels=range(4)).tolist()
+    found = calibration_of(rows, details, CLASSES)
+    assert found is not None
+    right, most = labels == shares.argmax(axis=1), shares.max(axis=1)
+    observed, predicted = calibration_curve(right, most, n_bins=10, strategy="quantile")
+    assert [one["observed"] for one in found["bins"]] == pytest.approx(observed, rel=1e-12)
+    assert [one["predicted"] for one in found["bins"]] == pytest.approx(predicted, rel=1e-12)
+    one_hot = np.eye(4)[labels]
+    assert found["brier"] == pytest.approx(((shares - one_hot) ** 2).sum(axis=1).mean(), rel=1e-12)
+    np.testing.assert_array_equal(class_columns(one_hot, shares, CLASSES), details)
+    logarithms = class_columns(labels, np.log(shares), OutputForm(True, 4))
+    np.testing.assert_allclose(logarithms, details, rtol=1e-12)
+
+
+def test_yes_and_no_are_confused_at_a_half() -> None:
+    labels, chance = made(200)
+    expected = confusion_matrix(labels, chance > 0.5).tolist()
+    for form, outputs in ((BINARY, chance), (OutputForm(True, 1), np.log(chance / (1 - chance)))):
+        found = confusion_of(rows_of(labels, outputs), np.empty((200, 0)), form, None, None)
+        assert found == {"classes": ["0", "1"], "samples": expected}
+
+
+def test_what_has_no_probabilities_has_no_calibration() -> None:
+    none = np.empty((2, 0))
+    for rows, form in (
+        (rows_of([0, 2.5], [0.1, 0.2]), BINARY),  # numbers
+        (rows_of([0, 1], [0.1, 1.2]), BINARY),
+        (rows_of([0, 1], [np.nan, 0.2]), BINARY),
+        (rows_of([0, 1], [0.1, 0.2]), OutputForm(logits=False)),
+    ):
+        assert calibration_of(rows, none, form) is None and confusion_of(rows, none, form, None, None) is None
+    scores = class_columns(np.array([1, 0]), np.array([[3.0, 1.0], [4.0, -1.0]]), OutputForm(False, 2))
+    assert scores[:, PREDICTED].tolist() == [0, 0]
+    rows = rows_of([1, 0], [0, 0])
+    assert calibration_of(rows, scores, OutputForm(False, 2)) is None
+    confused = confusion_of(rows, scores, OutputForm(False, 2), 2, ["only one"])
+    assert confused == {"classes": ["0", "1"], "samples": [[1, 0], [1, 0]]}
+    assert confusion_of(rows, scores, OutputForm(False, MOST_CLASSES + 1), MOST_CLASSES + 1, None) is None

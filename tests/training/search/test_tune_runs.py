@@ -1,0 +1,149 @@
+"""Searches with real ranks: killed and resumed on this host with Keras, and side by side in one Spark session."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.random_kills import fingerprint
+from jobs import train as train_job
+from lockstep.storage.documents import unseal
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from tests.training._ranks import HERE, rank_path
+from tests.training._tiny import write_table
+from tests.training.search._searches import journal
+from tests.waiting import until
+from training.config import TrainConfig
+from training.control.task import Limits
+from training.driver.train import Hooks
+from training.launch.barrier import OnSpark
+from training.run.paths import RunPaths
+from training.run.result import find_result
+from training.search.config import SearchConfig
+from training.search.space import space_of
+from training.search.tune import tune
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
+
+
+def events(root: Path, kind: str) -> list[int]:
+    """The trials of the events of one kind."""
+    found = [unseal(event, "an event") for event in journal(root)]
+    return [event["trial"] for event in found if event["event"] == kind]
+
+
+class Command:
+    """`lockstep tune` in a folder with a dataset and a space of learning rates."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        write_table(folder / "data")
+        (folder / "space.toml").write_text("learning_rate = {low = 1e-3, high = 1.0, log = true}\n")
+        self.of_a_run = ["--dataset", "data", "--model", "logistic", "--num-ranks", "1", "--global-batch", "16"]
+        self.of_a_run += ["--epochs", "2", "--launcher", "local", "--seed", "3", "--checkpoint-every", "2"]
+        search = ["--space", "space.toml", "--metric", "auc:max", *more]
+        self.words = [sys.executable, "-m", "lockstep", "tune", *self.of_a_run, *search]
+        self.where: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": train_job.ROOT}}
+
+    def begin(self, root: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*self.words, "--run", root], **self.where)
+
+    def finish(self, root: str) -> subprocess.CompletedProcess[str]:
+        words = [*self.words, "--run", root]
+        done = subprocess.run(words, **self.where, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done
+
+
+def test_a_killed_search_is_resumed_and_a_trial_is_the_run_that_jobs_train_makes(tmp_path: Path) -> None:
+    command, root = Command(tmp_path, "--trials", "3", "--parallel", "2"), tmp_path / "tune"
+    with command.begin("tune") as first:
+        until(lambda: list(root.glob("trials/*/checkpoints/*/_manifest.json")))
+        first.send_signal(signal.SIGKILL)
+    done = command.finish("tune")
+    assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == [0, 1, 2]
+    assert sorted(path.name for path in (root / "trials").iterdir()) == ["0000", "0001", "0002"]
+    assert "resuming from checkpoint" in done.stderr and "3 of 3" in done.stderr
+    best = json.loads(done.stdout.splitlines()[-1])
+    assert Path(best["model"], "model.keras").is_file() and Path(best["report"]).is_file()
+    plain = [sys.executable, "-m", "lockstep", "train", *command.of_a_run, *best["flags"], "--run", "plain"]
+    subprocess.run(plain, **command.where, check=True, timeout=300)
+    assert fingerprint(str(tmp_path / "plain")) == fingerprint(best["run"])
+
+
+@pytest.mark.soak
+def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_one(tmp_path: Path) -> None:
+    command = Command(tmp_path, "--trials", "7", "--pruner", "median")
+    whole = json.loads(command.finish("whole").stdout.splitlines()[-1])
+    rng = random.Random(5)
+    for _ in range(12):
+        with command.begin("killed") as driver:
+            time.sleep(rng.uniform(2.0, 20.0))
+            driver.send_signal(signal.SIGKILL)
+    found = json.loads(command.finish("killed").stdout.splitlines()[-1])
+    for kind in ("asked", "epoch", "pruned", "ended"):
+        assert events(tmp_path / "killed", kind) == events(tmp_path / "whole", kind)
+    assert (found["parameters"], found["value"]) == (whole["parameters"], whole["value"])
+    assert fingerprint(found["run"]) == fingerprint(whole["run"])
+
+
+def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_path(monkeypatch)
+    here = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(here)
+    for path in (Path(HERE, "_ranks.py"), Path(here, "_search_ranks.py")):
+        spark.sparkContext.addPyFile(str(path))
+    write_table(tmp_path / "data")
+    base = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "tune"),
+        model="logistic",
+        num_ranks=1,
+        global_batch=16,
+        epochs=6,
+        seed=2,
+        checkpoint_every=10,
+    )
+    options: dict[str, Any] = {"metric": "loss:min", "trials": 4, "sampler": "random", "pruner": "hyperband"}
+    space = space_of({"learning_rate": {"low": 0.1, "high": 1.0}}, "the test")
+    hooks = Hooks(entry="_search_ranks:train", limits=Limits(grace_s=1.0, silent_s=60.0))
+    slots = spark.sparkContext.defaultParallelism
+    with pytest.raises(ConfigError, match="Lower --parallel"):
+        tune(SearchConfig(base=base, space=space, parallel=slots + 1, **options), OnSpark(spark), hooks=hooks)
+    assert not (tmp_path / "tune").exists()
+    best = tune(SearchConfig(base=base, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
+    root = tmp_path / "tune"
+    pruned = events(root, "pruned")
+    assert sorted(events(root, "ended") + pruned) == list(range(4)) and pruned
+    assert best["value"] == pytest.approx(best["parameters"]["learning_rate"] / 6)
+    # The first two trials were both begun before one of them had ended.
+    begun = [json.loads((root / f"trials/000{n}/run.json").read_text())["created_at"] for n in (0, 1)]
+    ended = [_result(root / f"trials/000{n}")["finished_at"] for n in (0, 1)]
+    assert max(begun) < min(ended)
+    steps = [_last_step(root / f"trials/000{number}") for number in pruned]
+    assert all(1 <= step < 37 for step in steps), steps
+
+
+def _result(run: Path) -> dict[str, Any]:
+    found = find_result(filesystem(str(run)), RunPaths(str(run)))
+    assert found is not None
+    return found
+
+
+def _last_step(run: Path) -> int:
+    rows = [json.loads(line) for part in run.glob("metrics/*/part-*") for line in part.read_text().splitlines()]
+    return max(row["step"] for row in rows)

@@ -1,0 +1,212 @@
+"""What a person sees while a run trains: a bar or lines on a terminal, a line and curves in the cell of a notebook."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Mapping
+from datetime import timedelta
+from html import escape
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.progress import Progress
+from training.config import VALIDATION, TrainConfig
+from training.run.metrics import read_history
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
+LINE_EVERY_S, CURVES_EVERY_S = 0.5, 2.0  # to draw the curves takes about 0.1 s of the driver
+POINTS = 200  # of the loss over the whole run, each the mean of its steps
+COLUMNS = 3
+TRAINING = "training"
+COLOURS = {"each step": "#b9cbe0", "training": "#1f4e89", "validation": "#d97706"}
+
+
+class RunProgress(Protocol):
+    """Shows a run; a context manager. One thread at a time calls it."""
+
+    def __enter__(self) -> RunProgress: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None: ...
+
+    def set(self, done: int, note: str | None = None) -> None:
+        """`done` steps are done, fewer than before after a restart; `note` is a short text such as the loss."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row of the run's metrics (training.rank.metrics)."""
+
+
+class OnTerminal(Progress):
+    """A bar on a terminal, lines in a log; it shows no metrics but the loss."""
+
+    def __init__(self, config: TrainConfig, steps: int, label: str = "training") -> None:
+        super().__init__(label, steps, "steps")
+
+    def __enter__(self) -> OnTerminal:
+        return self
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class InNotebook:
+    """A line of progress and the curves so far, also of earlier calls, in one output of a cell, updated in place."""
+
+    def __init__(self, config: TrainConfig, steps: int) -> None:
+        self._run, self._batch = config.run, config.global_batch
+        self._curves = Curves(steps, config.epochs)
+        self._done, self._note, self._picture = 0, "", ""
+        self._first: tuple[float, int] | None = None  # when this generation's first steps were seen, and how many
+        self._shown_at = self._drawn_at = time.monotonic()
+        self._output: DisplayHandle | None = None
+
+    def __enter__(self) -> InNotebook:
+        from IPython.display import display
+
+        try:
+            history = read_history(self._run)
+        except LockstepError:
+            pass  # the run's earlier curves are missing; a damaged file must not keep it from training
+        else:
+            for row in [*history.steps, *history.epochs]:
+                self._curves.add(row)
+                self._done = max(self._done, row["step"])
+        self._output = display(self._bundle("starting"), raw=True, display_id=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._show("done", draw=True)
+        elif isinstance(error, KeyboardInterrupt):
+            self._show("interrupted; the same call resumes the run", draw=True)
+        else:
+            self._show(f"ended by {type(error).__name__}", draw=True)
+
+    def set(self, done: int, note: str | None = None) -> None:
+        """Show the steps done, at most every LINE_EVERY_S; after a restart, drop the curves from there on."""
+        now = time.monotonic()
+        if done < self._done:
+            self._curves.cut(done)
+            self._first = None
+        elif self._first is None and done > self._done:
+            self._first = now, done  # ranks take seconds to start, which is no part of the rate
+        self._done, self._note = done, self._note if note is None else note
+        if now - self._shown_at >= LINE_EVERY_S:
+            self._show(TRAINING, draw=now - self._drawn_at >= CURVES_EVERY_S)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row for the curves; the end of an epoch is drawn at once."""
+        self._curves.add(row)
+        if row["kind"] == "epoch":
+            self._show(TRAINING, draw=True)
+
+    def _show(self, state: str, *, draw: bool) -> None:
+        assert self._output is not None, "shown before `with`"
+        self._shown_at = time.monotonic()
+        if draw:
+            self._picture, self._drawn_at = self._curves.png(), self._shown_at
+        self._output.update(self._bundle(state), raw=True)
+
+    def _bundle(self, state: str) -> dict[str, str]:
+        seconds, steps = (0.0, 0) if self._first is None else (self._shown_at - self._first[0], self._first[1])
+        rate = (self._done - steps) / seconds if seconds > 0 else 0.0
+        line = progress_line(state, self._done, self._curves.steps, self._note, rate, self._batch)
+        picture = f'<img alt="curves" src="data:image/png;base64,{self._picture}">' if self._picture else ""
+        return {"text/plain": line, "text/html": f"<div><code>{escape(line)}</code></div>{picture}"}
+
+
+def progress_line(state: str, done: int, steps: int, note: str, rate: float, batch: int) -> str:
+    """One line on a run; `rate` is steps in a second, 0 if unknown, `batch` the samples of a step."""
+    words = [f"{state}: step {done} of {steps}", *([note] if note else [])]
+    if rate > 0:
+        words.append(f"{rate * batch:,.0f} samples/s")
+        if state == TRAINING:
+            words.append(f"about {timedelta(seconds=math.ceil((steps - done) / rate))} left")
+    return ", ".join(words)
+
+
+class Curves:
+    """The curves of a run of `steps` steps in `epochs` epochs: its loss, and each metric at the end of an epoch."""
+
+    def __init__(self, steps: int, epochs: int) -> None:
+        self.steps, self._epochs = steps, epochs
+        self._points = max(1, min(POINTS, steps))
+        self._losses: dict[int, tuple[float, int]] = {}  # by point: the sum of its steps' losses, and their number
+        self._metrics: dict[int, dict[str, float]] = {}  # by the last step of the epoch
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row of the run's metrics; values that are no finite numbers are left out."""
+        if row["kind"] == "step" and _finite(row["loss"]):
+            point = self._point(row["step"])
+            total, number = self._losses.get(point, (0.0, 0))
+            self._losses[point] = total + row["loss"], number + 1
+        elif row["kind"] == "epoch":
+            self._metrics[row["step"]] = {name: value for name, value in row["metrics"].items() if _finite(value)}
+
+    def cut(self, step: int) -> None:
+        """Forget what follows `step`: the run repeats it."""
+        self._losses = {point: loss for point, loss in self._losses.items() if point < self._point(step + 1)}
+        self._metrics = {last: metrics for last, metrics in self._metrics.items() if last <= step}
+
+    def panels(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """The lines of each panel by the metric's name: `each step` (only the loss), `training`, `validation`.
+
+        A line is its points (epochs done, value), in order.
+        """
+        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        if self._losses:
+            width = self._epochs / self._points
+            line = [((point + 1) * width, total / n) for point, (total, n) in sorted(self._losses.items())]
+            found["loss"] = {"each step": line}
+        for last, metrics in sorted(self._metrics.items()):
+            for name, value in metrics.items():
+                line_name = "validation" if name.startswith(VALIDATION) else "training"
+                lines = found.setdefault(name.removeprefix(VALIDATION), {})
+                lines.setdefault(line_name, []).append((last * self._epochs / self.steps, value))
+        return found
+
+    def png(self) -> str:
+        """A picture of the panels, in base64; an empty text without any."""
+        from matplotlib.figure import Figure
+
+        panels = self.panels()
+        if not panels:
+            return ""
+        columns = min(COLUMNS, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(4 * columns, 2.6 * rows), dpi=72, layout="constrained")
+        for index, (name, lines) in enumerate(panels.items()):
+            axes = figure.add_subplot(rows, columns, index + 1)
+            for line_name, points in lines.items():
+                marker = None if line_name == "each step" else "o"
+                axes.plot(*zip(*points, strict=True), label=line_name, color=COLOURS[line_name], marker=marker)
+            axes.set_title(name, parse_math=False)
+            axes.set_xlim(0, self._epochs * 1.03)
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+        figure.supxlabel("epochs")
+        target = io.BytesIO()
+        figure.savefig(target, format="png")
+        return b64encode(target.getvalue()).decode()
+
+    def _point(self, step: int) -> int:
+        return (step - 1) * self._points // self.steps
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def progress_here() -> type[OnTerminal] | type[InNotebook]:
+    """How the process that calls can show a run: InNotebook in a Jupyter kernel, which has loaded IPython."""
+    if "IPython" not in sys.modules:
+        return OnTerminal
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return InNotebook if shell is not None and "IPKernelApp" in shell.config else OnTerminal

@@ -1,0 +1,115 @@
+"""Validation during training: after an epoch the ranks score a split with the live model, and change nothing of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.features.schema.sampled import sampled_of, shares_of_classes
+from training.batches.augmenting import labels_of
+from training.comm.base import Communicator
+from training.config import VALIDATION, TrainConfig
+from training.control.client import ControlClient
+from training.reading.open import OpenSplit
+from training.scoring.score_split import score
+from training.scoring.scores import BATCH_ROWS
+from training.steps.model_state import METRICS, SEEDS, variables_of
+from training.steps.patching import swapped
+
+BEAT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """What one validation found, the same on every rank."""
+
+    metrics: dict[str, Any]
+    """val_METRIC of each metric, as numbers."""
+    row: dict[str, Any]
+    """{split, samples, class_counts, intervals, seconds}; JSON."""
+
+
+class Validation:
+    """The validations of one rank. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        split: OpenSplit,
+        config: TrainConfig,
+        model: keras.Model,
+        communicator: Communicator,
+        control: ControlClient,
+    ) -> None:
+        self._split, self._config, self._model = split, config, model
+        self._comm, self._control = communicator, control
+        self._signature = labels_of(config, split.encoder.signature)
+        self._kept = shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label)
+        self.seconds = 0.0
+        """Of all validations since this process began."""
+
+    def after(self, step: int) -> Validated:
+        """Score the split with the model after optimizer step `step`, as jobs.evaluate scores its checkpoint. A
+        collective.
+        """
+        began = time.monotonic()
+        with unchanged(self._model):
+            beat = Beats(self._control, step)
+            found = score(
+                self._model, self._split, self._signature, self._comm, beat, batch=BATCH_ROWS, kept=self._kept
+            )
+        # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
+        found = json.loads(self._comm.all_gather_bytes(json.dumps(found).encode())[0])
+        self._control.beat(step, "train")
+        seconds = time.monotonic() - began
+        self.seconds += seconds
+        return Validated(
+            {f"{VALIDATION}{name}": _number(value) for name, value in found["metrics"].items()},
+            {
+                "split": self._config.validate,
+                "samples": found["samples"],
+                "class_counts": found["class_counts"],
+                "intervals": found["intervals"],
+                "seconds": round(seconds, 6),
+            },
+        )
+
+
+class Beats:
+    """Reports the batches of a validation as progress, without which a driver ends the ranks. Called by two threads."""
+
+    def __init__(self, control: ControlClient, step: int) -> None:
+        self._control, self._step = control, step
+        self._at = time.monotonic()
+        control.beat(step, "validate")
+
+    def __call__(self, batch: int, what: str) -> None:
+        """This rank does `what`, with its batch number `batch`. The step stays that of the training."""
+        now = time.monotonic()
+        if now - self._at >= BEAT_EVERY_S:  # each other phase is a message to the driver
+            self._at = now
+            self._control.beat(self._step, f"validate: {what} {batch}")
+
+
+@contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """While this is open, a score may change the model's metrics, seeds, statistics and test step; then all are again
+    what they were. Tests change no trained weight.
+    """
+    variables = [*model.non_trainable_weights, *variables_of(model, METRICS), *variables_of(model, SEEDS)]
+    before = [tf.identity(variable.value) for variable in variables]
+    with swapped(model, "compute_metrics", model.compute_metrics), swapped(model, "test_function", None):
+        yield
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(value)
+
+
+def _number(value: Any) -> Any:
+    """JSON for a metric as numbers: "nan" and "inf" become floats, also in lists."""
+    return [_number(item) for item in value] if isinstance(value, list) else float(value)

@@ -1,0 +1,158 @@
+"""Predicts every row of a split with a run's model: the caller's side, and the entry of each rank."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.documents import seal
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
+from lockstep.storage.publish import MANIFEST_NAME, publish_directory, sweep_temporaries, write_file
+from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.urls import absolute, join, parent
+from training.config import TrainConfig
+from training.control.context import RankContext
+from training.control.failures import LauncherGoneError, RankFailedError
+from training.control.protocol import is_final
+from training.control.server import Handler
+from training.control.task import Limits, RankTask
+from training.launch.session import Launch, Launches, ended_in_order
+from training.plan.datasets import split_of
+from training.rank import runtime
+from training.results.export_run import check_output
+from training.run.paths import RunPaths
+from training.run.run_json import read_run
+from training.run.weights_source import newest_of
+
+ENTRY = "training.results.predict:main"
+FORMAT_VERSION = 1
+PART_ROWS = 1 << 18  # of a file; a failed rank repeats at most one
+MIN_PARTS = 32  # of a small split, so that each of a few ranks has some
+MAX_FAILURES = 3  # in a row without a new file
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Published predictions: their directory, the rows in it, and the model or checkpoint that made them."""
+
+    output: str
+    rows: int
+    model: str
+
+
+def predict(
+    run: str, dataset: str, split: str, output: str, launch: Launch, *, num_ranks: int = 1, batch: int = 512
+) -> Predicted:
+    """Write the predictions of the run's model (its newest claim's, else the weights of the last checkpoint) for every
+    row of `split` of `dataset` to the directory `output`, as Parquet.
+
+    Columns: `sample_id` int64; `label` if the dataset has one; `prediction`, a double, or a list of floats for a model
+    with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Rows are in the
+    order of the dataset; files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a
+    time. A failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before
+    all files are complete. Raises ConfigError, NotFoundError and ExistsError, where possible before a rank is started.
+    """
+    run, dataset, output = absolute(run), absolute(dataset), absolute(output)
+    if batch < 1 or num_ranks < 1:
+        raise ConfigError(
+            "predictions need rows and ranks",
+            got=f"batch={batch}, num_ranks={num_ranks}",
+            allowed="integers from 1 up",
+            next_step="Correct --batch or --num-ranks.",
+        )
+    fs = filesystem(output)
+    check_output(fs, RunPaths(run), output)
+    config = TrainConfig.from_json(read_run(filesystem(run), RunPaths(run))["config"])
+    manifest = load_dataset(dataset)
+    rows = sum(shard.records for shard in split_of(manifest, split).shards)
+    if not rows:
+        raise ConfigError(
+            f"split `{split}` has no rows", got="0 rows", allowed="1 or more", next_step="Choose another --split."
+        )
+    parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
+    model, checkpoint = newest_of(run)
+    staging = join(parent(output), f"_staging-predict-{secrets.token_hex(4)}")
+    payload = {
+        "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,
+        "model": model, "checkpoint": checkpoint, "directory": staging,
+    }  # fmt: skip
+    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+    try:
+        with ended_in_order():  # so that the staging directory is removed on SIGTERM too
+            fs.mkdirs(staging)
+            with Progress("predicting", parts, "files") as progress:
+                files = _run(task, launch, num_ranks, fs, staging, progress)
+            if (found := sum(file["rows"] for file in files)) != rows:
+                raise CorruptionError("predictions of other rows", file=staging, got=f"{found}", allowed=f"{rows}")
+            document = {
+                "format_version": FORMAT_VERSION,
+                "kind": "predictions",
+                "dataset": dataset,
+                "dataset_digest": manifest.digest,
+                "split": split,
+                "model": model or checkpoint,
+                "batch": batch,
+                "rows": rows,
+                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
+            }
+            sweep_temporaries(fs, staging)  # of killed ranks
+            write_file(fs, join(staging, MANIFEST_NAME), seal(document))
+            publish_directory(fs, staging, output)
+    finally:
+        fs.discard(staging)
+    return Predicted(output, rows, str(model or checkpoint))
+
+
+class _Shown(Handler):
+    """Shows how many files there are."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress, self._lock = progress, threading.Lock()
+
+    def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A rank's notice of a finished file."""
+        if kind != "predicted":
+            return super().answer(rank, kind, fields)
+        with self._lock:  # each rank has a thread here
+            self._progress.update()
+        return {}
+
+
+def _run(
+    task: RankTask, launch: Launch, num_ranks: int, fs: FileSystem, staging: str, progress: Progress
+) -> list[dict[str, Any]]:
+    """Run the task until all files are complete; returns {name, rows, bytes, sha256} of each, in order."""
+    failures = 0
+    with Launches(launch, num_ranks, Limits()) as launches:
+        for generation in count(1):
+            before = len(fs.list(staging))
+            progress.set(0)
+            try:
+                results = launches.run(task, generation, _Shown(progress))
+                return [file for result in results for file in result["files"]]
+            except LockstepError as error:
+                if is_final(error) or isinstance(error, LauncherGoneError):
+                    raise
+                failures = 1 if len(fs.list(staging)) > before else failures + 1
+                if failures > MAX_FAILURES or (isinstance(error, RankFailedError) and error.alike):
+                    raise
+                print(f"starting the ranks again: {error}", file=sys.stderr, flush=True)
+    raise AssertionError("count() has no end")
+
+
+def main(context: RankContext) -> dict[str, Any]:
+    """Write this rank's files; returns {files}."""
+    config = TrainConfig.from_json(context.payload["config"])
+    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    from training.results.predict_rank import run  # here, since it imports TensorFlow, which is set up now
+
+    return run(context, config)

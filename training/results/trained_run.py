@@ -1,0 +1,57 @@
+"""The result of a run, with its model at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from training.launch.session import Launch
+from training.results.evaluate import evaluate
+from training.results.predictor import BATCH, ExportedModel
+from training.run.paths import RunPaths
+from training.run.result import RunResult
+from training.run.run_json import read_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRun(RunResult):
+    """A finished run: the fields of its result, `evaluate` and `predict`."""
+
+    launch: Launch = field(repr=False, compare=False)
+    """Runs ranks where the run was trained."""
+
+    @classmethod
+    def of(cls, result: RunResult, launch: Launch) -> Self:
+        """The run that has this result."""
+        return cls(**{name: getattr(result, name) for name in RunResult.__dataclass_fields__}, launch=launch)
+
+    def evaluate(
+        self,
+        split: str = "test",
+        *,
+        dataset: str | None = None,
+        baseline: str | None = None,
+        batch: int = BATCH,
+        num_ranks: int = 1,
+    ) -> dict[str, Any]:
+        """Evaluate the run's newest model on a split of its dataset, or of another one, as `lockstep.evaluate` does.
+
+        Raises ConfigError for a run of several datasets if `dataset` is None.
+        """
+        if dataset is None:
+            trained_on = read_run(filesystem(self.run), RunPaths(self.run))["config"]["datasets"]
+            if len(trained_on) > 1:
+                raise ConfigError(
+                    "the run was trained on several datasets",
+                    got=", ".join(trained_on),
+                    allowed="one dataset to evaluate on",
+                    next_step="Pass dataset=...",
+                )
+            dataset = str(trained_on[0])
+        return evaluate(self.run, dataset, split, self.launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
+
+    def predict(self, rows: Any, *, batch: int = BATCH) -> Any:
+        """The newest model's outputs for raw rows, as `lockstep.predict` returns them."""
+        return ExportedModel.at(self.run).predictor()(rows, batch)

@@ -1,0 +1,138 @@
+"""What defines a search, and whether a later call may resume it: search.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from lockstep.storage.documents import seal, unseal_as
+from lockstep.storage.errors import ConfigError, NotFoundError, differences, require
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import absolute
+from training.config import BEST, BEST_ALLOWED, TrainConfig
+from training.search.space import OPERATIONAL, Parameter
+
+FORMAT_VERSION = 1
+Sampler = Literal["random", "grid", "tpe"]
+Pruner = Literal["none", "median", "hyperband"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConfig:
+    """All that defines a search. Raises ConfigError for invalid values."""
+
+    base: TrainConfig
+    """The configuration of every trial but for its parameters; its `run` is the search's directory, its `seed` also
+    the sampler's."""
+    space: tuple[Parameter, ...]
+    metric: str
+    """NAME:max or NAME:min of an epoch's metrics, such as val_auc:max."""
+    trials: int | None = None
+    """The number of trials in total; None: the whole grid."""
+    parallel: int = 1
+    """Trials at once."""
+    sampler: Sampler = "tpe"
+    pruner: Pruner = "none"
+
+    def __post_init__(self) -> None:
+        urls = tuple(map(absolute, self.base.datasets))
+        object.__setattr__(self, "base", replace(self.base, run=absolute(self.base.run), datasets=urls))
+        require(BEST.fullmatch(self.metric) is not None, "--metric", self.metric, BEST_ALLOWED)
+        require(self.parallel >= 1, "--parallel", str(self.parallel), "an integer from 1 up")
+        for name, kinds in (("sampler", Sampler), ("pruner", Pruner)):
+            words = get_args(kinds)
+            require(getattr(self, name) in words, f"--{name}", getattr(self, name), " or ".join(words))
+        if self.sampler == "grid":
+            points = math.prod(len(parameter.grid()) for parameter in self.space)
+            allowed = f"1 to {points}, the points of the grid, or no --trials for all of them"
+            require(self.trials is None or self.trials <= points, "--trials", str(self.trials), allowed)
+            object.__setattr__(self, "trials", points if self.trials is None else self.trials)
+        number = self.trials
+        require(number is not None and number >= 1, "--trials", str(number), "an integer from 1 up", "Give --trials.")
+
+    @property
+    def number(self) -> int:
+        """The number of trials."""
+        return self.trials or 0
+
+    @property
+    def root(self) -> str:
+        """The URL of the search's directory."""
+        return self.base.run.rstrip("/")
+
+    @property
+    def metric_name(self) -> str:
+        """The metric without its direction."""
+        return self.metric.rpartition(":")[0]
+
+    @property
+    def maximize(self) -> bool:
+        """Whether a greater metric is better."""
+        return self.metric.endswith(":max")
+
+    def run_of(self, trial: int) -> str:
+        """The URL of a trial's run."""
+        return f"{self.root}/trials/{trial:04d}"
+
+    def identity(self) -> dict[str, Any]:
+        """What every call of this search has in common, as a JSON object."""
+        searched = {parameter.name for parameter in self.space}
+        base = {name: value for name, value in self.base.to_json().items() if name not in OPERATIONAL | searched}
+        return {
+            "space": [parameter.to_json() for parameter in self.space],
+            "metric": self.metric,
+            "sampler": self.sampler,
+            "pruner": self.pruner,
+            "base": base,
+        }
+
+
+def open_search(fs: FileSystem, config: SearchConfig, optuna: str) -> None:
+    """Write search.json for a new search, else check that it was begun with the same; `optuna` is its version.
+
+    Raises ConfigError for another search, and for a directory that is none.
+    """
+    if not check_search(fs, config, optuna):
+        document = {"format_version": FORMAT_VERSION, "kind": "search", "optuna": optuna, **config.identity()}
+        write_file(fs, f"{config.root}/search.json", seal(document))
+
+
+def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
+    """Whether there is a search to resume; changes nothing. Raises ConfigError as `open_search` does."""
+    url = f"{config.root}/search.json"
+    try:
+        stored = unseal_as("search", fs.read_bytes(url), url, version=FORMAT_VERSION)
+    except NotFoundError:
+        _refuse_strange_directory(fs, config.root)
+        return False
+    given, begun = config.identity(), {name: stored.get(name) for name in config.identity()}
+    later = {field.name for field in fields(TrainConfig)} - dict(stored.get("base") or {}).keys()
+    given["base"] = {name: value for name, value in given["base"].items() if name not in later}
+    found = differences(given, begun)
+    if stored.get("optuna") != optuna:
+        found.append(f"Optuna {optuna} (not {stored.get('optuna')})")
+    if found:
+        raise ConfigError(
+            f"{config.root} is another search",
+            got="; ".join(found)[:2000],
+            allowed="the arguments that it was begun with; --trials, --parallel and --num-ranks may change",
+            next_step="Give the same arguments, or a --run that does not exist yet.",
+        )
+    return True
+
+
+def _refuse_strange_directory(fs: FileSystem, root: str) -> None:
+    try:
+        names = [entry.name for entry in fs.list(root)]
+    except NotFoundError:
+        return
+    strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
+    if strange:
+        raise ConfigError(
+            f"{root} exists and is not a search",
+            got=f"a directory with {', '.join(strange[:5])}",
+            allowed="a directory with search.json, an empty one or none",
+            next_step="Choose another --run.",
+        )

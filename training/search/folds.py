@@ -1,0 +1,152 @@
+"""Cross-validation: for each fold of a dataset a run on the other folds, evaluated on the one held out.
+
+CV/fold-0/        the run that fold-0 is held out of, an ordinary run
+CV/fold-0.json    its evaluation on fold-0
+CV/result.json    the metrics of all folds, with mean and standard deviation
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import PurePosixPath
+from typing import Any
+
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.documents import seal, unseal_as
+from lockstep.storage.errors import ConfigError, NotFoundError, require
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import absolute, join
+from training.config import TrainConfig
+from training.driver.preflight import preflight
+from training.driver.train import Hooks, train
+from training.launch.session import Launch
+from training.results.evaluate import evaluate, number
+from training.run.weights_source import newest_of
+
+FORMAT_VERSION = 1
+RESULT = "result.json"
+# Fields of a run that no caller chooses: each run has its own split, and a choice made on the fold held out would
+# flatter the evaluation.
+NOT_OF_FOLDS = ("split", "mix", "validate", "validate_every", "early_stop")
+_FOLD = re.compile(r"fold-([0-9]+)")
+
+
+def runs_of_folds(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The run of each fold: its configuration by the name of the fold held out. Changes nothing.
+
+    Raises ConfigError for a dataset that has no folds, a directory with other files, and all that a single run of
+    these is refused for.
+    """
+    root = absolute(config.run)
+    what, step = "the dataset of a cross-validation", "Make one with --split kfold:5, and name it alone."
+    require(len(config.datasets) == 1, what, ", ".join(config.datasets), "one dataset", step)
+    names = list(load_dataset(absolute(config.datasets[0])).splits)
+    folded = len(names) > 1 and all(map(_FOLD.fullmatch, names))
+    require(folded, what, f"splits {', '.join(names)}", "two folds or more: fold-0, fold-1, ...", step)
+    names.sort(key=lambda name: int(name.removeprefix("fold-")))
+    _refuse_strange_directory(root, names)
+    runs = {
+        held_out: replace(config, run=join(root, held_out), split=",".join(name for name in names if name != held_out))
+        for held_out in names
+    }
+    for run in runs.values():
+        preflight(run)
+    return runs
+
+
+def cross_validate(
+    config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None
+) -> dict[str, Any]:
+    """Train a run for each fold of the dataset, one after another, and evaluate each on the fold held out.
+
+    `config.run` is the directory of the cross-validation; `config.split` is ignored. The same call resumes after the
+    folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]) and
+    `metrics` ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided
+    by n - 1). Raises what `runs_of_folds`, `train` and `evaluate` raise.
+    """
+    runs = runs_of_folds(config)
+    root = absolute(config.run)
+    fs, found = filesystem(root), []
+    for place, (fold, run) in enumerate(runs.items(), 1):
+        print(f"{fold}, {place} of {len(runs)}: {run.run}, trained on all other folds", file=sys.stderr, flush=True)
+        train(run, launch, take_over=take_over, hooks=hooks)
+        evaluation = _evaluated(fs, join(root, f"{fold}.json"), fold, run, launch)
+        kept = {name: evaluation[name] for name in ("run", "model", "samples", "metrics")}
+        found.append({"fold": fold, **kept})
+    result = {
+        "format_version": FORMAT_VERSION,
+        "kind": "cross_validation",
+        "dataset": absolute(config.datasets[0]),
+        "model": config.model,
+        "folds": found,
+        "metrics": over_folds([fold["metrics"] for fold in found]),
+    }
+    write_file(fs, join(root, RESULT), seal(result), exclusive=False)
+    return result
+
+
+def over_folds(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean, standard deviation (divided by n - 1) and n of each metric, over the folds where it is a finite number."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted({name for each in metrics for name in each}):
+        values = [each[name] for each in metrics if _is_number(each.get(name))]
+        mean = statistics.mean(values) if values else None
+        std = statistics.stdev(values) if len(values) > 1 else None
+        found[name] = {"mean": mean, "std": std, "n": len(values)}
+    return found
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """A table of a result: a row for each metric."""
+    folds = result["folds"]
+    samples = sum(fold["samples"] for fold in folds)
+    head = f"{len(folds)} folds of {PurePosixPath(result['dataset']).name}, model {result['model']}: {samples} samples"
+    table = [["metric", "mean", "std", *(fold["fold"] for fold in folds)]]
+    for name, over in result["metrics"].items():
+        values = (number(fold["metrics"].get(name)) for fold in folds)
+        table.append([name, number(over["mean"]), number(over["std"]), *values])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([head, *lines])
+
+
+def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: Launch) -> dict[str, Any]:
+    """The evaluation of a finished run on its fold: the stored one, unless the run has trained longer since."""
+    try:
+        stored = unseal_as("evaluation", fs.read_bytes(url), url, version=FORMAT_VERSION)
+    except NotFoundError:
+        stored = None
+    model, checkpoint = newest_of(run.run)
+    if stored is not None and stored["model"] == (model or checkpoint):
+        return stored
+    found = evaluate(run.run, run.datasets[0], fold, launch, num_ranks=run.num_ranks)
+    document = {"format_version": FORMAT_VERSION, "kind": "evaluation", **found}
+    write_file(fs, url, seal(document), exclusive=False)
+    return document
+
+
+def _refuse_strange_directory(root: str, folds: Sequence[str]) -> None:
+    try:
+        names = [entry.name for entry in filesystem(root).list(root)]
+    except NotFoundError:
+        return
+    ours = {RESULT, *folds, *(f"{fold}.json" for fold in folds)}
+    strange = sorted(name for name in names if name not in ours and not name.startswith("."))
+    if strange:
+        raise ConfigError(
+            f"{root} exists and is not the cross-validation of these folds",
+            got=f"a directory with {', '.join(strange[:5])}",
+            allowed=f"{', '.join(folds)} and {RESULT}, an empty directory or none",
+            next_step="Choose another --run.",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value)

@@ -1,0 +1,108 @@
+"""Writes a search's report: one HTML file with its trials, the importance of parameters, and parallel coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from training.results.report import DARK, LIGHT, page, svg
+from training.search.config import SearchConfig
+from training.search.space import Parameter
+from training.search.study import DONE, Study, Trial
+
+
+def write_search_report(fs: FileSystem, config: SearchConfig, study: Study) -> str:
+    """Write TUNE/report.html, also over an older one; returns its URL."""
+    url = f"{config.root}/report.html"
+    write_file(fs, url, render(config, study.trials, study.best(), study.importances()).encode(), exclusive=False)
+    return url
+
+
+def parameter_words(parameters: Mapping[str, Any]) -> str:
+    """`learning_rate 0.1, set.width 32`."""
+    return ", ".join(f"{name} {_text(value)}" for name, value in parameters.items())
+
+
+def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importances: Mapping[str, float]) -> str:
+    """The page's HTML."""
+    names = [parameter.name for parameter in config.space]
+    about = [
+        ("metric", config.metric),
+        ("best trial", f"{best.number}: {_text(best.value)} with {parameter_words(best.parameters)}"),
+        ("its run", config.run_of(best.number)),
+        ("its model", best.model or "none"),
+        ("trials", ", ".join(f"{count} {state}" for state, count in _counts(trials).items())),
+        ("sampler, pruner, seed", f"{config.sampler}, {config.pruner}, {config.base.seed}"),
+        ("base", f"{config.base.model} on {', '.join(config.base.datasets)}, {config.base.epochs} epochs"),
+    ]
+    head = ("trial", "state", config.metric_name, "epochs", *names, "reason")
+    rows = [
+        (each.number, each.state, _text(each.value), each.epochs, *(_text(each.parameters[n]) for n in names),
+         each.reason)
+        for each in trials
+    ]  # fmt: skip
+    tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Search", about)]
+    if importances:
+        shares = [(name, f"{share:.1%}") for name, share in importances.items()]
+        tables.append(("Importance: each parameter's share in the variance of the metric (PED-ANOVA)", shares))
+    tables.append(("Trials", [head, *rows]))
+    done = [each for each in trials if each.state == DONE]
+    curves = [(f"Parallel coordinates: one line a trial that is done, dark is better ({config.metric})",
+               parallel_coordinates(config.space, done, config.metric_name, maximize=config.maximize))]  # fmt: skip
+    return page("Lockstep: report of a search", config.root, tables, curves)
+
+
+def parallel_coordinates(space: Sequence[Parameter], done: Sequence[Trial], metric: str, *, maximize: bool) -> Markup:
+    """A vertical axis for each parameter and one for the metric, and a line through them for each trial."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    values = [float(each.value or 0.0) for each in done]
+    ranks = {each.number: place for place, each in enumerate(sorted(done, key=lambda one: one.value or 0.0))}
+    columns = [_heights(parameter, [each.parameters[parameter.name] for each in done]) for parameter in space]
+    columns.append(_scaled(values))
+    colours = LinearSegmentedColormap.from_list("trials", [LIGHT, DARK])
+    figure = Figure(figsize=(max(4.0, 1.6 * len(columns)), 3.5))
+    axes = figure.add_subplot()
+    for number, each in enumerate(done):
+        better = ranks[each.number] / max(1, len(done) - 1)
+        shade = better if maximize else 1 - better
+        heights = [column[number] for column in columns]
+        axes.plot(range(len(columns)), heights, color=colours(shade), linewidth=1 + shade, zorder=1 + shade)
+    for place in range(len(columns)):
+        axes.axvline(place, color="#888", linewidth=0.8)
+    labels = [f"{p.name}\n{_text(p.ends()[0])} to {_text(p.ends()[-1])}{', log' * p.log}" for p in space]
+    labels.append(f"{metric}\n{_text(min(values))} to {_text(max(values))}")
+    axes.set_xticks(range(len(columns)), labels, fontsize=8)
+    axes.set_yticks([])
+    axes.set_frame_on(False)
+    return svg(figure)
+
+
+def _heights(parameter: Parameter, values: Sequence[Any]) -> list[float]:
+    """Each value's place between the ends of its axis, 0 to 1."""
+    if parameter.choices:
+        last = max(1, len(parameter.choices) - 1)
+        return [parameter.choices.index(value) / last for value in values]
+    scale = math.log if parameter.log else float
+    low, high = (scale(float(end)) for end in parameter.ends())
+    return [(scale(value) - low) / (high - low) for value in values]
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    low, high = min(values), max(values)
+    return [(value - low) / (high - low) if high > low else 0.5 for value in values]
+
+
+def _counts(trials: Sequence[Trial]) -> dict[str, int]:
+    states = [each.state for each in trials]
+    return {state: states.count(state) for state in dict.fromkeys(states)}
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,270 @@
+"""The driver of a search: it runs several trials at once, and resumes them after it was killed.
+
+Each trial trains in a thread, by the same driver as jobs.train. Its reports come through one queue, so only one thread
+uses the study and the journal.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from lockstep.storage.documents import seal
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, StorageError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from training.config import TrainConfig
+from training.control.failures import LauncherGoneError
+from training.driver.live import OnTerminal
+from training.driver.ownership import Lease
+from training.driver.preflight import preflight
+from training.driver.train import EndedByCallerError, Hooks, train
+from training.launch.session import Launch, SessionLauncher, ended_in_order
+from training.run.lineage import SupersededError
+from training.run.metrics import read_history
+from training.run.paths import RunPaths
+from training.run.result import RunResult
+from training.search.config import SearchConfig, check_search, open_search
+from training.search.journal import Journal
+from training.search.report import parameter_words, write_search_report
+from training.search.space import config_of_trial, corners, flags_of
+from training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
+
+FORMAT_VERSION = 1
+LOOK_S = 0.5
+END_S = 120.0  # for a trial to end in order: its ranks stop, and a commit in flight ends
+OF_THE_SEARCH = (StorageError, CorruptionError, SupersededError, LauncherGoneError, EndedByCallerError)
+Trainer = Callable[[TrainConfig, Hooks], RunResult]
+"""Trains one configuration as training.driver.train.train does."""
+
+
+def tune(
+    config: SearchConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None
+) -> dict[str, Any]:
+    """Run the trials of a search that have not ended; returns the content of best.json.
+
+    The same call resumes a search. Raises ConfigError for parameters that do not fit the dataset, the session's slots
+    or the search; TrainingFailedError if no trial has a value; and the error of a trial, if none has ended before.
+    """
+    check_search(filesystem(config.root), config, VERSION)
+    for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
+        preflight(corner)
+    if isinstance(launch, SessionLauncher):
+        _check_slots(config, launch)
+
+    def trainer(of_trial: TrainConfig, its_hooks: Hooks) -> RunResult:
+        return train(of_trial, launch, take_over=take_over, hooks=its_hooks)
+
+    return run_trials(config, trainer, take_over=take_over, hooks=hooks or Hooks())
+
+
+def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
+    ranks = config.parallel * config.base.num_ranks
+    try:
+        launch.ready(ranks, config.base.start_limit_s)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{config.parallel} trials of {config.base.num_ranks} ranks do not fit at once",
+            got=f"{error.what}; {error.got}",
+            allowed=f"{ranks} ranks at once: --parallel times --num-ranks",
+            next_step=f"Lower --parallel. {error.next_step}",
+        ) from error
+
+
+def run_trials(config: SearchConfig, trainer: Trainer, *, take_over: bool, hooks: Hooks) -> dict[str, Any]:
+    """`tune` without its checks; `trainer` runs a trial."""
+    fs = filesystem(config.root)
+    lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
+    with ended_in_order(), lease:
+        open_search(fs, config, VERSION)
+        study = Study(config, Journal(fs, config.root, confirm=lease.check_not_lost))
+        _Search(config, study, trainer, hooks, lease).run()
+        best = study.best()
+        document = {
+            "search": config.root,
+            "trial": best.number,
+            "parameters": best.parameters,
+            "flags": flags_of(best.parameters),
+            "metric": config.metric,
+            "value": best.value,
+            "run": config.run_of(best.number),
+            "model": best.model,
+            "report": write_search_report(fs, config, study),
+        }
+        data = seal({"format_version": FORMAT_VERSION, "kind": "best trial", **document})
+        write_file(fs, f"{config.root}/best.json", data, exclusive=False, confirm=lease.check_not_lost)
+    return document
+
+
+def trials_of(config: SearchConfig) -> list[dict[str, Any]]:
+    """The trials of a search so far, by number: {trial, run, parameters, state, value, epochs}; starts nothing."""
+    study = Study(config, Journal(filesystem(config.root), config.root))
+    return [
+        {"trial": trial.number, "run": config.run_of(trial.number), "parameters": trial.parameters}
+        | {"state": trial.state, "value": trial.value, "epochs": trial.epochs}
+        for trial in study.trials
+    ]
+
+
+class _Message(NamedTuple):
+    """What the thread of a trial reports: the row of an epoch's metrics, or at its end the result or the error."""
+
+    trial: int
+    content: dict[str, Any] | RunResult | BaseException
+
+
+class _Running:
+    """A trial that trains in a thread."""
+
+    def __init__(
+        self, trial: Trial, config: TrainConfig, trainer: Trainer, hooks: Hooks, messages: queue.Queue[_Message]
+    ) -> None:
+        self.trial, self.config = trial, config
+        self._trainer, self._messages = trainer, messages
+        progress = partial(OnTerminal, label=f"trial {trial.number}")
+        self._hooks = replace(hooks, progress=progress, on_epoch=self._put, ended=self._ended)
+        self._error: EndedByCallerError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"trial-{trial.number:04d}", daemon=True)
+        self._thread.start()
+
+    def end(self, why: str) -> None:
+        """End the run soon, in order; it can be resumed."""
+        self._error = EndedByCallerError(f"trial {self.trial.number} was ended: {why}")
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for END_S at the most."""
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        try:
+            self._put(self._trainer(self.config, self._hooks))
+        except BaseException as error:  # the main thread raises it
+            self._put(error)
+
+    def _put(self, content: dict[str, Any] | RunResult | BaseException) -> None:
+        self._messages.put(_Message(self.trial.number, content))
+
+    def _ended(self) -> EndedByCallerError | None:
+        return self._error
+
+
+class _Search:
+    """The loop over trials."""
+
+    def __init__(self, config: SearchConfig, study: Study, trainer: Trainer, hooks: Hooks, lease: Lease) -> None:
+        self._config, self._study, self._trainer, self._hooks, self._lease = config, study, trainer, hooks, lease
+        self._messages: queue.Queue[_Message] = queue.Queue()
+        self._running: dict[int, _Running] = {}
+
+    def run(self) -> None:
+        """Run all trials to their end. Whatever it raises, their threads have ended."""
+        try:
+            while True:
+                while len(self._running) < self._config.parallel and (trial := self._next()) is not None:
+                    self._start(trial)
+                if not self._running:
+                    return
+                number, content = self._message()
+                running = self._running.get(number)
+                if running is None:
+                    continue  # a row that has arrived late, of a trial that was ended
+                if not isinstance(content, dict):
+                    del self._running[number]
+                    self._end(running.trial, content)
+                elif self._judge(running.trial, content, running.config.epochs):
+                    running.end("pruned")
+        finally:
+            for running in self._running.values():
+                running.end("the search ends")
+            for running in self._running.values():
+                running.join()
+
+    def _next(self) -> Trial | None:
+        """A trial that an earlier driver has left open, else a new one; None after the last."""
+        for trial in self._study.trials:
+            if trial.state == OPEN and trial.number not in self._running:
+                return trial
+        return self._study.ask() if len(self._study.trials) < self._config.number else None
+
+    def _start(self, trial: Trial) -> None:
+        run = self._config.run_of(trial.number)
+        config = config_of_trial(self._config.base, trial.parameters, run)
+        if filesystem(run).exists(RunPaths(run).run_json):
+            for row in read_history(run).epochs:  # those that an earlier driver may not have judged
+                if self._judge(trial, row, config.epochs):
+                    return
+        self._running[trial.number] = _Running(trial, config, self._trainer, self._hooks, self._messages)
+
+    def _message(self) -> _Message:
+        while True:
+            if (lost := self._lease.lost) is not None:
+                raise lost
+            try:
+                return self._messages.get(timeout=LOOK_S)
+            except queue.Empty:
+                continue
+
+    def _judge(self, trial: Trial, row: Mapping[str, Any], epochs_asked: int) -> bool:
+        """Take the metrics of an epoch that has ended; whether the trial is pruned by them."""
+        epochs, name = int(row["epoch"]) + 1, self._config.metric_name
+        if trial.state != OPEN:
+            return False  # it was pruned, and has made one more epoch since
+        if name.startswith("val_") and not any(each.startswith("val_") for each in row["metrics"]):
+            return False  # no validation after this epoch
+        value = self._value(row["metrics"], None)
+        trial.saw(epochs, value)
+        # An epoch that is made again after a restart was judged before; the last one saves nothing.
+        if epochs <= trial.judged or epochs >= epochs_asked or not self._study.judge(trial, epochs, value):
+            return False
+        self._print(trial, f"pruned after {epochs} epochs at {name} {value:.6g}")
+        return True
+
+    def _end(self, trial: Trial, outcome: RunResult | BaseException) -> None:
+        if trial.state == PRUNED:
+            if not isinstance(outcome, RunResult | EndedByCallerError):
+                print(f"trial {trial.number}, which was pruned, ended by: {outcome}", file=sys.stderr, flush=True)
+            return
+        if isinstance(outcome, RunResult):
+            self._study.end(trial, self._value(outcome.metrics, trial.last), model=outcome.model)
+        elif self._of_this_trial(outcome):
+            self._study.end(trial, None, reason=str(outcome).splitlines()[0])
+        else:
+            raise outcome
+        failed = trial.state == FAILED
+        self._print(trial, f"failed: {trial.reason}" if failed else f"{self._config.metric_name} {trial.value:.6g}")
+
+    def _of_this_trial(self, error: BaseException) -> bool:
+        """Whether the search continues after this error: another trial need not meet it.
+
+        A loss that is not finite is a DataError. Any other error before the first trial has ended is likely to be a
+        mistake in the call.
+        """
+        if not isinstance(error, LockstepError) or isinstance(error, OF_THE_SEARCH):
+            return False
+        return type(error) is DataError or any(trial.state in (DONE, PRUNED) for trial in self._study.trials)
+
+    def _value(self, metrics: Mapping[str, Any], otherwise: float | None) -> float:
+        """The metric, or `otherwise` without one; "nan" and "inf" are numbers, as JSON has them."""
+        name, value = self._config.metric_name, metrics.get(self._config.metric_name, otherwise)
+        if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
+            return float(value)
+        more = " Metrics val_X need --validate SPLIT." if name.startswith("val_") else ""
+        raise ConfigError(
+            f"trials have no metric `{name}`" if value is None else f"the metric `{name}` is not one number",
+            got=f"--metric {self._config.metric}",
+            allowed=", ".join(f"{each}:min, {each}:max" for each in sorted(metrics)),
+            next_step=f"Correct --metric.{more}",
+        )
+
+    def _print(self, trial: Trial, words: str) -> None:
+        ended = sum(each.state != OPEN for each in self._study.trials)
+        line = f"trial {trial.number}: {words}; {parameter_words(trial.parameters)}; {ended} of {self._config.number}"
+        if any(each.state == DONE for each in self._study.trials):
+            best = self._study.best()
+            line += f", best {best.value:.6g} (trial {best.number})"
+        print(line, file=sys.stderr, flush=True)
