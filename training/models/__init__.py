@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, nearest
-from training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready
+from training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready_model
 
 if TYPE_CHECKING:
     import keras
@@ -91,7 +91,7 @@ def check_name(name: str, extra: Mapping[str, Any] | None = None, *, here: bool 
     `here`: ranks run on this host with this process' import path, which must have the module of a `module:function`.
     """
     module, _, function = name.partition(":")
-    if ready(name) is not None:
+    if ready_model(name) is not None:
         check_settings(name, extra or {})
         return
     if not module or not function.isidentifier():
@@ -122,7 +122,7 @@ def _can_import(top: str) -> bool:
 
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     """The function of a model's name; raises ConfigError listing the known names."""
-    if (known := ready(name)) is not None:
+    if (known := ready_model(name)) is not None:
         module, _, function = known.function.partition(":")
         build_it = getattr(importlib.import_module(f"training.models.{module}"), function)
         return partial(build_it, depth=depth) if (depth := depth_of(name)) else build_it
@@ -164,13 +164,13 @@ def _loaded(text: str) -> Callable[..., Any]:
 
 def scales_learning_rate(name: str) -> bool:
     """Whether this model's own learning rate follows the global batch and warms up, like a resnet's."""
-    known = ready(name)
+    known = ready_model(name)
     return known is not None and known.has_schedule
 
 
 def may_follow_length(name: str) -> bool:
     """Whether training this model may depend on `options.steps`, like the learning rate of a resnet."""
-    known = ready(name)
+    known = ready_model(name)
     return known is None or known.has_schedule
 
 

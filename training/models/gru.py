@@ -10,7 +10,7 @@ from training.models.inputs import ids_of, inputs_of, sequence_of
 from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
 from training.models.ready import settings_of
 
-LEARNING_RATE = 0.003
+LEARNING_RATE = 0.005
 
 
 def gru(signature: Signature, options: ModelOptions) -> keras.Model:
