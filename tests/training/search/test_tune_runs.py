@@ -53,7 +53,8 @@ class Command:
         (folder / "space.toml").write_text("learning_rate = {low = 1e-3, high = 1.0, log = true}\n")
         self.of_a_run = ["--dataset", "data", "--model", "logistic", "--num-ranks", "1", "--global-batch", "16"]
         self.of_a_run += ["--epochs", "2", "--launcher", "local", "--seed", "3", "--checkpoint-every", "2"]
-        search = ["--space", "space.toml", "--metric", "auc:max", *more]
+        self.of_a_run += ["--validate", "test"]
+        search = ["--space", "space.toml", "--metric", "val_auc:max", *more]
         self.words = [sys.executable, "-m", "lockstep", "tune", *self.of_a_run, *search]
         self.where: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": train_job.ROOT}}
 
