@@ -25,20 +25,19 @@ from benchmarks.shared.shapes import interleaved, machine, print_rates, seconds
 
 
 def peer(model: str, names: list[str], batch: int) -> Any:
-    """Spark's UDF of the columns `names`."""
+    """Spark's UDF of one array with the columns `names`."""
 
     def make() -> Callable[..., Any]:
         import keras
 
         loaded = keras.models.load_model(model)
 
-        def predict(*columns: Any) -> Any:
-            x = {name: column.reshape(-1, 1) for name, column in zip(names, columns, strict=True)}
-            return loaded.predict_on_batch(x)[:, 0]
+        def predict(rows: Any) -> Any:  # (n, columns) float32
+            return loaded.predict_on_batch({name: rows[:, at : at + 1] for at, name in enumerate(names)})[:, 0]
 
         return predict
 
-    return predict_batch_udf(make, return_type=DoubleType(), batch_size=batch)
+    return predict_batch_udf(make, return_type=DoubleType(), batch_size=batch, input_tensor_shapes=[[len(names)]])
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def main() -> None:
         lockstep.write_dataset(some, f"{folder}/data", schema=schema, id_columns="id")
         run = lockstep.train(f"{folder}/data", f"{folder}/run", "logistic", global_batch=64, epochs=1)
         udf = lockstep.predict_udf(run.run, batch=args.batch)(f.struct(*names))
-        other = peer(str(Path(str(run.model), "model.keras")), names, args.batch)(*names)
+        other = peer(str(Path(str(run.model), "model.keras")), names, args.batch)(f.array(*names))
 
         def query(column: Column) -> Callable[[], float]:
             return lambda: seconds(lambda: rows.select(column.alias("p")).agg(f.sum("p")).collect())

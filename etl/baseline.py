@@ -161,11 +161,12 @@ def train_and_predict(
             scored = _rated(train, test, config, plan)
         else:
             classes = _classes_in(train, plan.label, config.kind)
+            kind = KINDS[config.kind]
+            estimator = _estimator(kind.of_numbers if classes is None else kind.of_classes, config, plan)
             train, test, left_out = _with_features(train, test, plan, classes)
             train = train.persist()  # until the session ends
             size = int(train.head(1)[0]["features"].size)
-            kind = KINDS[config.kind]
-            model = _estimator(kind.of_numbers if classes is None else kind.of_classes, config, plan).fit(train)
+            model = estimator.fit(train)
             output = _shares(model, train, classes or 0) if config.kind in CLUSTERS else _output(config.kind, classes)
             scored = model.transform(test).select("label", output.alias("output"))
         width = 1 if classes in (None, 2) else classes or 1
@@ -357,7 +358,7 @@ def _estimator(name: str, config: BaselineConfig, plan: Plan) -> Any:
     for key, value in {**fixed, **plan.settings}.items():
         estimator.set(estimator.getParam(key), value)
     try:
-        estimator._transfer_params_to_java()  # otherwise Java checks the ranges only when it fits
+        estimator._transfer_params_to_java()  # otherwise ranges are checked only when it fits
     except IllegalArgumentException as error:
         given = ", ".join(config.settings)
         raise _bad_setting(given, str(error).splitlines()[0][:300], "values in the range of each parameter") from None

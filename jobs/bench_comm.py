@@ -13,15 +13,12 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from jobs._launch import launch_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import occupied, write_file
-from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute
 from training.comm.options import Algorithm, Backend
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 from training.launch.session import Launch
 from training.profiling.bench_comm import BenchConfig, Row, bench, check, document, size, table
 
@@ -55,12 +52,8 @@ def main(argv: Sequence[str]) -> int:
     target = absolute(args.json) if args.json else None
     if target is not None and filesystem(target).exists(target):
         raise occupied(target)
-    if args.launcher == "local":
-        rows = measured(config, run_local)
-    else:
-        with spark_session("lockstep bench_comm", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            rows = measured(config, OnSpark(spark))
+    with launch_of(args.launcher, "bench_comm", args.master) as launch:
+        rows = measured(config, launch)
     print(table(rows, config.num_ranks))
     if target is not None:
         write_file(filesystem(target), target, document(rows, config))

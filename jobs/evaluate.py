@@ -16,12 +16,8 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, refuse_idle, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from jobs._launch import launch_of
 from lockstep.storage.errors import require
-from lockstep.storage.settings import set_hadoop_settings
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.launch.session import Launch
 from training.results.evaluate import evaluate, summary
 from training.results.follow import follow
 from training.results.report import write_report
@@ -31,39 +27,25 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("evaluate", __doc__ or "", "evaluate")
     add = job.add_argument
-    add(
-        "--run",
-        required=True,
-        nargs="+",
-        metavar="URL",
-        help="evaluate the newest model of this run, or its newest checkpoint if it has no model; of several runs the "
-        "mean of their models' probabilities, and each model",
+    text = (
+        "evaluate the newest model of this run, or its newest checkpoint if it has no model; of several runs the mean "
     )
+    text += "of their models' probabilities, and each model"
+    add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
-    add(
-        "--slice",
-        nargs="+",
-        default=[],
-        metavar="COLUMN",
-        help="metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times",
-    )
+    text = "metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times"
+    add("--slice", nargs="+", default=[], metavar="COLUMN", help=text)
     add("--report", action="store_true", help="write the run's report again, with this evaluation")
     add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
     add("--start-delay", type=float, metavar="S", help="with --follow: seconds before the first look (default 0)")
     add("--throttle", type=float, metavar="S", help="with --follow: seconds from one start to the next (default 0)")
     add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
-    add(
-        "--batch",
-        type=int,
-        default=512,
-        metavar="ROWS",
-        help="rows at a time (default 512); changes the last digits, and losses divided by a mask or a sum of weights",
-    )
-    add(
-        "--launcher", choices=["local", "barrier"], default="local", help="this host (default) or a Spark barrier stage"
-    )
+    text = "rows at a time (default 512); changes the last digits, and losses divided by a mask or a sum of weights"
+    add("--batch", type=int, default=512, metavar="ROWS", help=text)
+    text = "this host (default) or a Spark barrier stage"
+    add("--launcher", choices=["local", "barrier"], default="local", help=text)
     add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
     return job
 
@@ -83,27 +65,16 @@ def main(argv: Sequence[str]) -> int:
         for flag, given in (("--follow", args.follow), ("--report", args.report)):
             require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
     require(not (args.follow and args.report), "--report", "--report with --follow", "one of the two")
-    options: dict[str, Any] = {
-        "num_ranks": args.num_ranks,
-        "batch": args.batch,
-        "baseline": args.baseline,
-        "slices": args.slice,
-    }
-
-    def scored(launch: Launch) -> Any:
-        if not args.follow:
-            return evaluate(args.run, args.dataset, args.split, launch, **options)
-        options.update(start_delay_s=args.start_delay or 0.0, throttle_s=args.throttle or 0.0, show=show_at_once)
-        return follow(args.run[0], args.dataset, args.split, launch, **options)
-
-    if args.launcher == "local":
-        result = scored(run_local)
-    else:
-        with spark_session("lockstep evaluate", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            result = scored(OnSpark(spark))
-    if not args.follow:
-        print(summary(result))
+    where = args.run[0] if args.follow else args.run, args.dataset, args.split
+    options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
+    options |= {"baseline": args.baseline, "slices": args.slice}
+    with launch_of(args.launcher, "evaluate", args.master) as launch:
+        if args.follow:
+            options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
+            print(json.dumps(follow(*where, launch, show=show_at_once, **options), sort_keys=True))
+            return 0
+        result = evaluate(*where, launch, **options)
+    print(summary(result))
     if args.report:
         print(f"report {write_report(result['run'], result)}")
     print(json.dumps(result, sort_keys=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -12,10 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job
-from jobs._session import hadoop_settings_of, spark_session
-from lockstep.storage.settings import set_hadoop_settings
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
+from jobs._launch import launch_of
 from training.results.predict import predict
 
 
@@ -42,13 +38,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     check_master(args)
     names = (args.run, args.dataset, args.split, args.output)
-    call = partial(predict, *names, num_ranks=args.num_ranks, batch=args.batch)
-    if args.launcher == "local":
-        done = call(launch=run_local)
-    else:
-        with spark_session("lockstep predict", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            done = call(launch=OnSpark(spark))
+    with launch_of(args.launcher, "predict", args.master) as launch:
+        done = predict(*names, launch=launch, num_ranks=args.num_ranks, batch=args.batch)
     print(f"{done.output}: {done.rows} predictions of {done.model}")
     return 0
 

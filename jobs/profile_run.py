@@ -14,12 +14,9 @@ if sys.path[0] != ROOT:
 
 from jobs import _train
 from jobs._cli import JobParser, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from jobs._launch import launch_of
 from lockstep.storage.progress import Progress
-from lockstep.storage.settings import set_hadoop_settings
 from training.config import TrainConfig
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 from training.launch.session import Launch
 from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 
@@ -51,12 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    if config.launcher == "local":
-        result = measured(config, args, run_local)
-    else:
-        with spark_session("lockstep profile", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            result = measured(config, args, OnSpark(spark))
+    with launch_of(config.launcher, "profile_run", args.master) as launch:
+        result = measured(config, args, launch)
     print(table(result))
     print(json.dumps(result.to_json(), sort_keys=True))
     return 0

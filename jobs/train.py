@@ -12,14 +12,11 @@ if sys.path[0] != ROOT:
 
 from jobs import _train
 from jobs._cli import JobParser, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from jobs._launch import launch_of
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import set_hadoop_settings
 from training.driver.preflight import preflight_before_spark
 from training.driver.train import train
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 from training.results.report import write_report
 from training.run.paths import RunPaths
 from training.run.result import RunResult
@@ -37,12 +34,9 @@ def main(argv: Sequence[str]) -> int:
     checked = preflight_before_spark(config)
     if checked is not None and checked.finished is not None:
         result = checked.finished
-    elif config.launcher == "local":
-        result = train(config, run_local, take_over=args.take_over, checked=checked)
     else:
-        with spark_session("lockstep train", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark), take_over=args.take_over, checked=checked)
+        with launch_of(config.launcher, "train", args.master) as launch:
+            result = train(config, launch, take_over=args.take_over, checked=checked)
     print(result.summary())
     report(result)
     return 0

@@ -13,9 +13,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
 from lockstep.storage.urls import absolute, several
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
     "numpy_batches", "on_ranks", "predict", "predict_udf", "read_history", "read_manifest", "spark_session",
-    "torch_loader", "train", "verify", "write_dataset", "write_images", "write_logs",
+    "torch_loader", "train", "tune", "verify", "write_dataset", "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -267,6 +267,66 @@ def cross_validate(
     )  # fmt: skip
     check_name(name, config.extra, here=spark is None)
     return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+
+
+def tune(
+    datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    search: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    space: Mapping[str, Any],
+    *,
+    metric: str,
+    global_batch: int,
+    epochs: int,
+    trials: int | None = None,
+    parallel: int = 1,
+    sampler: Literal["tpe", "random", "grid"] = "tpe",
+    pruner: Literal["none", "median", "hyperband"] = "none",
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+    take_over: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Search for the hyper-parameters of a model; the same call resumes a search. The job is `lockstep tune`.
+
+    `search` is its directory. `space` has a range {"low": 1e-3, "high": 1.0, "log": True} or {"choices": [16, 32]} for
+    names of options, or for settings of the model ("set.width"). `metric` is NAME:max or NAME:min of an epoch's
+    metrics, such as val_auc:max with validate="val". `trials` is their number (None: the whole grid), `parallel` how
+    many train at once, each on `num_ranks` ranks; a barrier session needs slots for all. All other arguments are those
+    of `train`.
+
+    Returns the best trial (`trial`, `parameters`, `value`, `run`, `model`, `flags`, `report`), and `trials`, a list of
+    {trial, run, parameters, state, value, epochs} with the state done, pruned or failed. Raises what `train` raises,
+    ConfigError also for a space that does not fit, TrainingFailedError if no trial has a value.
+
+    >>> import lockstep
+    >>> space = {"learning_rate": {"choices": [0.01, 0.1]}}
+    >>> found = lockstep.tune(
+    ...     "data", "search", "logistic", space, metric="auc:max", sampler="grid", global_batch=16, epochs=1
+    ... )
+    >>> [trial["state"] for trial in found["trials"]], found["value"] == found["trials"][found["trial"]]["value"]
+    (['done', 'done'], True)
+    """
+    from training.config import TrainConfig
+    from training.driver.train import Hooks
+    from training.models import check_name
+    from training.search.config import SearchConfig
+    from training.search.space import space_of
+    from training.search.tune import trials_of, tune
+
+    _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
+    name, function = _name_and_text(model)
+    base = TrainConfig(
+        datasets=several(datasets), run=os.fspath(search), model=name, num_ranks=num_ranks,
+        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
+    )  # fmt: skip
+    check_name(name, base.extra, here=spark is None)
+    config = SearchConfig(
+        base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
+        sampler=sampler, pruner=pruner,
+    )  # fmt: skip
+    best = tune(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    return {**best, "trials": trials_of(config)}
 
 
 def evaluate(

@@ -80,7 +80,7 @@ class _Table:
 def _lines(sources: Iterable[Source], *, quoted_newlines: bool, header: bool) -> Iterator[bytes]:
     """The lines of files in order, without their headers."""
     for source in sources:
-        for found in read_lines(*plan_ranges([source], 1, whole=True), quoted_newlines=quoted_newlines):
+        for found in read_lines(plan_ranges([source], 1, whole=True)[0], quoted_newlines=quoted_newlines):
             if isinstance(found, Lines):
                 first = int(found.positions[0]) == 0
                 values = without_bom(found.values) if first else found.values

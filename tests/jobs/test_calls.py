@@ -26,6 +26,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
         "baseline",
         "bench_comm",
+        "cross_validate",
         "describe",
         "doctor",
         "etl_images",
@@ -35,11 +36,13 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "export",
         "index",
         "launch",
+        "models",
         "pipeline",
         "predict",
         "profile_run",
         "report",
         "train",
+        "tune",
         "upload",
         "verify",
     ]

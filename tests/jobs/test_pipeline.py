@@ -40,7 +40,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_steps_share_dataset_and_run_in_one_folder(conf: Path) -> None:
     loaded = Pipeline.load(str(conf), "out/now")
     assert (loaded.dataset, loaded.run_url) == ("out/now/log/dataset", "out/now/log/run")
-    assert loaded.train_args.datasets == [loaded.dataset] and loaded.evaluate_args.run == loaded.run_url
+    assert loaded.train_args.datasets == [loaded.dataset] and loaded.evaluate_args.run == [loaded.run_url]
     loaded.check()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import hstack
 from sklearn.compose import make_column_transformer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -55,8 +56,6 @@ def test_logistic_on_the_web_log(small: SparkSession, visits: JudgedSet) -> None
             known = {*binarizer.classes_}
             for matrices, rows in zip(inputs, (train, test), strict=True):
                 matrices.append(binarizer.transform([[one for one in row if one in known] for row in rows[field.name]]))
-    from scipy.sparse import hstack
-
     model = LogisticRegression(C=1 / (PENALTY * len(train)), max_iter=2000, tol=1e-8)
     model.fit(hstack(inputs[0]).tocsr(), train[visits.label])
     theirs = roc_auc_score(test[visits.label], model.predict_proba(hstack(inputs[1]).tocsr())[:, 1])

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
 WITH_PROCESSES = (
-    "write_dataset", "write_logs", "write_images", "train", "evaluate", "cross_validate", "predict", "predict_udf",
-    "read_history", "spark_session",
+    "write_dataset", "write_logs", "write_images", "train", "evaluate", "cross_validate", "tune", "predict",
+    "predict_udf", "read_history", "spark_session",
 )  # fmt: skip
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """

@@ -41,13 +41,18 @@ def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str,
     return "\n".join(texts), sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_web_log_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "access.log"
+def cut_log(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a notebook read the first LINES of the log."""
+    log = target / "access.log"
     with gzip.open(ROOT / "data/weblogs/nasa_access_log_1995-07-09.log.gz") as whole:
         log.write_bytes(b"".join(line for line, _ in zip(whole, range(LINES), strict=False)))
     monkeypatch.setenv("LOCKSTEP_LOG", str(log))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_web_log_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_log(tmp_path, monkeypatch)
     text, pictures = run(ROOT / "notebooks/explore_weblog.ipynb", tmp_path, monkeypatch)
     assert "quarantined" in text and f"{LINES + 3}" in text  # read: the log and the three broken lines
     assert "steps, 2 epochs" in text and "\ndone: step " in text
@@ -77,3 +82,14 @@ def test_the_images_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     accuracy = re.search(r"^accuracy +(\S+) +(\S+)", text, re.MULTILINE)
     assert accuracy is not None and float(accuracy[1]) == 1 - int(wrong[1]) / 400 and "Pullover" in text
     assert pictures == 2  # what the model sees, and its mistakes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_search_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_log(tmp_path, monkeypatch)
+    text, pictures = run(ROOT / "notebooks/search.ipynb", tmp_path, monkeypatch)
+    assert len(re.findall(r"^\d+ +\d+ +done +0\.\d+ +4 ", text, re.MULTILINE)) == 4, text
+    assert re.search(r"^ +best trial +rate:page +difference +from +to *$", text, re.MULTILINE), text
+    assert re.search(r"^auc( +-?0\.\d+){5} *$", text, re.MULTILINE), text
+    assert pictures == 1  # the curves

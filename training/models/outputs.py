@@ -54,9 +54,8 @@ NAMED = {YES_NO: ("probability", "sigmoid"), CLASSES: ("classes", "softmax"), NU
 def compile_for(
     model: keras.Model, label: str, signature: Signature, optimizer: keras.optimizers.Optimizer, *, hits: bool = False
 ) -> keras.Model:
-    """Compile the model with the loss and metrics of its label; `hits` adds hit@10, the share of rows whose class is
-    among the ten most probable ones, unless Keras' floatx is float64. Labels (n,), or (n, classes) float32 if mixup
-    makes shares of classes.
+    """Compile the model with the loss and metrics of its label (n,), or (n, classes) float32 where mixup makes shares
+    of classes. `hits` adds hit@10, the share of rows whose class is among the ten most probable; not in float64.
     """
     loss, metrics = _loss_and_metrics(label, signature)
     # TensorFlow finds the ten largest of float32 only.

@@ -83,8 +83,9 @@ READY: dict[str, Ready] = {
         settings={
             "user": Setting("", "the users' column of ids (default: of two columns, the first by name)"),
             "item": Setting("", "the items' column of ids (default: the other one)"),
-            "embedding": EMBEDDING,
-            "decay": DECAY,
+            "embedding": Setting(32, "numbers of the vector of each user and item", least=1),
+            # MovieLens 100K, fold-0, 15 epochs: RMSE 0.914; 3e-5 0.930 (it overfits).
+            "decay": Setting(1e-4, DECAY.help),
         },
     ),
     "gru": Ready(

@@ -38,12 +38,14 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     directory, parts, batch = payload["directory"], payload["parts"], payload["batch"]
     beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
-    label, signature = split.encoder.schema.label, split.encoder.signature
+    label = split.encoder.schema.label
+    yes_or_no = label is not None and label.dtype == "bool"
     beat(0, "load the model")
     if payload["model"] is not None:
         model = load_export(payload["model"], config, split.manifest)
     else:
-        model = load_checkpoint(payload["checkpoint"], config, split.manifest, labels_of(config, signature))
+        signature = labels_of(config, split.encoder.signature)
+        model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
     steps = 0
 
     def predicted(part: int) -> Iterator[pa.RecordBatch]:
@@ -54,7 +56,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
                 outputs = model.predict_on_batch(rows.x)
                 steps += 1
                 beat(steps, "predict")
-                yield _columns(rows, outputs, label is not None and label.dtype == "bool", signature.num_classes)
+                yield columns_of(rows, outputs, yes_or_no=yes_or_no, classes=split.encoder.signature.num_classes)
 
     fs, files = filesystem(directory), []
     for part in range(world.rank * parts // world.num_ranks, (world.rank + 1) * parts // world.num_ranks):
@@ -74,8 +76,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     return {"files": files}
 
 
-def _columns(rows: Encoded, outputs: Any, yes_or_no: bool, classes: int | None) -> pa.RecordBatch:
-    """The columns of training.results.predict for one batch."""
+def columns_of(rows: Encoded, outputs: Any, *, yes_or_no: bool, classes: int | None) -> pa.RecordBatch:
+    """The columns of training.results.predict for one batch. `yes_or_no`: its label is stored as bool."""
     columns: dict[str, Any] = {"sample_id": rows.sample_id}
     if rows.y is not None:
         columns["label"] = rows.y.astype(np.bool_) if yes_or_no else rows.y

@@ -92,14 +92,14 @@ class ExportedModel:
         fitted: dict[str, Fitted] = {}
         for field in self.schema.fitted_fields:
             assert field.fitted_file is not None
-            name = FITTED_PREFIX + self._fitted_name(field.fitted_file)
+            name = FITTED_PREFIX + self.fitted_name(field.fitted_file)
             fitted[field.name] = read_fitted(json.loads(checked_file(self.url, name)))
         return Encoder(Schema((sample_id_field(), *self.schema.features)), fitted)
 
-    def _fitted_name(self, file: str) -> str:
+    def fitted_name(self, file: str) -> str:
+        """The fitted file that the run's encoder used: `file`, or the one of the fold that it left out."""
         if FITTED_PREFIX + file in self.files:
             return file
-        # Of a dataset of folds: the one fitted without the fold that the run was not trained on.
         stem = FITTED_PREFIX + file.removesuffix(".json") + "."
         folds = [name.removeprefix(stem).removesuffix(".json") for name in self.files if name.startswith(stem)]
         left = [fold for fold in folds if fold not in self.split.split(",")]
@@ -134,6 +134,21 @@ class Predictor:
 
 
 _loaded: dict[tuple[str, str], Predictor] = {}
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+_KINDS = (_is_number, _is_text, _is_bytes, pa.types.is_boolean)
 
 
 def raw_batch(rows: Any, fields: tuple[Field, ...]) -> pa.RecordBatch:
@@ -191,6 +206,8 @@ def _arrow(field: Field, values: Any) -> pa.Array:
             values = _tensors(field, values)
         elif not isinstance(values, pa.Array):
             values = pa.array(values, from_pandas=field.nullable)
+        if not _alike(values.type, field.arrow_type):  # Arrow casts moments to numbers and texts to anything
+            raise TypeError(f"a column of {values.type}")
         array = values if values.type == field.arrow_type else values.cast(field.arrow_type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, TypeError) as error:
         raise ConfigError(
@@ -207,6 +224,15 @@ def _arrow(field: Field, values: Any) -> pa.Array:
             next_step="Drop or fill those rows; an empty list stands for nothing.",
         )
     return array
+
+
+def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether values of a type are numbers, texts, bytes, booleans or lists, like those of another one."""
+    if pa.types.is_dictionary(found):
+        return _alike(found.value_type, wanted)
+    if pa.types.is_list(wanted):
+        return pa.types.is_null(found) or (hasattr(found, "value_type") and _alike(found.value_type, wanted.value_type))
+    return pa.types.is_null(found) or any(is_kind(found) and is_kind(wanted) for is_kind in _KINDS)
 
 
 def _tensors(field: Field, values: Any) -> pa.Array:

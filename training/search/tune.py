@@ -101,6 +101,16 @@ def run_trials(config: SearchConfig, trainer: Trainer, *, take_over: bool, hooks
     return document
 
 
+def trials_of(config: SearchConfig) -> list[dict[str, Any]]:
+    """The trials of a search so far, by number: {trial, run, parameters, state, value, epochs}; starts nothing."""
+    study = Study(config, Journal(filesystem(config.root), config.root))
+    return [
+        {"trial": trial.number, "run": config.run_of(trial.number), "parameters": trial.parameters}
+        | {"state": trial.state, "value": trial.value, "epochs": trial.epochs}
+        for trial in study.trials
+    ]
+
+
 class _Message(NamedTuple):
     """What the thread of a trial reports: the row of an epoch's metrics, or at its end the result or the error."""
 

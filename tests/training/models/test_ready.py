@@ -88,9 +88,9 @@ def test_a_model_learns_alike_on_one_and_two_ranks_and_loads_as_plain_keras(mode
     for name in one:
         if name.startswith("weights"):
             np.testing.assert_allclose(two[name], one[name], rtol=1e-7, atol=1e-10, err_msg=name)
-    found = evaluate(runs[1][0], data, "test", run_threads)
-    names = {"yes_no": "auc", "number": "rmse", "classes": "accuracy"}
-    assert found["samples"] == 24 and np.isfinite(found["metrics"][names[MODELS[model]]])
+    if model == "two-tower":
+        found = evaluate(runs[1][0], data, "test", run_threads)
+        assert found["samples"] == 24 and found["metrics"]["rmse"] < 3 and found["class_counts"] is None
     import keras
 
     (file,) = Path(runs[0][0], "models").glob("*/model.keras")
@@ -139,7 +139,7 @@ def test_padding_of_a_sequence_changes_nothing(model: str) -> None:
         rows = np.zeros((3, length), int)
         rows[0, :3], rows[1, :3] = (1, 2, 3), (2, 1, 3)
         outputs.append(np.asarray(built({"p": rows})))
-        assert [metric.name for metric in built._compile_metrics.metrics] == ["accuracy", "hit@10"]
+        assert [metric.name for metric in built._compile_metrics._user_metrics] == ["accuracy", "hit@10"]
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
     assert abs(outputs[0][0] - outputs[0][1]).max() > 1e-3 and np.isfinite(outputs[0]).all()
 
@@ -175,7 +175,14 @@ def test_mlp_scales_pixels() -> None:
     np.testing.assert_allclose(hidden, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85), (110, 1.7)])
+@pytest.mark.parametrize(
+    ("depth", "millions"),
+    [
+        (20, 0.27),
+        (32, 0.46),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((44, 0.66), (56, 0.85), (110, 1.7))),
+    ],
+)
 def test_resnets_have_the_papers_parameters(depth: int, millions: float) -> None:
     """He et al., table 6, to its digits; the shortcuts' convolutions (option B) are 2,560 more."""
     image = TensorSpec(shape=(32, 32, 3), dtype="uint8")

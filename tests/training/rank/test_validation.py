@@ -56,7 +56,9 @@ def assert_same_bits(one: str, other: str, ranks: int) -> None:
         assert [name for name in mine if mine[name].tobytes() != others[name].tobytes()] == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_each_validation_is_the_evaluation_of_its_checkpoint(data: str, tmp_path: Path, num_ranks: int) -> None:
     options: dict[str, Any] = {"keep_best": "val_loss:min", "keep_checkpoints": 9, "validate": "test"}
     done = run(config(data, tmp_path / "run", num_ranks, f"{OWN}:with_callbacks", **options))
@@ -81,6 +83,7 @@ def test_each_validation_is_the_evaluation_of_its_checkpoint(data: str, tmp_path
     assert losses[0] == losses[1] and len(losses[0]) == 25
 
 
+@pytest.mark.soak
 def test_plain_keras_finds_the_same(data: str, tmp_path: Path) -> None:
     """`fit(validation_data=)` on one process, with the batches of the run."""
     import keras
@@ -138,6 +141,7 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
         assert "val_average_precision:max" in caught.value.allowed
 
 
+@pytest.mark.soak
 def test_a_run_that_max_steps_cut_becomes_the_whole_run(data: str, tmp_path: Path) -> None:
     results: list[RunResult] = []
     for name, cuts in (("whole", [None]), ("cut", [5, 20, None])):
@@ -178,6 +182,7 @@ def assert_same_runs(whole: RunResult, broken: RunResult) -> None:
     assert all("val_auc" in metrics for _, _, metrics in logs[0])
 
 
+@pytest.mark.soak
 def test_a_process_that_is_killed_in_a_validation_changes_no_log(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

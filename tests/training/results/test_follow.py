@@ -34,7 +34,7 @@ def test_each_checkpoint_is_scored_once_while_the_run_trains(tmp_path: Path) -> 
     data, run = str(tmp_path / "data"), str(tmp_path / "run")
     write_table(data)
     command = [sys.executable, "-m", "jobs.train", "--dataset", data, "--run", run, "--model", "logistic"]
-    command += ["--global-batch", "16", "--epochs", "3", "--checkpoint-every", "6", "--keep-checkpoints", "9"]
+    command += ["--global-batch", "16", "--epochs", "2", "--keep-best", "loss:min", "--keep-checkpoints", "9"]
     shown: list[str] = []
     with subprocess.Popen(
         [*command, "--num-ranks", "1", "--launcher", "local"], cwd=ROOT, stdout=subprocess.DEVNULL
@@ -42,12 +42,12 @@ def test_each_checkpoint_is_scored_once_while_the_run_trains(tmp_path: Path) -> 
         found = follow(run, data, "test", run_local, look_s=0.2, idle_s=60.0, show=shown.append)  # no run yet
         until(lambda: training.poll() is not None)
     assert training.returncode == 0
-    assert [one["step"] for one in found] == [6, 12, 18] and len(shown) == 3
+    assert [one["step"] for one in found] == [6, 12] and len(shown) == 2
     assert found[-1]["result"]["metrics"] == evaluate(run, data, "test", run_local)["metrics"]
     assert found[0]["result"]["metrics"] != found[-1]["result"]["metrics"]
     assert verify(run) == []
     (folder,) = Path(run, "evaluations").iterdir()
-    assert follow(run, data, "test", unused, show=shown.append) == found and len(shown) == 3
+    assert follow(run, data, "test", unused, show=shown.append) == found and len(shown) == 2
     # One more is due, and retention removes its checkpoint in the middle of the evaluation.
     name = next(file.stem for file in sorted(folder.iterdir()) if checkpoint_of(file.stem) is not None)
     (folder / f"{name}.json").unlink()
@@ -57,7 +57,7 @@ def test_each_checkpoint_is_scored_once_while_the_run_trains(tmp_path: Path) -> 
         raise NotFoundError("no checkpoint", got="nothing", allowed="a checkpoint", next_step="Nothing.")
 
     assert follow(run, data, "test", removed, show=shown.append) == found[1:]
-    assert shown[3:] == [f"{name}: left out, since the run's retention has removed it"]
+    assert shown[2:] == [f"{name}: left out, since the run's retention has removed it"]
 
     def failed(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any]]:
         raise LockstepError("no memory", got="none", allowed="some", next_step="Nothing.")

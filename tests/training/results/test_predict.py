@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 import lockstep
+from lockstep.features.encode.encoder import Encoded
 from lockstep.storage.errors import ConfigError, ExistsError
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import verify
@@ -136,10 +137,13 @@ def test_raw_rows_are_predicted_alike_in_python_in_spark_and_by_tensorflow(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout == "equal\n", done.stderr
 
+    predict(result.run, dataset, "test", str(tmp_path / "of-split"), run_threads, batch=BATCH)
+    of_split = spark.read.parquet(str(tmp_path / "of-split")).toPandas().set_index("sample_id")["prediction"]
     udf = lockstep.predict_udf(result.run, batch=BATCH)
     columns = spark.createDataFrame(pa.Table.from_batches([rows])).coalesce(1)
     found = columns.select("sample_id", udf(struct("*")).alias("prediction")).toPandas()
     assert found["sample_id"].tolist() == rows.column("sample_id").to_pylist()
+    assert of_split.loc[found["sample_id"]].tolist() == found["prediction"].tolist()
     np.testing.assert_array_equal(found["prediction"].to_numpy(), expected[:, 0].astype(np.float64))
     with pytest.raises(Exception, match="lack columns") as caught:
         columns.select(udf(struct("agent", "user"))).collect()
@@ -158,3 +162,14 @@ def raw_inputs(rows: pa.RecordBatch) -> dict[str, Any]:
         found[f"raw/{name}"] = np.array(column.to_pylist(), object) if texts else np.asarray(column)
     pixels = b"".join(rows.column("pixels").to_pylist())
     return found | {"raw/pixels": np.frombuffer(pixels, np.uint8).reshape(-1, 2, 2)}
+
+
+def test_classes_are_lists_and_the_largest() -> None:
+    from training.results.predict_rank import columns_of
+
+    rows = Encoded({}, np.array([2, 0]), np.array([7, 8]))
+    outputs = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]], np.float32)
+    table = columns_of(rows, outputs, yes_or_no=False, classes=3)
+    assert table.schema.types == [pa.int64(), pa.int64(), pa.list_(pa.float32()), pa.int64()]
+    assert table.column("class").to_pylist() == [2, 1] and table.column("label").to_pylist() == [2, 0]
+    assert columns_of(rows, outputs, yes_or_no=False, classes=None).schema.names == ["sample_id", "label", "prediction"]

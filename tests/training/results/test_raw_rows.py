@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from lockstep.features.schema.fields import Field
+from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._visits import SCHEMA, visits
-from training.results.predictor import prediction_column, raw_batch
+from training.results.predictor import ExportedModel, prediction_column, raw_batch
 
 FIELDS = tuple(field for field in SCHEMA.features if field.name != "ip")
 
@@ -43,6 +45,8 @@ def test_any_form_of_rows_gives_the_same_columns() -> None:
         (Field(name="x", dtype="string"), pd.Series(["a", "b"], dtype="category"), ["a", "b"]),
         (Field(name="x", dtype="uint64"), np.array([2**64 - 1], np.uint64), [2**64 - 1]),
         (Field(name="x", dtype="float32", shape=(None,)), [[1, 2], []], [[1.0, 2.0], []]),
+        (Field(name="x", dtype="string", shape=(None,)), pa.chunked_array([[["a"]], [[]]]), [["a"], []]),
+        (Field(name="x", dtype="bytes"), pa.array([b"a"], pa.large_binary()), [b"a"]),
     ],
 )
 def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[Any]) -> None:
@@ -55,7 +59,12 @@ def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[An
     ("dtype", "shape", "values"),
     [
         ("int64", (), [1.5]),
-        ("int64", (), ["a"]),
+        ("int64", (), ["7"]),
+        ("int64", (), pd.Series(pd.to_datetime(["2026-11-23"]))),  # of which unit?
+        ("string", (), [7]),
+        ("bool", (), [1]),
+        ("float32", (None,), [["1"]]),
+        ("float32", (None,), [1.0]),
         ("uint8", (2,), np.zeros((3, 3), np.uint8)),
         ("uint8", (2,), [[1, 300]]),
     ],
@@ -90,3 +99,13 @@ def test_outputs_are_doubles_or_lists_or_refused() -> None:
     for outputs, several in ((np.zeros((2, 3)), False), ({"a": np.zeros(2)}, True), (np.zeros((2, 2, 2)), True)):
         with pytest.raises(ConfigError, match="the column of predictions"):
             prediction_column(outputs, several=several)
+
+
+def test_the_fitted_file_is_that_of_the_fold_that_the_run_left_out() -> None:
+    files = tuple(f"fitted-page.fold-{number}.json" for number in range(3))
+    signature = Signature(features={}, label=None, num_classes=None)
+    exported = ExportedModel("model", "", (*files, "fitted-bytes.json"), "logistic", "fold-0,fold-2", SCHEMA, signature)
+    assert exported.fitted_name("page.json") == "page.fold-1.json"
+    assert exported.fitted_name("bytes.json") == "bytes.json"
+    with pytest.raises(DataError, match="several fitted files"):
+        replace(exported, split="").fitted_name("page.json")
