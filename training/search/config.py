@@ -11,7 +11,7 @@ from lockstep.storage.errors import ConfigError, NotFoundError, differences, req
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from training.config import BEST, BEST_ALLOWED, TrainConfig
+from training.config import BEST, BEST_ALLOWED, TrainConfig, of_validation
 from training.search.space import OPERATIONAL, Parameter
 
 FORMAT_VERSION = 1
@@ -40,6 +40,9 @@ class SearchConfig:
         urls = tuple(map(absolute, self.base.datasets))
         object.__setattr__(self, "base", replace(self.base, run=absolute(self.base.run), datasets=urls))
         require(BEST.fullmatch(self.metric) is not None, "--metric", self.metric, BEST_ALLOWED)
+        validated = self.base.validate is not None or not of_validation(self.metric)
+        step = "Give --validate, or a metric of the training rows."
+        require(validated, "--metric", f"{self.metric} without --validate", "a metric that trials have", step)
         require(self.parallel >= 1, "--parallel", str(self.parallel), "an integer from 1 up")
         for name, kinds in (("sampler", Sampler), ("pruner", Pruner)):
             words = get_args(kinds)

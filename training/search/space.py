@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.storage.errors import nearest, require
-from training.config import TrainConfig, flag_of
+from training.config import TrainConfig, Value, flag_of
 
 SETTING = "set."
 """Before the name of a setting of the model (`jobs.train --set NAME=VALUE`)."""
@@ -25,7 +25,6 @@ FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "va
 SEARCHED = tuple(field.name for field in fields(TrainConfig) if field.name not in OPERATIONAL | FIXED)
 KEYS = ("low", "high", "step", "log", "choices")
 EXAMPLES = "{low = 0.001, high = 1.0, log = true}, {low = 8, high = 64, step = 8} or {choices = [64, 128]}"
-Value = int | float | str | bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ def space_of(document: Mapping[str, Any], where: str) -> tuple[Parameter, ...]:
     kinds = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()}
     found = []
     for name, spec in flat.items():
-        setting = name.startswith(SETTING) and len(name) > len(SETTING) and "extra" in kinds
+        setting = name.startswith(SETTING) and len(name) > len(SETTING)
         known = ", ".join((*SEARCHED, "set.NAME"))
         advice = "Correct the name; a setting of the model is set.NAME."
         require(setting or name in SEARCHED, f"the parameter `{name}` in {where}", name + nearest(name, SEARCHED),
@@ -152,7 +151,7 @@ def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) 
     changed = {name: value for name, value in parameters.items() if not name.startswith(SETTING)}
     settings = {name.removeprefix(SETTING): value for name, value in parameters.items() if name.startswith(SETTING)}
     if settings:
-        changed["extra"] = {**base.to_json()["extra"], **settings}
+        changed["extra"] = {**base.extra, **settings}
     return replace(base, run=run, **changed)
 
 

@@ -18,7 +18,7 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from training.config import TrainConfig
+from training.config import TrainConfig, check_metric
 from training.control.failures import LauncherGoneError
 from training.driver.live import OnTerminal
 from training.driver.ownership import Lease
@@ -211,12 +211,13 @@ class _Search:
 
     def _judge(self, trial: Trial, row: Mapping[str, Any], epochs_asked: int) -> bool:
         """Take the metrics of an epoch that has ended; whether the trial is pruned by them."""
-        epochs, name = int(row["epoch"]) + 1, self._config.metric_name
         if trial.state != OPEN:
             return False  # it was pruned, and has made one more epoch since
-        if name.startswith("val_") and not any(each.startswith("val_") for each in row["metrics"]):
+        check_metric(self._config.metric, row["metrics"], "--metric")
+        epochs, name = int(row["epoch"]) + 1, self._config.metric_name
+        value = _number(row["metrics"].get(name))
+        if value is None:
             return False  # no validation after this epoch
-        value = self._value(row["metrics"], None)
         trial.saw(epochs, value)
         # An epoch that is made again after a restart was judged before; the last one saves nothing.
         if epochs <= trial.judged or epochs >= epochs_asked or not self._study.judge(trial, epochs, value):
@@ -230,7 +231,8 @@ class _Search:
                 print(f"trial {trial.number}, which was pruned, ended by: {outcome}", file=sys.stderr, flush=True)
             return
         if isinstance(outcome, RunResult):
-            self._study.end(trial, self._value(outcome.metrics, trial.last), model=outcome.model)
+            value = _number(outcome.metrics.get(self._config.metric_name, trial.last))
+            self._study.end(trial, value, model=outcome.model)
         elif self._of_this_trial(outcome):
             self._study.end(trial, None, reason=str(outcome).splitlines()[0])
         else:
@@ -248,19 +250,6 @@ class _Search:
             return False
         return type(error) is DataError or any(trial.state in (DONE, PRUNED) for trial in self._study.trials)
 
-    def _value(self, metrics: Mapping[str, Any], otherwise: float | None) -> float:
-        """The metric, or `otherwise` without one; "nan" and "inf" are numbers, as JSON has them."""
-        name, value = self._config.metric_name, metrics.get(self._config.metric_name, otherwise)
-        if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
-            return float(value)
-        more = " Metrics val_X need --validate SPLIT." if name.startswith("val_") else ""
-        raise ConfigError(
-            f"trials have no metric `{name}`" if value is None else f"the metric `{name}` is not one number",
-            got=f"--metric {self._config.metric}",
-            allowed=", ".join(f"{each}:min, {each}:max" for each in sorted(metrics)),
-            next_step=f"Correct --metric.{more}",
-        )
-
     def _print(self, trial: Trial, words: str) -> None:
         ended = sum(each.state != OPEN for each in self._study.trials)
         line = f"trial {trial.number}: {words}; {parameter_words(trial.parameters)}; {ended} of {self._config.number}"
@@ -268,3 +257,8 @@ class _Search:
             best = self._study.best()
             line += f", best {best.value:.6g} (trial {best.number})"
         print(line, file=sys.stderr, flush=True)
+
+
+def _number(value: object) -> float | None:
+    """A metric as a number, also "nan" and "inf", as JSON has them; None for none, or for several."""
+    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

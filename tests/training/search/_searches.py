@@ -26,6 +26,7 @@ def search(root: object, space: dict[str, Any] = SPACE, **options: Any) -> Searc
         global_batch=8,
         epochs=options.pop("epochs", 4),
         seed=options.pop("seed", 0),
+        validate=options.pop("validate", None),
         launcher="local",
     )
     given = {"metric": "loss:min", "trials": 12, **options}
@@ -71,5 +72,5 @@ def run(config: SearchConfig, trains: Any = trainer) -> dict[str, Any]:
 
 
 def journal(root: Path) -> list[bytes]:
-    """The journal's files, in order."""
-    return [path.read_bytes() for path in sorted((root / "journal").iterdir())]
+    """The journal's files, in order; a killed driver may leave a temporary one."""
+    return [path.read_bytes() for path in sorted((root / "journal").glob("[0-9]*.json"))]

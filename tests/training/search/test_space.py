@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from typing import Any
 
@@ -19,14 +20,19 @@ global_batch = {choices = [64, 128]}
 batchnorm = {choices = ["ghost", "local"]}
 warm_up_epochs = {low = 0.0, high = 1.0, step = 0.25}
 lanes = {low = 2, high = 8, step = 2}
+set.width = {low = 8, high = 64, step = 8}
+set.name = {choices = ["relu", 2, true]}
+set.skip = {low = 0, high = 0.5}
 """
 
 
 def test_a_file_gives_parameters_in_its_order_with_the_types_of_the_fields() -> None:
-    rate, batch, norm, warm_up, lanes = space_of(tomllib.loads(TOML), "space.toml")
+    rate, batch, norm, warm_up, lanes, width, name, skip = space_of(tomllib.loads(TOML), "space.toml")
     assert rate == Parameter(name="learning_rate", low=0.001, high=1.0, log=True) and type(rate.high) is float
     assert (batch.choices, norm.choices) == ((64, 128), ("ghost", "local"))
     assert warm_up.grid() == [0.0, 0.25, 0.5, 0.75, 1.0] and lanes.grid() == [2, 4, 6, 8]
+    assert width == Parameter(name="set.width", low=8, high=64, step=8) and type(width.low) is int
+    assert (name.choices, skip.low, type(skip.low)) == (("relu", 2, True), 0.0, float)
     assert rate.to_json() == {"name": "learning_rate", "low": 0.001, "high": 1.0, "log": True}
 
 
@@ -38,6 +44,8 @@ def test_a_file_gives_parameters_in_its_order_with_the_types_of_the_fields() -> 
         ({"num_ranks": {"choices": [1, 2]}}, "`num_ranks` in"),  # changes no trial
         ({"datasets": {"choices": ["a", "b"]}}, "`datasets` in"),
         ({"learning_rate": 0.1}, "in braces"),
+        ({"extra": {"choices": [1]}}, "`extra` in"),
+        ({"set": {"width": 8}}, "`set.width` in"),
         ({"learning_rate": {"lo": 0.1, "high": 1.0}}, "perhaps `low`"),
         ({"learning_rate": {"low": 0.1}}, "Give low and high"),
         ({"learning_rate": {"low": 1.0, "high": 0.1}}, "low below high"),
@@ -82,6 +90,8 @@ def test_a_trial_is_the_base_with_its_parameters_and_its_flags_are_those_of_the_
     base = search("tune").base
     config = config_of_trial(base, {"learning_rate": 0.1, "global_batch": 64, "canonical": True}, "there")
     assert (config.run, config.learning_rate, config.global_batch, config.epochs) == ("there", 0.1, 64, base.epochs)
+    base = dataclasses.replace(base, extra={"depth": 2, "width": 8})
+    assert config_of_trial(base, {"set.width": 64}, "there").extra == {"depth": 2, "width": 64}
     parameters = {"learning_rate": 0.1, "canonical": True, "set.width": 32, "set.bias": False}
     flags = ["--learning-rate", "0.1", "--canonical", "--set", "width=32", "--set", "bias=false"]
     assert flags_of(parameters) == flags and flags_of({"canonical": False}) == []

@@ -161,12 +161,26 @@ def test_what_ends_the_search_and_what_only_a_trial(tmp_path: Path, error: Excep
         assert states(tmp_path) == ["done", "done", "failed", "done"]
 
 
-@pytest.mark.parametrize("metric", ["los:min", "val_auc:max"])
-def test_an_unknown_metric_ends_the_search_with_the_known_ones(tmp_path: Path, metric: str) -> None:
+def test_an_unknown_metric_ends_the_search_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(search(tmp_path, metric=metric))
-    assert "loss:min, loss:max" in caught.value.allowed
-    assert ("--validate" in caught.value.next_step) is (metric == "val_auc:max")
+        run(search(tmp_path, metric="los:min"))
+    assert "--metric los:min" in caught.value.got and "loss:min, loss:max" in caught.value.allowed
+    with pytest.raises(ConfigError, match="val_auc:max without --validate"):
+        search(tmp_path, metric="val_auc:max")
+
+
+def test_epochs_without_a_validation_are_not_judged(tmp_path: Path) -> None:
+    def validates(config: TrainConfig, hooks: Hooks) -> Any:
+        """After the second epoch and the last."""
+        for epoch in range(4):
+            more = {"val_loss": 1.0 / (epoch + 1)} if epoch % 2 else {}
+            hooks.on_epoch({"kind": "epoch", "step": epoch + 1, "epoch": epoch, "metrics": {"loss": 9.0, **more}})
+        return result_of(config, {"loss": 9.0})  # as of a run that ended in the middle of an epoch
+
+    options: dict[str, Any] = {"metric": "val_loss:min", "validate": "test", "pruner": "median"}
+    assert run(search(tmp_path, trials=2, **options), validates)["value"] == 0.25
+    judged = [(event["trial"], event["epochs"]) for event in events(tmp_path) if event["event"] == "epoch"]
+    assert judged == [(0, 2), (1, 2)]
 
 
 def test_an_error_ends_the_other_trials_in_order(tmp_path: Path) -> None:
