@@ -12,13 +12,10 @@ if sys.path[0] != ROOT:
 
 from jobs import _train
 from jobs._cli import JobParser, run_job
-from jobs._session import hadoop_settings_of, spark_session
-from lockstep.storage.settings import set_hadoop_settings
+from jobs._launch import launch_of
 from lockstep.storage.urls import absolute, join
 from training.config import flag_of
 from training.driver.preflight import all_local
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 from training.models import check_name
 from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, runs_of_folds, summary
 
@@ -33,14 +30,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = _train.config_of(args)
     check_name(config.model, config.extra, here=config.launcher == "local")
-    if config.launcher == "local":
-        result = cross_validate(config, run_local, take_over=args.take_over)
-    else:
-        if all_local(config):
-            runs_of_folds(config)  # refuses wrong flags before Spark starts
-        with spark_session("lockstep cross_validate", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            result = cross_validate(config, OnSpark(spark), take_over=args.take_over)
+    if config.launcher == "barrier" and all_local(config):
+        runs_of_folds(config)  # refuses wrong flags before Spark starts
+    with launch_of(config.launcher, "cross_validate", args.master) as launch:
+        result = cross_validate(config, launch, take_over=args.take_over)
     print(summary(result))
     print(f"result {join(absolute(config.run), RESULT)}")
     return 0
