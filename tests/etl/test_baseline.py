@@ -100,7 +100,7 @@ def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: P
         ("clicks", "gbt", ("maxIter=2",), "roc_auc", 0.55),
         ("visits", "linear-regression", (), "r2", 0.8),
         ("visits", "forest", ("numTrees=10", "maxDepth=8"), "r2", 0.6),
-        ("visits", "als", ("rank=2",), "r2", -2.0),
+        ("visits", "als", ("rank=2", "numUserBlocks=1", "numItemBlocks=1"), "r2", -2.0),
     ]
     assert {kind for _, kind, *_ in asked} == {*KINDS}
     for name, kind, settings, metric, least in asked:
