@@ -89,20 +89,29 @@ def scores(found: Predicted) -> dict[str, Any]:
     return dict(scores_of(found.rows, found.classes, probabilities=found.probabilities)["metrics"])
 
 
+Asked = tuple[str, str, tuple[str, ...], str, float]
+FEW: tuple[Asked, ...] = (
+    ("table", "linear-svc", ("maxIter=20",), "roc_auc", 0.95),
+    ("images", "tree", ("maxDepth=3",), "accuracy", 0.7),
+    ("visits", "als", ("rank=2", "numUserBlocks=1", "numItemBlocks=1"), "r2", -2.0),
+)
+OTHERS: tuple[Asked, ...] = (
+    ("zeros", "gaussian-mixture", ("k=3",), "roc_auc", 0.8),
+    ("images", "kmeans", ("k=8",), "accuracy", 0.7),
+    ("clicks", "logistic", (), "roc_auc", 0.6),
+    ("clicks", "gbt", ("maxIter=2",), "roc_auc", 0.55),
+    ("visits", "linear-regression", (), "r2", 0.8),
+    ("visits", "forest", ("numTrees=10", "maxDepth=8"), "r2", 0.6),
+)
+
+
+def test_all_kinds_are_asked() -> None:
+    assert {kind for _, kind, *_ in (*FEW, *OTHERS)} == {*KINDS}
+
+
 @pytest.mark.slow
-def test_every_kind_learns_what_decides_the_label(spark: SparkSession, folder: Path) -> None:
-    asked = [
-        ("table", "linear-svc", ("maxIter=20",), "roc_auc", 0.95),
-        ("zeros", "gaussian-mixture", ("k=3",), "roc_auc", 0.8),
-        ("images", "kmeans", ("k=8",), "accuracy", 0.7),
-        ("images", "tree", ("maxDepth=3",), "accuracy", 0.7),
-        ("clicks", "logistic", (), "roc_auc", 0.6),
-        ("clicks", "gbt", ("maxIter=2",), "roc_auc", 0.55),
-        ("visits", "linear-regression", (), "r2", 0.8),
-        ("visits", "forest", ("numTrees=10", "maxDepth=8"), "r2", 0.6),
-        ("visits", "als", ("rank=2", "numUserBlocks=1", "numItemBlocks=1"), "r2", -2.0),
-    ]
-    assert {kind for _, kind, *_ in asked} == {*KINDS}
+@pytest.mark.parametrize("asked", [FEW, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["few", "others"])
+def test_each_kind_learns_what_decides_the_label(spark: SparkSession, folder: Path, asked: tuple[Asked, ...]) -> None:
     for name, kind, settings, metric, least in asked:
         columns = {"user": "who.`is`", "item": "item"} if kind == "als" else {}
         most = 0 if kind in ("tree", "forest", "gbt") else MAX_COLLECTED  # 0: too many rows to collect
