@@ -14,11 +14,8 @@ if sys.path[0] != ROOT:
 
 from jobs import _train
 from jobs._cli import JobParser, read_toml, run_job
-from jobs._session import hadoop_settings_of, spark_session
-from lockstep.storage.settings import set_hadoop_settings
+from jobs._launch import launch_of
 from training.driver.preflight import preflight_before_spark
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 from training.search.config import SearchConfig
 from training.search.space import corners, space_of
 
@@ -47,12 +44,8 @@ def main(argv: Sequence[str]) -> int:
         preflight_before_spark(corner)
     from training.search.tune import tune  # loads Optuna
 
-    if config.base.launcher == "local":
-        best = tune(config, run_local, take_over=args.take_over)
-    else:
-        with spark_session("lockstep tune", args.master) as spark:
-            set_hadoop_settings(hadoop_settings_of(spark))
-            best = tune(config, OnSpark(spark), take_over=args.take_over)
+    with launch_of(config.base.launcher, "tune", args.master) as launch:
+        best = tune(config, launch, take_over=args.take_over)
     print(f"best trial {best['trial']}: {config.metric_name} {best['value']:.6g} with {' '.join(best['flags'])}")
     print(f"run {best['run']}\nmodel {best['model']}\nreport {best['report']}")
     print(json.dumps(best, sort_keys=True))
