@@ -129,7 +129,7 @@ def test_places_that_are_none(fake: FakeWebHdfs, where: str) -> None:
         (answering(200, PAGE), StorageError),
         (of_untold_length(PAGE), StorageError),
         (of_untold_length(b"%x\r\n%s\r\n0\r\n\r\n" % (len(PAGE), PAGE), Transfer_Encoding="chunked"), StorageError),
-        (answering(200, gzip.compress(DATA), Content_Encoding="gzip"), StorageError),
+        (answering(200, gzip.compress(DATA, mtime=0), Content_Encoding="gzip"), StorageError),
         (answering(204), CorruptionError),
         (answering(302, Location="http://127.0.0.1:9/login"), StorageError),
         (answering(403, b"<html>Log in</html>"), StorageError),
