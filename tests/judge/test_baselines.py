@@ -40,6 +40,7 @@ def columns_of(rows: pd.DataFrame, schema: Schema) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+@pytest.mark.soak
 def test_logistic_on_the_web_log(small: SparkSession, visits: JudgedSet) -> None:
     settings = (f"regParam={PENALTY}", "standardization=false", "maxIter=200")
     found = train_and_predict(small, BaselineConfig(dataset=visits.url, kind="logistic", settings=settings))

@@ -57,6 +57,7 @@ def schema_of() -> Schema:
     ))  # fmt: skip
 
 
+@pytest.mark.soak
 def test_logistic_regression_over_balanced_folds(small: SparkSession, folder: Path, shared_data: Path) -> None:
     raw, url = incomes(shared_data), str(folder / "incomes-folds")
     options: dict[str, Any] = {"split": f"kfold:{FOLDS}:fnlwgt:balanced", "fmt": "parquet"}

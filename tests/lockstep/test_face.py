@@ -29,9 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
 WITH_PROCESSES = (
-    "write_dataset", "write_logs", "write_images", "train", "evaluate", "cross_validate", "tune", "predict",
-    "predict_udf", "read_history", "spark_session",
+    "write_dataset", "write_logs", "write_images", "train", "evaluate", "predict", "predict_udf", "read_history",
+    "spark_session",
 )  # fmt: skip
+SEVERAL_RUNS = ("cross_validate", "tune")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
@@ -71,7 +72,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         lockstep.tain  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, "torch_loader", "data", "on_ranks"}))
+@pytest.mark.parametrize(
+    "name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, *SEVERAL_RUNS, "torch_loader", "data", "on_ranks"})
+)
 def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
@@ -81,13 +84,21 @@ def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
-    write_table(tmp_path / "folds", records={"fold-0": 50, "fold-1": 50})
     done = python("-c", RUN_EXAMPLES, *WITH_PROCESSES, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # The run is complete, so this starts nothing.
     again = lockstep.train(tmp_path / "data", tmp_path / "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
     assert again.steps == 6 and again.model is not None
     assert lockstep.verify(tmp_path / "run") == []
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_examples_of_several_runs(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    write_table(tmp_path / "folds", records={"fold-0": 50, "fold-1": 50})
+    done = python("-c", RUN_EXAMPLES, *SEVERAL_RUNS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def cut_images(target: Path, images: dict[str, int]) -> None:
             (target / name).write_bytes(gzip.compress(head + data[header : header + count * size]))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_images_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +85,7 @@ def test_the_images_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert pictures == 2  # what the model sees, and its mistakes
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_search_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

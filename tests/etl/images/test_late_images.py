@@ -126,6 +126,7 @@ def test_broken_images_are_missing_in_their_shard_and_told_once(tmp_path: Path) 
     assert sorted(keys) == [0, 2, 3] and keys[0] == keys[2] != keys[3]  # equal pixels, equal key
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     files = {f"{name}/{n}.jpg": photo(n + 9 * (name == "a")) for n in range(20) for name in ("a", "b")}
