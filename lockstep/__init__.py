@@ -220,11 +220,8 @@ def train(
     from training.results.trained_run import TrainedRun
 
     _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
-    name, function = _name_and_text(model)
-    config = TrainConfig(
-        datasets=several(datasets), run=os.fspath(run), model=name, num_ranks=num_ranks,
-        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
-    )  # fmt: skip
+    asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
+    config, function = _config_and_text(datasets, run, model, spark, asked)
     checked = preflight_before_spark(config)
     hooks, launch = Hooks(model_function=function, progress=progress_here()), _launch(spark)
     return TrainedRun.of(train(config, launch, take_over=take_over, hooks=hooks, checked=checked), launch)
@@ -260,12 +257,9 @@ def cross_validate(
 
     known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)
-    name, function = _name_and_text(model)
-    config = TrainConfig(
-        datasets=several(dataset), run=os.fspath(run), model=name, num_ranks=num_ranks,
-        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
-    )  # fmt: skip
-    check_name(name, config.extra, here=spark is None)
+    asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
+    config, function = _config_and_text(dataset, run, model, spark, asked)
+    check_name(config.model, config.extra, here=spark is None)
     return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
 
 
@@ -315,12 +309,9 @@ def tune(
     from training.search.tune import trials_of, tune
 
     _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
-    name, function = _name_and_text(model)
-    base = TrainConfig(
-        datasets=several(datasets), run=os.fspath(search), model=name, num_ranks=num_ranks,
-        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
-    )  # fmt: skip
-    check_name(name, base.extra, here=spark is None)
+    asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
+    base, function = _config_and_text(datasets, search, model, spark, asked)
+    check_name(base.model, base.extra, here=spark is None)
     config = SearchConfig(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
         sampler=sampler, pruner=pruner,
@@ -459,6 +450,24 @@ def _launch(spark: SparkSession | None) -> Launch:
         return run_local
     set_hadoop_settings(hadoop_settings_of(spark))
     return OnSpark(spark)
+
+
+def _config_and_text(
+    datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    run: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    spark: SparkSession | None,
+    options: dict[str, Any],
+) -> tuple[TrainConfig, str | None]:
+    """The configuration of a call, and its model's function as text where ranks cannot import it."""
+    from training.config import TrainConfig
+
+    name, function = _name_and_text(model)
+    launcher: Literal["barrier", "local"] = "local" if spark is None else "barrier"
+    config = TrainConfig(
+        datasets=several(datasets), run=os.fspath(run), model=name, launcher=launcher, **options
+    )  # fmt: skip
+    return config, function
 
 
 def _name_and_text(model: str | Callable[..., Any]) -> tuple[str, str | None]:

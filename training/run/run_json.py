@@ -66,7 +66,7 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) 
     try:
         found = read_run(fs, paths)
     except NotFoundError:
-        _refuse_strange_directory(fs, paths)
+        refuse_strange_directory(fs, paths.root, "run", "run.json")
         return False
     try:
         _check_same(fs, paths, found, config, plan)
@@ -145,25 +145,27 @@ def _differ(paths: RunPaths, name: str, got: str, allowed: str, field: str) -> N
     )
 
 
-def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
+def refuse_strange_directory(fs: FileSystem, root: str, what: str, document: str) -> None:
+    """Raise ConfigError unless `root` may begin `what` (a run, a search), whose file `document` it does not have: it is
+    absent, or a directory that is empty but for what a killed driver leaves.
+    """
+    allowed = f"a directory with {document}, an empty one or none"
     try:
-        if not fs.stat(paths.root).is_dir:
-            raise ConfigError(
-                f"{paths.root} is not a directory",
-                got="a file",
-                allowed="a directory with run.json, an empty one or none",
-                next_step="Choose another --run.",
-            )
-        names = [entry.name for entry in fs.list(paths.root)]
+        is_dir = fs.stat(root).is_dir
+        names = [entry.name for entry in fs.list(root)] if is_dir else []
     except NotFoundError:
         return
-    # A driver that died between its first lease and run.json leaves only a lease and temporary files.
+    if not is_dir:
+        raise ConfigError(
+            f"{root} is not a directory", got="a file", allowed=allowed, next_step="Choose another --run."
+        )
+    # A driver that died between its first lease and the document leaves only a lease and temporary files.
     strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
     if strange:
         raise ConfigError(
-            f"{paths.root} exists and is not a run",
+            f"{root} exists and is not a {what}",
             got=f"a directory with {', '.join(strange[:5])}",
-            allowed="a directory with run.json, an empty one or none",
+            allowed=allowed,
             next_step="Choose another --run.",
         )
 

@@ -12,6 +12,7 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
 from training.config import BEST, BEST_ALLOWED, TrainConfig, of_validation
+from training.run.run_json import refuse_strange_directory
 from training.search.space import OPERATIONAL, Parameter
 
 FORMAT_VERSION = 1
@@ -108,7 +109,7 @@ def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
     try:
         stored = unseal_as("search", fs.read_bytes(url), url, version=FORMAT_VERSION)
     except NotFoundError:
-        _refuse_strange_directory(fs, config.root)
+        refuse_strange_directory(fs, config.root, "search", "search.json")
         return False
     given, begun = config.identity(), {name: stored.get(name) for name in config.identity()}
     later = {field.name for field in fields(TrainConfig)} - dict(stored.get("base") or {}).keys()
@@ -124,18 +125,3 @@ def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
             next_step="Give the same arguments, or a --run that does not exist yet.",
         )
     return True
-
-
-def _refuse_strange_directory(fs: FileSystem, root: str) -> None:
-    try:
-        names = [entry.name for entry in fs.list(root)]
-    except NotFoundError:
-        return
-    strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
-    if strange:
-        raise ConfigError(
-            f"{root} exists and is not a search",
-            got=f"a directory with {', '.join(strange[:5])}",
-            allowed="a directory with search.json, an empty one or none",
-            next_step="Choose another --run.",
-        )

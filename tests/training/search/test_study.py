@@ -132,3 +132,5 @@ def test_only_the_same_search_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").touch()
     with pytest.raises(ConfigError, match="exists and is not a search"):
         check_search(fs, search(tmp_path / "run"), "5")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check_search(fs, search(tmp_path / "run" / "run.json"), "5")
