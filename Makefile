@@ -15,7 +15,7 @@ demo: venv ## web log and images: ETL, training on two ranks, evaluation, report
 	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
 test: venv airflow-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 18 minutes)
-	@$(MAKE) --no-print-directory -j 2 lint spark-archive oldest-spark
+	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
 check: venv lint ## checks, and the tests that start no process (under 3 minutes)
@@ -35,10 +35,6 @@ soak: venv airflow-venv jars ## long tests, every supported pair of versions, ru
 .PHONY: spark-archive
 spark-archive: venv
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
-
-.PHONY: oldest-spark
-oldest-spark: venv
-	@$(PYTHON_VENV) -m tests.spark.oldest
 
 .PHONY: lint
 lint: venv ## ruff, mypy, import-linter

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.spark.tasks import MIN_ROWS, OPEN_BYTES, joined, slices
+from etl.spark.tasks import (
+    MIN_ROWS,
+    OPEN_BYTES,
+    by_hash,
+    by_partition,
+    joined,
+    slices,
+    spark_hash,
+    values_by_remainder,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 MIB = 1 << 20
 
@@ -38,3 +54,18 @@ def test_small_batches_are_joined_in_order() -> None:
     assert pa.Table.from_batches(found) == pa.Table.from_batches(batches, schema)
     assert all(batch.num_rows >= MIN_ROWS for batch in found[:-1]) and len(found) < 7
     assert list(joined(iter([]))) == []
+
+
+@pytest.mark.slow
+def test_rows_go_where_a_number_says_by_a_hash_too(spark: SparkSession) -> None:
+    from pyspark.sql import functions as f
+
+    hashes = spark_hash(np.arange(1000, dtype=np.uint32)).tolist()
+    assert [row["h"] for row in spark.range(1000).selectExpr("hash(cast(id as int)) AS h").collect()] == hashes
+    assert sorted(hash % 1000 for hash in spark_hash(np.array(values_by_remainder(1000), np.uint32)).tolist()) == list(
+        range(1000)
+    )
+    rows = spark.range(50).selectExpr("cast(id % 7 as int) AS n")
+    for sent in (by_hash, by_partition):
+        wrong = sent(rows, 7, f.col("n")).where(f.spark_partition_id() != f.col("n"))
+        assert wrong.count() == 0
