@@ -89,9 +89,9 @@ def shared_bytes(rank: psutil.Process) -> list[int]:
 def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Cluster, tmp_path: Path) -> None:
     """ETL by this worker's session, ranks of this host; spark-submit and barrier stages work on YARN below."""
     dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
-    log = cut_log(tmp_path / "access.log", 12_000)
+    log = cut_log(tmp_path / "access.log", 8_000)
     manifest = logs.run(spark, LogsConfig(inputs=(log,), output=dataset, split="group:visitor:80/20"))
-    assert manifest.counts.read == 12_000 and verify(dataset) == []
+    assert manifest.counts.read == 8_000 and verify(dataset) == []
 
     training = job(
         "train", "--dataset", dataset, "--run", run, "--model", "logistic", "--num-ranks", "2", "--audit",
@@ -121,9 +121,7 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
     report = check_run_audit(run)
     assert report.ok, report
     assert len(report.left_over) == 6 * records % 16 == len(result["left_over"])
-    assert "whole" in ended(job("verify", run, folder=tmp_path))
-    evaluation = ended(job("evaluate", "--run", run, "--dataset", dataset, "--baseline", "rate:page", folder=tmp_path))
-    assert "rate:page" in evaluation and "auc" in evaluation
+    assert verify(run) == []
 
 
 @pytest.mark.soak
