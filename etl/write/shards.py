@@ -255,7 +255,7 @@ class WriteShards:
 
 BLOCK_BYTES = 2 << 20
 # Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
-FEW_CLASSES = "^(true|false|[0-9]{1,3})$"
+FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
 MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 
@@ -276,10 +276,13 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     """The sizes, in one pass; `label` is a column of `rows`, if they have one."""
     from pyspark.sql import functions as f
 
-    value = f.lit(None).cast("string") if label is None else f.col(c.quoted(label.name)).cast("string")
-    few = f.when(value.rlike(FEW_CLASSES), value).alias("few")
+    texts = label is not None and label.dtype == "string"
+    value = f.lit(None).cast("bigint") if label is None else f.col(c.quoted(label.name))
+    # Spark sorts all rows to find the least of texts, but not that of numbers.
+    number = f.xxhash64(value) if texts else value.cast("bigint")
+    few = f.when(value.rlike(FEW_CLASSES) if texts else number.between(0, MOST_CLASSES - 1), value).alias("few")
     sums = [f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")]
-    ends = [f.min(value).alias("low"), f.max(value).alias("high")]
+    ends = [f.min(number).alias("low"), f.max(number).alias("high"), f.count(value).alias("labelled")]
     splits: dict[str, tuple[int, int]] = {}
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
@@ -292,8 +295,12 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
             continue
         before = splits.get(name, (0, 0))
         splits[name] = before[0] + count, before[1] + row["bytes"]
-        if row["low"] == row["high"] is not None:
-            classes.setdefault(name, {})[row["low"]] = count
+        if row["low"] == row["high"] and row["labelled"]:
+            found = row["few"]
+            if found is None:  # one value that is not among the few
+                of_split = rows.where((f.col(c.SPLIT) == name) & f.col(c.DROPPED).isNull() & value.isNotNull())
+                found = of_split.select(value).head(1)[0][0]
+            classes.setdefault(name, {})[str(found).lower() if isinstance(found, bool) else str(found)] = count
         else:
             many.add(name)
     names = sorted(splits)
