@@ -66,6 +66,11 @@ def test_the_job_has_the_flags_of_a_run_but_no_split(tmp_path: Path) -> None:
     for more, named in ((("--model", "logstic"), "Did you mean"), (("--model", "logistic", "--split", "a"), "--split")):
         with pytest.raises(ConfigError, match=named):
             main([*flags, *more])
+    assert "--validate SPLIT" not in parser().format_help()
+    for validate in ("fold-0", "test"):
+        with pytest.raises(ConfigError, match="`validate` of a cross-validation") as caught:
+            main([*flags, "--model", "logistic", "--validate", validate])
+        assert "would flatter its evaluation" in caught.value.allowed
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="dataset of a cross-validation"):  # before Spark is asked for its master
         main([*flags, "--model", "logistic", "--master", "nowhere"])
