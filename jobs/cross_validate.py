@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,18 +18,22 @@ from lockstep.storage.urls import absolute, join
 from training.config import flag_of
 from training.driver.preflight import all_local
 from training.models import check_name
-from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, runs_of_folds, summary
+from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, refuse_validation, runs_of_folds, summary
 
 
 def parser() -> JobParser:
     """The command line: that of jobs.train, whose --run is the directory of all runs here."""
-    return _train.parser(__doc__ or "", "cross_validate", without=[flag_of(name) for name in NOT_OF_FOLDS])
+    without = [flag_of(name) for name in (*NOT_OF_FOLDS, "validate")]
+    job = _train.parser(__doc__ or "", "cross_validate", without=without)
+    job.add_argument("--validate", default=SUPPRESS, help=SUPPRESS)  # is refused with the reason
+    return job
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a table of the folds; returns the exit code."""
     args = parser().parse(argv)
     config = _train.config_of(args)
+    refuse_validation(config)
     check_name(config.model, config.extra, here=config.launcher == "local")
     if config.launcher == "barrier" and all_local(config):
         runs_of_folds(config)  # refuses wrong flags before Spark starts

@@ -272,7 +272,8 @@ class TrainConfig:
     verify: Verify = "start"
     """What is verified before the first step: lengths and indexes (start), or every byte of the split (full)."""
     bad_images: BadImages = "refuse"
-    """What a training image that cannot be decoded does: it ends the run (refuse), or counts with weight 0 (skip)."""
+    """What an image that cannot be decoded does: it ends the run (refuse), or has weight 0 in training and is left out
+    of validation and evaluation (skip)."""
     augment: Annotated[str, "OP"] = ""
     """Random changes of the training images, such as `crop:4 flip`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import signal
@@ -26,8 +27,10 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
+from tests.waiting import until
 from training.launch.executors import RANK_MIB, container_of
 from training.results.audit import check_run_audit
+from training.run.metrics import read_history
 from training.run.paths import RunPaths
 from training.run.result import find_result
 
@@ -68,9 +71,9 @@ def cut_log(target: Path, lines: int) -> str:
     return str(target)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def ranks_of(pid: int) -> list[psutil.Process]:
     found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in psutil.Process(pid).children(recursive=True):
         try:
             if "training.rank" in child.cmdline():
                 found.append(child)
@@ -95,7 +98,8 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
 
     training = job(
         "train", "--dataset", dataset, "--run", run, "--model", "logistic", "--num-ranks", "2", "--audit",
-        "--global-batch", "16", "--epochs", "6", "--checkpoint-every", "40", "--launcher", "local", folder=tmp_path,
+        "--global-batch", "16", "--epochs", "6", "--checkpoint-every", "40", "--launcher", "local",
+        "--validate", "test", folder=tmp_path,
     )  # fmt: skip
     fs, paths = filesystem(run), RunPaths(run)
     deadline = time.monotonic() + WAIT_S
@@ -103,7 +107,7 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
         assert training.poll() is None, training.communicate()[0][-6000:]
         assert time.monotonic() < deadline, "no checkpoint on HDFS"
         time.sleep(0.2)
-    victims = ranks_of(training)
+    victims = ranks_of(training.pid)
     assert len(victims) == 2, [process.cmdline() for process in victims]
     sizes = shared_bytes(victims[1])  # of all ranks together, and of a group of them; some MiB are in use
     assert len(sizes) == 2 and max(sizes) < 200 << 20, sizes
@@ -122,6 +126,15 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
     assert report.ok, report
     assert len(report.left_over) == 6 * records % 16 == len(result["left_over"])
     assert verify(run) == []
+    evaluation = ended(job("evaluate", "--run", run, "--dataset", dataset, folder=tmp_path))
+    (found,) = (json.loads(line) for line in evaluation.splitlines() if line.startswith("{"))
+    assert validations(run)[-1] == pytest.approx(found["metrics"], rel=1e-5) and len(validations(run)) == 6
+
+
+def validations(run: str) -> list[dict[str, float]]:
+    """The metrics of the validation split after each epoch."""
+    rows = [row["metrics"] for row in read_history(run).epochs]
+    return [{name.removeprefix("val_"): row[name] for name in row if name.startswith("val_")} for row in rows]
 
 
 @pytest.mark.soak
@@ -129,7 +142,8 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
 def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_path: Path) -> None:
     """Uploaded, then ETL to evaluation in one session whose executors are YARN's, in client mode.
 
-    A rank does not fit into executors of 512 MiB and Spark's own overhead; it does with the flag that says so.
+    A rank does not fit into executors of 512 MiB and Spark's own overhead; it does with the flag that says so. One is
+    killed: validation finds what it finds in an undisturbed run on this host.
     """
     on_hdfs.start_yarn()
     small = container_of("yarn", {"spark.executor.memory": "512m", "spark.executor.instances": "2"}, 2, 256)
@@ -156,7 +170,9 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
         model = "resnet8"
         num_ranks = 2
         global_batch = 32
-        epochs = 1
+        epochs = 2
+        checkpoint_every = 6
+        validate = "test"
         audit = true
         [evaluate]
         split = "test"
@@ -164,21 +180,41 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
         launcher = "barrier"
         """
     )
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("spark-submit")), *on_hdfs.submit_conf,
-            "--num-executors", "2", "--executor-memory", "512m", *flag[0].split(),
-            str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=1500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (folder,) = filesystem(on_hdfs.hdfs_url).list(f"{on_hdfs.hdfs_url}/demo")
-    assert load_dataset(f"{folder.url}/images/dataset").splits["train"].records == 600
-    run = f"{folder.url}/images/run"
+    log = tmp_path / "pipeline.log"  # a pipe that is read at the end may become full
+    with log.open("w") as output:
+        pipeline = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("spark-submit")), *on_hdfs.submit_conf,
+                "--num-executors", "2", "--executor-memory", "512m", *flag[0].split(),
+                str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
+            ],
+            cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    fs = filesystem(on_hdfs.hdfs_url)
+
+    def checkpoints() -> list[str]:
+        found = fs.list(f"{on_hdfs.hdfs_url}/demo") if fs.exists(f"{on_hdfs.hdfs_url}/demo") else []
+        folders = [RunPaths(f"{folder.url}/images/run").checkpoints for folder in found]
+        return [entry.name for folder in folders if fs.exists(folder) for entry in fs.list(folder)]
+
+    until(lambda: pipeline.poll() is not None or checkpoints(), WAIT_S)
+    victims = ranks_of(on_hdfs.processes["nodemanager"].pid)
+    assert len(victims) == 2, log.read_text()[-6000:]
+    victims[1].kill()
+    assert pipeline.wait(WAIT_S) == 0, log.read_text()[-6000:]
+    (folder,) = fs.list(f"{on_hdfs.hdfs_url}/demo")
+    dataset, run = f"{folder.url}/images/dataset", f"{folder.url}/images/run"
+    assert load_dataset(dataset).splits["train"].records == 600
+    result = find_result(fs, RunPaths(run))
+    assert result is not None and result["restarts"] == 1
+    flags = ("--num-ranks", "2", "--global-batch", "32", "--epochs", "2", "--validate", "test", "--launcher", "local")
+    undisturbed = f"{folder.url}/undisturbed"
+    ended(job("train", "--dataset", dataset, "--run", undisturbed, "--model", "resnet8", *flags, folder=tmp_path))
+    for mine, other in zip(validations(run), validations(undisturbed), strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
     report = check_run_audit(run)
-    assert report.ok and len(report.left_over) == 600 % 32
-    assert verify(run) == verify(f"{folder.url}/images/dataset") == []
+    assert report.ok and len(report.left_over) == 2 * 600 % 32
+    assert verify(run) == verify(dataset) == []
     (page,) = filesystem(run).list(f"{run}/reports")
     assert b"<svg" in filesystem(run).read_bytes(page.url)
 

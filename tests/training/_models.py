@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -32,6 +32,38 @@ def with_callbacks(signature: Signature, options: ModelOptions) -> tuple[keras.M
         FailOnce(),
     ]
     return model, callbacks
+
+
+class Tested(keras.callbacks.Callback):
+    """Keeps the hooks of tests, and the ends of epochs, in order: (hook, number, logs)."""
+
+    all: ClassVar[list[Tested]] = []
+    """Those made in this process, one a rank and run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        Tested.all.append(self)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.events.append(("test begins", 0, dict(logs or {})))
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.events.append(("batch begins", batch, dict(logs or {})))
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.events.append(("batch ends", batch, dict(logs or {})))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.events.append(("test ends", 0, dict(logs or {})))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.events.append(("epoch ends", epoch, dict(logs or {})))
+
+
+def tested(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression, `Tested`."""
+    return logistic(signature, options), [Tested()]
 
 
 class Noise(keras.layers.Layer):
@@ -258,15 +290,15 @@ def watches_validation(signature: Signature, options: ModelOptions) -> tuple[ker
 def killed_in_a_validation(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
     """`watches_validation`; the first process that takes its second step of a test is killed, once.
 
-    The environment's KILL_ONCE names a file that it makes before. Without it nothing happens.
+    The setting `kill_once` names a file that it makes before. Without it nothing happens.
     """
     model, callbacks = watches_validation(signature, options)
-    plain, marker, steps = model.test_step, os.environ.get("KILL_ONCE"), []
+    plain, marker, steps = model.test_step, options.extra.get("kill_once"), []
 
     def count() -> Any:
         steps.append(1)
         if marker is not None and len(steps) == 2:
-            with contextlib.suppress(FileExistsError), open(marker, "x"):
+            with contextlib.suppress(FileExistsError), open(str(marker), "x"):
                 os.kill(os.getpid(), signal.SIGKILL)
         return np.float32(0)
 

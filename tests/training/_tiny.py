@@ -2,6 +2,7 @@
 
 write_table(root):  float features `a` (1.5 * b + noise), `b`, a yes-or-no label `label` that `a` + `b` decides
 write_images(root): `image` (8, 8, 1) uint8 and `label` int64 in 0..3, the brightest quadrant of the image
+write_files(root):  `image` (4, 4, 3) as PNG files, some of them bad, and `label` int64 in 0..1
 write_clicks(root): int64 `page` in 0..9, float `a`, a rare yes-or-no label `click` that both decide, float `weight`
 
 Rows depend on the seed alone, not on format or sharding; row i of the dataset has sample id sample_id([str(i)], 0).
@@ -9,12 +10,14 @@ Rows depend on the seed alone, not on format or sharding; row i of the dataset h
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.examples import encode_batch
@@ -43,6 +46,13 @@ IMAGE_SCHEMA = Schema(
         Field(name="sample_id", dtype="int64", kind="id"),
         Field(name="image", dtype="uint8", shape=(8, 8, 1)),
         Field(name="label", dtype="int64", kind="label", num_classes=4),
+    )
+)
+FILE_SCHEMA = Schema(
+    (
+        Field(name="sample_id", dtype="int64", kind="id"),
+        Field(name="image", dtype="bytes", encoding={"kind": "image", "height": 4, "width": 4, "channels": 3}),
+        Field(name="label", dtype="int64", kind="label", num_classes=2),
     )
 )
 CLICK_SCHEMA = Schema(
@@ -103,6 +113,28 @@ def write_images(
     columns = [_ids(total), pixels, pa.array(labels, type=pa.int64())]
     rows = pa.RecordBatch.from_arrays(columns, schema=IMAGE_SCHEMA.arrow_schema())
     return write_rows(str(root), IMAGE_SCHEMA, rows, records, fmt, shards, block_records, seed)
+
+
+def write_files(
+    root: object,
+    bad: Mapping[int, bytes],
+    *,
+    records: Mapping[str, int] | None = None,
+    without: Sequence[int] = (),
+) -> DatasetManifest:
+    """Write small PNG files and their classes, by default 50 train records, but for those of the numbers `without`.
+
+    Their numbers are their sample ids; the files in `bad` are replaced.
+    """
+    records, files = records or {"train": 50}, []
+    numbers = [number for number in range(sum(records.values()) + len(without)) if number not in without]
+    for number in numbers:
+        out = io.BytesIO()
+        Image.new("RGB", (4, 4), (number + 1, 0, 0)).save(out, "PNG")
+        files.append(bad.get(number, out.getvalue()))
+    columns = [pa.array(numbers), pa.array(files), pa.array([number % 2 for number in numbers])]
+    rows = pa.RecordBatch.from_arrays(columns, schema=FILE_SCHEMA.arrow_schema())
+    return write_rows(str(root), FILE_SCHEMA, rows, records, "tfrecord", 2, 8, 0)
 
 
 def write_clicks(

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ def eval_batches(
 
     The batches, and what a model computes from them, are the same at any number of ranks. The split's last batch may be
     shorter: nothing is padded. A rank may have no batch, so call no collective until all ranks are done. All ranks
-    together yield each sample once.
+    together yield each sample once, but for bad images that `encoder` leaves out; `bad` names their places.
     """
     start, stop = eval_rows(reader, rank, num_ranks, batch_size)
     pending: list[pa.RecordBatch] = []
@@ -173,10 +173,15 @@ def eval_batches(
     def encoded(rows: pa.RecordBatch) -> Encoded:
         nonlocal done
         done += len(rows)
+
+        def located_image(bad: BadImageError) -> BadImageError:
+            return bad.at(ordered_row_location(reader, done - len(rows) + bad.row))
+
         try:
-            return encoder.encode(rows)
+            found = encoder.encode(rows)
+            return replace(found, bad=tuple(map(located_image, found.bad))) if found.bad else found
         except BadImageError as error:
-            raise error.at(ordered_row_location(reader, done - len(rows) + error.row)) from None
+            raise located_image(error) from None
         except DataError:
             row, wrong = refused_row(lambda start, stop: encoder.encode(rows.slice(start, stop - start)), len(rows))
             raise located(wrong, ordered_row_location(reader, done - len(rows) + row)) from None

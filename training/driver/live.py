@@ -137,7 +137,7 @@ class Curves:
         self.steps, self._epochs = steps, epochs
         self._points = max(1, min(POINTS, steps))
         self._losses: dict[int, tuple[float, int]] = {}  # by point: the sum of its steps' losses, and their number
-        self._metrics: dict[int, dict[str, float]] = {}  # by the last step of the epoch
+        self._metrics: dict[int, tuple[int, dict[str, float]]] = {}  # by epoch: its last step, and its metrics
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row of the run's metrics; values that are no finite numbers are left out."""
@@ -146,12 +146,13 @@ class Curves:
             total, number = self._losses.get(point, (0.0, 0))
             self._losses[point] = total + row["loss"], number + 1
         elif row["kind"] == "epoch":
-            self._metrics[row["step"]] = {name: value for name, value in row["metrics"].items() if _finite(value)}
+            metrics = {name: value for name, value in row["metrics"].items() if _finite(value)}
+            self._metrics[row["epoch"]] = row["step"], metrics  # in place of where --max-steps had cut it
 
     def cut(self, step: int) -> None:
         """Forget what follows `step`: the run repeats it."""
         self._losses = {point: loss for point, loss in self._losses.items() if point < self._point(step + 1)}
-        self._metrics = {last: metrics for last, metrics in self._metrics.items() if last <= step}
+        self._metrics = {epoch: row for epoch, row in self._metrics.items() if row[0] <= step}
 
     def panels(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
         """The lines of each panel by the metric's name: `each step` (only the loss), `training`, `validation`.
@@ -163,7 +164,7 @@ class Curves:
             width = self._epochs / self._points
             line = [((point + 1) * width, total / n) for point, (total, n) in sorted(self._losses.items())]
             found["loss"] = {"each step": line}
-        for last, metrics in sorted(self._metrics.items()):
+        for _, (last, metrics) in sorted(self._metrics.items()):
             for name, value in metrics.items():
                 line_name = "validation" if name.startswith(VALIDATION) else "training"
                 lines = found.setdefault(name.removeprefix(VALIDATION), {})

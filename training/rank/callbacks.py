@@ -35,9 +35,9 @@ class Loop(Protocol):
 class RunCallbacks(keras.callbacks.CallbackList):
     """Keras' CallbackList for a training that begins with `begin` and ends with `end`.
 
-    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch, loss and metrics
-    of this rank so far. Callbacks without batch hooks cost no time in a step. A batch is an optimizer step, of
-    `micro_batches` calls.
+    At the end of an epoch and of a test, which is a validation, callbacks get the metrics over all ranks, the same on
+    each; after a batch, loss and metrics of this rank so far. Callbacks without batch hooks cost no time in a step. A
+    batch is an optimizer step, of `micro_batches` calls; in a test it is one of this rank's part.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._first_batch = 0
         self._on_begin_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_begin", "on_batch_begin")]
         self._on_end_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_end", "on_batch_end")]
+        self._on_begin_of_test_batch = [c for c in self.callbacks if _has(c, "on_test_batch_begin")]
+        self._on_end_of_test_batch = [c for c in self.callbacks if _has(c, "on_test_batch_end")]
 
     def begin(self) -> None:
         """Begin the training."""
@@ -56,6 +58,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def end(self, logs: dict[str, Any]) -> None:
         """End the training; `logs` are the last epoch's."""
         super().on_train_end(logs)
+
+    def test_begins(self) -> None:
+        """Begin a validation."""
+        super().on_test_begin({})
+
+    def test_ends(self, logs: dict[str, Any]) -> None:
+        """End a validation; `logs` are its metrics over all ranks."""
+        super().on_test_end(logs)
 
     def starts_at(self, batch: int) -> None:
         """Resume the next epoch with its batch number `batch`."""
@@ -99,6 +109,24 @@ class RunCallbacks(keras.callbacks.CallbackList):
         for callback in self.callbacks:  # one dict for all callbacks: ReduceLROnPlateau adds the learning rate to it
             callback.on_epoch_end(epoch, values)
         self._loop.epoch_ends(epoch, values)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Do nothing when `evaluate` begins this rank's part of a validation."""
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Do nothing when `evaluate` ends this rank's part of a validation."""
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Call callbacks that have this hook."""
+        for callback in self._on_begin_of_test_batch:
+            callback.on_test_batch_begin(batch, logs={})
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Call callbacks that have this hook."""
+        if self._on_end_of_test_batch:
+            values = as_floats(logs or {})
+            for callback in self._on_end_of_test_batch:
+                callback.on_test_batch_end(batch, logs=values)
 
 
 def _has(callback: Any, *hooks: str) -> bool:

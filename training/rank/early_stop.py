@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,11 +15,12 @@ class EarlyStop(keras.callbacks.Callback):
     """Last in the list of callbacks: it stops the training at the end of the epoch where the rule's patience ends.
 
     All ranks see the same logs, so all decide alike. Its attributes are plain values, which a checkpoint keeps.
+    `judged` says whether an epoch counts: one that --max-steps cut does when a later call has trained the rest.
     """
 
-    def __init__(self, rule: StopRule) -> None:
+    def __init__(self, rule: StopRule, judged: Callable[[int], bool]) -> None:
         super().__init__()
-        self._rule = rule
+        self._rule, self._judged = rule, judged
         self.best: float | None = None
         self.best_epoch: int | None = None
         self.waited = 0
@@ -30,7 +32,7 @@ class EarlyStop(keras.callbacks.Callback):
         """Judge the epoch, if it has the metric."""
         rule, logs = self._rule, logs or {}
         check_metric(rule.best, logs, "--early-stop")
-        if rule.metric not in logs:
+        if rule.metric not in logs or not self._judged(epoch):
             return
         value = logs[rule.metric]
         require(isinstance(value, int | float), f"{rule.metric} of --early-stop", repr(value), "a metric of one number")

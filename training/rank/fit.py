@@ -19,7 +19,7 @@ from training.batches.feed import Batch
 from training.batches.tf_dataset import FeedPipeline
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
-from training.config import StopRule, TrainConfig, lane_groups
+from training.config import StopRule, TrainConfig, lane_groups, of_validation
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
 from training.exchange.agreement import FedBatches, NonFinitePolicy
@@ -38,7 +38,7 @@ from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
 from training.steps.distribute import finalize
 from training.steps.distribute_checks import compare_start
-from training.steps.model_state import as_floats, derive_seeds, model_identity
+from training.steps.model_state import METRICS, as_floats, derive_seeds, model_identity, variables_of
 from training.steps.own_fit import of_all_ranks, only_on_leader
 
 
@@ -137,8 +137,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._exchange = self._rank_model.exchange
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
-        self._early_stop = None if config.early_stop is None else EarlyStop(StopRule.parse(config.early_stop))
-        if self._early_stop is not None:
+        self._early_stop: EarlyStop | None = None
+        if config.early_stop is not None:
+            self._early_stop = EarlyStop(StopRule.parse(config.early_stop), self._is_judged)
             callbacks.append(self._early_stop)
         self._callbacks = RunCallbacks(
             callbacks,
@@ -156,8 +157,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._validation: Validation | None = None
         if held_out is not None:
-            self._validation = Validation(held_out, config, self._model, self._comm, context.control)
+            self._validation = Validation(held_out, config, self._model, self._comm, context.control, self._callbacks)
         self._validated: dict[str, Any] | None = None  # at the end of this epoch
+        self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
         self._labels = LabelCounts(self._signature)
@@ -236,6 +238,12 @@ class Fit(AbstractContextManager["Fit"]):
         """The step after which the epoch ends in this run."""
         return min(self._plan.first_step(epoch + 1), self._steps)
 
+    def _is_judged(self, epoch: int) -> bool:
+        """Whether --early-stop judges the epoch that ends now, as it would without --max-steps."""
+        config, last = self._config, self._progress.step == self._plan.steps(self._config.epochs)
+        scheduled = last or (epoch + 1) % config.validate_every == 0 or not of_validation(config.early_stop)
+        return scheduled and not self._progress.cut
+
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._last_step(epoch)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
@@ -281,10 +289,13 @@ class Fit(AbstractContextManager["Fit"]):
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Metrics over all ranks, the same on each; after a validation also its metrics."""
-        metrics = of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
         step = self._progress.step
-        run_ends = step == self._steps or self._progress.stopped
         epochs = self._plan.epoch_of_step(step - 1) + 1
+        self._progress.cut = step != self._plan.first_step(epochs)
+        if self._progress.cut:
+            self._own_metrics = [(one, one.numpy().copy()) for one in variables_of(self._model, METRICS)]
+        metrics = of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
+        run_ends = step == self._steps or self._progress.stopped
         if self._validation is None or not (run_ends or epochs % self._config.validate_every == 0):
             return metrics
         with self._clock.validation():
@@ -304,6 +315,9 @@ class Fit(AbstractContextManager["Fit"]):
             metrics = json_safe(self._progress.metrics)
             self._reports.epoch(self._progress.step, epoch, metrics, self._class_counts, self._validated)
         self._validated = None
+        for variable, value in self._own_metrics:
+            variable.assign(value)  # in place of the sums over all ranks: the rest of the epoch adds to it
+        self._own_metrics = []
         if self._exchange.agreement is not None:
             self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
 

@@ -134,7 +134,9 @@ class Progress:
     stopped: bool
     """Whether a callback has ended the training."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last whole epoch, over all ranks."""
+    """Metrics of the last epoch that has ended, over all ranks."""
+    cut: bool = False
+    """Whether that epoch ended before its last step, by --max-steps or a callback: a later call may train the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,8 @@ class Saver:
         else:
             parts = [found.parts[rank] for rank in sorted(found.parts)]
             model_state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
-        if saved["in_epoch"]:
-            own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
+        own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
+        if any(own):  # of an epoch that is resumed
             self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
@@ -225,7 +227,8 @@ class Saver:
         """
         control, step = self._context.control, progress.step
         control.beat(step, "checkpoint")
-        tensors = self._tensors([model_state.SEEDS, model_state.METRICS] if in_epoch else [model_state.SEEDS])
+        resumed = in_epoch or progress.cut
+        tensors = self._tensors([model_state.SEEDS, model_state.METRICS] if resumed else [model_state.SEEDS])
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)

@@ -17,6 +17,7 @@ from training.batches.augmenting import labels_of
 from training.comm.base import Communicator
 from training.config import VALIDATION, TrainConfig
 from training.control.client import ControlClient
+from training.rank.callbacks import RunCallbacks
 from training.reading.open import OpenSplit
 from training.scoring.score_split import Outputs, score
 from training.scoring.scores import BATCH_ROWS
@@ -33,7 +34,7 @@ class Validated:
     metrics: dict[str, Any]
     """val_METRIC of each metric, as numbers."""
     row: dict[str, Any]
-    """{split, samples, class_counts, intervals, seconds}; JSON."""
+    """{split, samples, left_out, class_counts, intervals, seconds}; JSON."""
 
 
 class Validation:
@@ -46,9 +47,10 @@ class Validation:
         model: keras.Model,
         communicator: Communicator,
         control: ControlClient,
+        callbacks: RunCallbacks,
     ) -> None:
         self._split, self._config, self._model = split, config, model
-        self._comm, self._control = communicator, control
+        self._comm, self._control, self._callbacks = communicator, control, callbacks
         self._signature = labels_of(config, split.encoder.signature)
         self._outputs = Outputs(model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
         self._test_function: Any = None  # traced in the first validation, and used again
@@ -56,11 +58,12 @@ class Validation:
         """Of all validations since this process began."""
 
     def after(self, step: int) -> Validated:
-        """Score the split with the model after optimizer step `step`, as jobs.evaluate scores its checkpoint. A
-        collective.
+        """Score the split with the model after optimizer step `step`, as jobs.evaluate scores its checkpoint, and call
+        the callbacks' test hooks. A collective.
         """
         began = time.monotonic()
         beat = Beats(self._control, step)
+        self._callbacks.test_begins()  # before the state is kept: what callbacks change stays changed
         with unchanged(self._model, self._test_function):
             found = score(
                 self._model,
@@ -70,18 +73,23 @@ class Validation:
                 beat,
                 batch=BATCH_ROWS,
                 outputs=self._outputs,
+                callbacks=self._callbacks,
+                skip_bad_images=self._config.bad_images == "skip",
             )
             self._test_function = self._model.test_function
         # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
         found = json.loads(self._comm.all_gather_bytes(json.dumps(found).encode())[0])
+        metrics = {name: _number(value) for name, value in found["metrics"].items()}
+        self._callbacks.test_ends(dict(metrics))
         self._control.beat(step, "train")
         seconds = time.monotonic() - began
         self.seconds += seconds
         return Validated(
-            {f"{VALIDATION}{name}": _number(value) for name, value in found["metrics"].items()},
+            {f"{VALIDATION}{name}": value for name, value in metrics.items()},
             {
                 "split": self._config.validate,
                 "samples": found["samples"],
+                "left_out": found["left_out"],
                 "class_counts": found["class_counts"],
                 "intervals": found["intervals"],
                 "seconds": round(seconds, 6),

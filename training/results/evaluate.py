@@ -72,12 +72,13 @@ def evaluate(
 
     `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
-    COLUMN:day or COLUMN:hour. Returns {run, dataset, split, model, samples, metrics, intervals (95 %, of metrics that
-    have one), class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals,
-    class_counts}, difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides,
-    None without a baseline), calibration, confusion (training.scoring.calibration; None where there is none), slices
-    ({name: training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, and `members` has
-    such a result of each. Prints notes on doubtful numbers to standard error. Raises ConfigError and NotFoundError,
+    COLUMN:day or COLUMN:hour. Returns {run, dataset, split, model, samples, left_out ({samples, first}: with
+    --bad-images skip, rows of images that cannot be decoded), metrics, intervals (95 %, of metrics that have one),
+    class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals, class_counts},
+    difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides, None without a
+    baseline), calibration, confusion (training.scoring.calibration; None where there is none), slices ({name:
+    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, and `members` has such a
+    result of each. Prints notes on doubtful numbers to standard error. Raises ConfigError and NotFoundError,
     where possible before any rank is started.
     """
     require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
@@ -167,6 +168,7 @@ def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None, kept: 
     if trained_on and kept:  # the counts before --sample
         trained_on = [round(rows / share) for rows, share in zip(trained_on, kept, strict=True)]
     return [
+        *notes.of_left_out(result["left_out"], split),
         *notes.of_classes(result["class_counts"], f"split `{split}`"),
         *notes.of_classes(trained_on, "what the run was trained on"),
         *notes.of_base_rates(trained_on, result["class_counts"], split),

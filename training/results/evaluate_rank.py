@@ -34,6 +34,7 @@ class _Member:
     split: OpenSplit
     signature: Signature
     kept: tuple[float, ...] | None
+    skip_bad_images: bool
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         return score(
             model, of.split, of.signature, comm, beat,
             batch=payload["batch"], kept=of.kept, baseline=baseline, details=details,
+            skip_bad_images=of.skip_bad_images,
         )  # fmt: skip
 
     found = [scored(member.model, member) for member in members]
@@ -83,7 +85,8 @@ def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
         model = load_checkpoint(member["checkpoint"], config, split.manifest, signature)
     model.jit_compile = False
     _build(model, signature)
-    return _Member(model, split, signature, member["kept"] and tuple(member["kept"]))
+    kept = member["kept"] and tuple(member["kept"])
+    return _Member(model, split, signature, kept, config.bad_images == "skip")
 
 
 def _build(model: keras.Model, signature: Signature) -> None:

@@ -357,6 +357,7 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         ("epochs", result["epochs"]),
         *([("ended early by", result["stopped_by"])] if result.get("stopped_by") else []),
         *([("validation", f"{result['validation_s']:.1f} s")] if result.get("validation_s") else []),
+        *([("rows left out of validation", left_out)] if (left_out := _left_out(history)) else []),
         ("samples/s", f"{result['samples_per_s']:.0f}"),
         _starts(history),
         *((f"restart: generation {each['generation']}", restart_words(each)) for each in result.get("restart_log", [])),
@@ -366,6 +367,12 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         ("checkpoint", result["checkpoint"]),
         ("model", result["model"]),
     ]
+
+
+def _left_out(history: History) -> int:
+    """Rows that the last validation left out."""
+    last = history.epochs[-1].get("validation", {}) if history.epochs else {}
+    return int(last.get("left_out", {}).get("samples", 0))
 
 
 def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:

@@ -107,10 +107,11 @@ RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoi
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order of step.
+    """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order.
 
-    An epoch that was validated has `val_METRIC` among its metrics, and `validation` {split, samples, class_counts,
-    intervals, seconds}.
+    There is one row a step and an epoch; of an epoch that --max-steps cut, that of the cut until its end is reached.
+    An epoch that was validated has `val_METRIC` among its metrics, and `validation` {split, samples, left_out,
+    class_counts, intervals, seconds}.
 
     If a generation resumed from a checkpoint and repeated steps, the newest generation's rows count. `times` are the
     rows of training.rank.metrics of all ranks and generations, with the time of repeated steps.
@@ -153,10 +154,15 @@ def read_history(run: str) -> History:
             elif row["kind"] == READING:
                 reading.append({**row, "generation": generation})
             else:
-                kept[row["kind"]][row["step"]] = row
+                kept[row["kind"]][row[_counted(row["kind"])]] = row
     steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
     rate = rates[-1] if rates else None
     return History(steps, epochs, times, len(generations), non_finite, checkpoints, reading, rate)
+
+
+def _counted(kind: str) -> str:
+    """What there is one row of this kind for."""
+    return "epoch" if kind == "epoch" else "step"
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -179,7 +185,7 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
             row = {**_LATER_PARTS, **row}
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
         known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
-        if known and isinstance(row["step"], int):
+        if known and isinstance(row["step"], int) and isinstance(row[_counted(row["kind"])], int):
             return dict(row)
         problem = (
             "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor a value that is not finite"

@@ -32,6 +32,16 @@ def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
     ]
 
 
+def of_left_out(left_out: Mapping[str, Any], split: str) -> list[str]:
+    """Rows of `split` that were not evaluated; `left_out` as in training.scoring.score_split.score."""
+    if not left_out["samples"]:
+        return []
+    return [
+        f"{left_out['samples']} rows of split `{split}` are left out, the first: {left_out['first'][0]}; next: build "
+        "the dataset again without the files that cannot be decoded"
+    ]
+
+
 def of_keep_best(best: str | None) -> list[str]:
     """A best checkpoint that is chosen by a metric of the training rows."""
     if best is None or of_validation(best):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, DataError
 from training.batches.augmenting import soft_labels
 from training.batches.feed import eval_batches, eval_rows
 from training.batches.tf_dataset import ArrayPipeline, Arrays
@@ -35,6 +36,7 @@ from training.steps import model_state
 from training.steps.patching import swapped
 
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
+NAMED = 20  # of the rows that are left out
 
 
 def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
@@ -60,16 +62,20 @@ def score(
     baseline: Baseline | None = None,
     details: Details | None = None,
     outputs: Outputs | None = None,
+    callbacks: keras.callbacks.CallbackList | None = None,
+    skip_bad_images: bool = False,
 ) -> dict[str, Any]:
     """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
 
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
-    `baseline` is fitted. Returns samples, metrics, intervals, class_counts, baseline, difference and compared_by, with
-    `details` also calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` are those of an
-    earlier score of this model without `details`, if its test step must not be traced again.
+    `baseline` is fitted. Returns samples, left_out ({samples, first}: with `skip_bad_images`, rows of images that
+    cannot be decoded), metrics, intervals, class_counts, baseline, difference and compared_by, with `details` also
+    calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` are those of an earlier score
+    of this model without `details`, if its test step must not be traced again; `callbacks` get the test hooks of this
+    rank's part.
     """
     beat(0, "evaluate")
-    watched = _Watched(split.encoder)
+    watched = _Watched(split.encoder, skip_bad_images)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
     slices = [SliceColumn(by) for by in details.slices] if details is not None else []
     share = _Share(batches, watched, baseline, signature, slices)
@@ -86,17 +92,26 @@ def score(
 
         pipeline = ArrayPipeline(signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
         try:
-            model.evaluate(pipeline.dataset, steps=steps, verbose=0)
+            model.evaluate(pipeline.dataset, steps=steps, verbose=0, callbacks=callbacks)
         except Exception as error:
-            raise pipeline.failure or error from None
+            if not isinstance(pipeline.failure, _NoBatchLeft):
+                raise pipeline.failure or error from None
     beat(1, "put the ranks' rows together")
     samples = np.array([share.samples], np.int64)
     comm.all_reduce(samples)
+    left_out = share.left_out(comm)
+    if left_out["samples"] and not samples[0]:
+        raise DataError(
+            f"no image of split `{split.reader.split}` can be decoded",
+            got=left_out["first"][0],
+            allowed="a split with images that can be decoded",
+            next_step="Build the dataset again.",
+        )
     model_state.summed_metrics(model, comm)
     metrics = model_state.as_floats(model.get_metrics_result())
     if regularisation := outputs.regularisation(comm):
         metrics[DATA_LOSS] = metrics[LOSS] - regularisation
-    result = {"samples": int(samples[0]), "metrics": metrics, "baseline": None}
+    result = {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}
     form = outputs.agreed_form(comm, share.samples)
     columns = [share.labels_and_weights()]
     if form.width is not None:
@@ -141,15 +156,28 @@ class Details:
 
 
 class _Watched(Encoder):
-    """An encoder that keeps the last rows it encoded: baseline and slices need their raw columns."""
+    """An encoder that keeps the last rows it encoded: baseline and slices need their raw columns. If it `skips` bad
+    images, it leaves out their rows.
+    """
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._inner = encoder
+    def __init__(self, encoder: Encoder, skips: bool) -> None:
+        self._inner = encoder.skipping_bad_images() if skips and encoder.can_skip_images else encoder
+        self._weighted = encoder.signature.weight is not None
         self.rows = pa.RecordBatch.from_pylist([], schema=encoder.schema.arrow_schema())
 
     def encode(self, batch: pa.RecordBatch) -> Encoded:
-        self.rows = batch
-        return self._inner.encode(batch)
+        self.rows, found = batch, self._inner.encode(batch)
+        if not found.bad:
+            return found if self._weighted else replace(found, weight=None)
+        left = np.delete(np.arange(len(batch)), [bad.row for bad in found.bad])
+        self.rows = batch.take(pa.array(left))
+        return Encoded(
+            {name: array[left] for name, array in found.x.items()},
+            None if found.y is None else found.y[left],
+            found.sample_id[left],
+            found.weight[left] if self._weighted and found.weight is not None else None,
+            found.bad,
+        )
 
 
 class Outputs:
@@ -214,6 +242,10 @@ class Outputs:
         return np.concatenate([np.empty((0, 3)), *self._details])
 
 
+class _NoBatchLeft(Exception):
+    """Fewer batches than were planned: of some, all rows were left out."""
+
+
 class _Share:
     """This rank's batches, one after another; the baseline and the slices see each batch as it passes."""
 
@@ -229,10 +261,18 @@ class _Share:
         self._slices = slices
         self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
+        self._left_out = 0
+        self._names: list[str] = []
 
     def next_arrays(self, number: int) -> Arrays:
-        """The features, label and weight of the next batch, in the signature's order."""
-        batch = next(self._batches)
+        """The features, label and weight of the next batch that has rows, in the signature's order."""
+        for batch in self._batches:
+            self._left_out += len({bad.row for bad in batch.bad})
+            self._names += [f"{bad.what} ({bad.detail})" for bad in batch.bad[: NAMED - len(self._names)]]
+            if len(batch):
+                break
+        else:
+            raise _NoBatchLeft
         labels = soft_labels(batch.y, self._signature)
         self.samples += len(batch.sample_id)
         if labels is not None:
@@ -242,6 +282,12 @@ class _Share:
                 column.take(self._watched.rows)
         others = [array for array in (labels, batch.weight) if array is not None]
         return [*(batch.x[name] for name in self._signature.features), *others]
+
+    def left_out(self, communicator: Communicator) -> dict[str, Any]:
+        """{samples, first} of all ranks: the number of rows left out, and the first ones' names. A collective."""
+        mine = json.dumps([self._left_out, self._names]).encode()
+        counts, names = zip(*map(json.loads, communicator.all_gather_bytes(mine)), strict=True)
+        return {"samples": sum(counts), "first": [name for each in names for name in each][:NAMED]}
 
     def labels_and_weights(self) -> Floats:
         """(n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""

@@ -32,9 +32,8 @@ from training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
 RESULT = "result.json"
-# Fields of a run that no caller chooses: each run has its own split, and a choice made on the fold held out would
-# flatter the evaluation.
-NOT_OF_FOLDS = ("split", "mix", "validate", "validate_every", "early_stop")
+# Fields of a run that no caller chooses; `validate` is refused with the reason.
+NOT_OF_FOLDS = ("split", "mix", "validate_every")
 _FOLD = re.compile(r"fold-([0-9]+)")
 
 
@@ -44,6 +43,7 @@ def runs_of_folds(config: TrainConfig) -> dict[str, TrainConfig]:
     Raises ConfigError for a dataset that has no folds, a directory with other files, and all that a single run of
     these is refused for.
     """
+    refuse_validation(config)
     root = absolute(config.run)
     what, step = "the dataset of a cross-validation", "Make one with --split kfold:5, and name it alone."
     require(len(config.datasets) == 1, what, ", ".join(config.datasets), "one dataset", step)
@@ -59,6 +59,17 @@ def runs_of_folds(config: TrainConfig) -> dict[str, TrainConfig]:
     for run in runs.values():
         preflight(run)
     return runs
+
+
+def refuse_validation(config: TrainConfig) -> None:
+    """Raise ConfigError for a validation: a fold's run is trained on all data but the fold that tests it."""
+    require(
+        config.validate is None,
+        "the `validate` of a cross-validation",
+        str(config.validate),
+        "none: a run is trained on all folds but one, and a choice by that one would flatter its evaluation",
+        "Leave --validate out; --early-stop may watch a metric of the training rows.",
+    )
 
 
 def cross_validate(

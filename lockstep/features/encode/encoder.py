@@ -121,9 +121,15 @@ class Encoder:
         ids = rows[len(self._names) + (self._label is not None)]
         return self._decoded(ids, lambda: [one if made.late is None else made.late(one) for one, made in pairs])
 
+    @property
+    def can_skip_images(self) -> bool:
+        """Whether it decodes images, of rows with a label: without one, a row has no weight."""
+        kinds = {(field.encoding or {}).get("kind") for field in self.schema.features}
+        return self._label is not None and "image" in kinds
+
     def skipping_bad_images(self) -> Encoder:
         """A copy of this encoder that replaces an image it cannot decode by zeros, with weight 0 for the sample."""
-        if self._label is None or all((field.encoding or {}).get("kind") != "image" for field in self.schema.features):
+        if not self.can_skip_images:
             raise ConfigError(
                 "there are no images to skip",
                 got="a dataset without images to decode, or without a label",

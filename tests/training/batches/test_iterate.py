@@ -6,7 +6,6 @@ Where PyTorch is installed the tests run with it, else with a stand-in for the f
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import re
 import shutil
@@ -19,18 +18,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from PIL import Image
 
 from lockstep.features.images import decode_many
 from lockstep.features.images.decode_many import BadImageError
-from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from tests.training import _torch_stand_in
-from tests.training._tiny import write_images, write_rows
+from tests.training._tiny import write_files, write_images
 from training.batches.feed import Batch, RankFeed, eval_batches
 from training.batches.planned import PlannedBatches, numpy_batches
 from training.batches.training_set import TrainingSet
@@ -329,25 +324,6 @@ def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
     with pytest.raises(ConfigError, match="needs PyTorch"):
         importlib.import_module("training.batches.torch_data")
-
-
-def write_files(root: Path, bad: dict[int, bytes]) -> None:
-    """50 small PNG files and their classes, some of them replaced by what is no image; two shards of blocks of 8."""
-    schema = Schema(
-        (
-            Field(name="sample_id", dtype="int64", kind="id"),
-            Field(name="image", dtype="bytes", encoding={"kind": "image", "height": 4, "width": 4, "channels": 3}),
-            Field(name="label", dtype="int64", kind="label", num_classes=2),
-        )
-    )
-    files = []
-    for number in range(50):
-        out = io.BytesIO()
-        Image.new("RGB", (4, 4), (number + 1, 0, 0)).save(out, "PNG")
-        files.append(bad.get(number, out.getvalue()))
-    columns = [pa.array(range(50)), pa.array(files), pa.array([number % 2 for number in range(50)])]
-    rows = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
-    write_rows(str(root), schema, rows, {"train": 50}, "tfrecord", 2, 8, 0)
 
 
 FILES: dict[str, Any] = {"global_batch": 10, "lanes": 5, "epochs": 2}

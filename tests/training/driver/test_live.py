@@ -20,8 +20,9 @@ def step(number: int, loss: float | str = 1.0) -> dict[str, Any]:
     return {"kind": "step", "step": number, "epoch": 0, "loss": loss, "seconds": 0.0}
 
 
-def epoch(last: int, **metrics: float | str) -> dict[str, Any]:
-    return {"kind": "epoch", "step": last, "epoch": 0, "metrics": metrics, "seconds": 0.0}
+def epoch(last: int, number: int | None = None, **metrics: float | str) -> dict[str, Any]:
+    number = last if number is None else number
+    return {"kind": "epoch", "step": last, "epoch": number, "metrics": metrics, "seconds": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,15 @@ def test_metrics_of_training_and_validation_share_a_panel() -> None:
         "auc": {"validation": [(2, 0.9)]},
     }
     assert base64.b64decode(curves.png()).startswith(b"\x89PNG")
+
+
+def test_the_end_of_an_epoch_replaces_where_max_steps_had_cut_it() -> None:
+    curves = Curves(8, 2)
+    curves.add(epoch(3, 0, auc=0.5, val_auc=0.5))
+    curves.add(epoch(4, 0, auc=0.75))
+    assert curves.panels() == {"auc": {"training": [(1, 0.75)]}}
+    curves.cut(3)
+    assert curves.panels() == {}
 
 
 def test_without_a_step_there_is_no_picture() -> None:

@@ -32,6 +32,25 @@ class Loop:
         raise AssertionError("no epoch ends here")
 
 
+def test_the_hooks_of_a_validation_are_those_of_keras() -> None:
+    import keras
+
+    from tests.training._models import Tested
+    from training.rank.callbacks import RunCallbacks
+
+    model, x, y = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), np.ones((6, 1)), np.ones(6)
+    model.compile("sgd", "mse", metrics=["mae"])
+    theirs, ours = Tested(), Tested()
+    model.fit(x, y, validation_data=(x, y), batch_size=4, verbose=0, callbacks=[theirs])
+    callbacks = RunCallbacks([ours], model, Loop(), epochs=1, steps=1)
+    callbacks.test_begins()
+    assert [name for name, *_ in ours.events] == ["test begins"]
+    found = model.evaluate(x, y, batch_size=4, verbose=0, callbacks=callbacks, return_dict=True)
+    callbacks.test_ends(found)
+    assert ours.events == [event for event in theirs.events if event[0] != "epoch ends"]
+    assert [name for name, *_ in ours.events] == ["test begins", *["batch begins", "batch ends"] * 2, "test ends"]
+
+
 def test_a_batch_is_an_optimizer_step_and_metrics_may_be_arrays() -> None:
     """F1Score gives a value a class."""
     import keras

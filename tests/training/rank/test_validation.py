@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 
 from lockstep import numpy_batches
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.features.images.decode_many import BadImageError
+from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from tests.training._fit_ranks import precision
+from tests.training._ranks import HERE, rank_path
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
-from tests.training._tiny import write_table
+from tests.training._tiny import write_files, write_table
 from training.config import TrainConfig
 from training.driver.train import train
+from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.session import Launch
 from training.reading.open import OpenSplit
 from training.results.evaluate import evaluate
+from training.results.report import write_report
 from training.run.metrics import read_history
 from training.run.result import RunResult
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -118,6 +127,8 @@ def test_plain_keras_finds_the_same(data: str, tmp_path: Path) -> None:
 
 def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path: Path) -> None:
     """A rule that wants the loss to rise: its first value is never beaten."""
+    from tests.training._models import Tested
+
     rule = {"validate": "test", "validate_every": 2, "early_stop": "val_loss:max:2"}
     whole = run(config(data, tmp_path / "whole", 2, "logistic", epochs=12, **rule))
     # Validated after epochs 2, 4 and 6: the first is the best, the others are no better.
@@ -125,13 +136,19 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
     reason = "--early-stop val_loss:max:2: no better val_loss in 2 validations (best "
     assert (whole.stopped_by or "").startswith(reason) and "in epoch 2)" in (whole.stopped_by or "")
     assert "ended early by --early-stop" in whole.summary()
-    part = run(config(data, tmp_path / "parts", 2, "logistic", epochs=12, max_steps=20, **rule))
+    Tested.all.clear()
+    part = run(config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=20, **rule))
     assert (part.steps, part.stopped_by) == (20, "--max-steps 20")
     assert "val_loss" in part.metrics, "the last step is validated"
-    again = config(data, tmp_path / "parts", 2, "logistic", epochs=12, max_steps=20, **rule)
+    assert_hooks(part.run, Tested.all)
+    again = config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=20, **rule)
     assert run(again).generation == part.generation, "it is complete"
-    longer = run(config(data, tmp_path / "parts", 2, "logistic", epochs=12, max_steps=33, **rule))
+    longer = run(config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=33, **rule))
     assert longer.steps == 33 and longer.generation == 2
+    rest = run(config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, **rule))
+    assert (rest.steps, rest.stopped_by) == (50, whole.stopped_by), "what was validated at a cut is not judged"
+    rows = [[(row["step"], row["epoch"], row["metrics"]) for row in read_history(r.run).epochs] for r in (whole, rest)]
+    assert rows[0] == rows[1]
     more = run(config(data, tmp_path / "whole", 2, "logistic", epochs=13, **rule))
     assert (more.steps, more.stopped_by) == (50, whole.stopped_by), "more epochs do not undo it"
     with pytest.raises(ConfigError, match="early_stop"):
@@ -142,12 +159,59 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
         assert "val_average_precision:max" in caught.value.allowed
 
 
+def assert_hooks(url: str, callbacks: list[Any]) -> None:
+    """Each rank's callbacks were called as by Keras: its batches, then the metrics over all ranks, then the epoch's."""
+    assert len(callbacks) == 2
+    rows = read_history(url).epochs
+    for batches, callback in zip((1, 2), callbacks, strict=True):  # of TEST_ROWS
+        expected: list[tuple[str, int]] = []
+        for row in rows:
+            if "validation" in row:
+                each = [(name, batch) for batch in range(batches) for name in ("batch begins", "batch ends")]
+                expected += [("test begins", 0), *each, ("test ends", 0)]
+            expected.append(("epoch ends", row["epoch"]))
+        assert [event[:2] for event in callback.events] == expected
+        validated = [
+            {n: v for n, v in row["metrics"].items() if n[:4] == "val_"} for row in rows if "validation" in row
+        ]
+        ends = [logs for name, _, logs in callback.events if name == "test ends"]
+        assert [{f"val_{name}": value for name, value in logs.items()} for logs in ends] == validated
+        assert all("loss" in logs for name, _, logs in callback.events if name == "batch ends")
+
+
+def test_bad_images_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    """The numbers are those of a split without them, also where no image of a batch is left."""
+    bad = {3: b"", 55: b"no image", **dict.fromkeys(range(74, 80), b"")}
+    write_files(tmp_path / "data", bad, records={"train": 50, "test": 30})
+    more: dict[str, Any] = {"global_batch": 16, "epochs": 1, "extra": {"width": 4}, "validate": "test"}
+    done = run(config(str(tmp_path / "data"), tmp_path / "run", 2, "mlp", bad_images="skip", **more))
+    (row,) = read_history(done.run).epochs
+    left_out = row["validation"]["left_out"]
+    assert (row["validation"]["samples"], left_out["samples"], len(left_out["first"])) == (23, 7, 7)
+    assert re.search(r"sample id 0{14}37, .*part-00000\.tfrecord, record 5 .*no_format|unknown", left_out["first"][0])
+    write_files(tmp_path / "clean", {}, records={"train": 50, "test": 23}, without=[n for n in bad if n >= 50])
+    clean = evaluate(done.run, str(tmp_path / "clean"), "test", run_threads)
+    found = evaluate(done.run, str(tmp_path / "data"), "test", run_threads, num_ranks=2, batch=8, slices=["label"])
+    assert found["left_out"] == left_out and clean["left_out"] == {"samples": 0, "first": []}
+    assert found["samples"] == clean["samples"] == 23 == sum(each["samples"] for each in found["slices"]["label"])
+    assert found["metrics"] == pytest.approx(clean["metrics"], rel=1e-6)
+    validated = {name.removeprefix("val_"): value for name, value in row["metrics"].items() if name[:4] == "val_"}
+    assert validated == pytest.approx(clean["metrics"], rel=1e-6)
+    assert "rows left out of validation" in Path(write_report(done.run)).read_text()
+    write_files(tmp_path / "none", dict.fromkeys(range(2, 6), b""), records={"train": 2, "test": 4})
+    with pytest.raises(DataError, match="no image of split `test` can be decoded"):
+        evaluate(done.run, str(tmp_path / "none"), "test", run_threads, num_ranks=2, batch=2)
+    with pytest.raises(BadImageError, match="part-00000"):
+        run(config(str(tmp_path / "data"), tmp_path / "refused", 2, "mlp", **more))
+
+
 @pytest.mark.soak
 def test_a_run_that_max_steps_cut_becomes_the_whole_run(data: str, tmp_path: Path) -> None:
     results: list[RunResult] = []
     for name, cuts in (("whole", [None]), ("cut", [5, 20, None])):
         results += [run(config(data, tmp_path / name, 2, f"{OWN}:with_dropout", max_steps=cut)) for cut in cuts]
     assert [result.steps for result in results] == [25, 5, 20, 25]
+    assert [row["step"] for row in read_history(results[-1].run).epochs] == [8, 16, 25]
     weights = [final_tensors(str(tmp_path / name)) for name in ("whole", "cut")]
     different = [name for name in weights[0] if weights[0][name].tobytes() != weights[1][name].tobytes()]
     assert [name for name in different if not name.startswith("callbacks")] == []
@@ -188,15 +252,17 @@ def assert_same_runs(whole: RunResult, broken: RunResult) -> None:
 
 
 @pytest.mark.soak
-def test_a_process_that_is_killed_in_a_validation_changes_no_log(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_of_a_barrier_stage_that_is_killed_in_a_validation_changes_no_log(
+    data: str, tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rank_path(monkeypatch)
+    spark.sparkContext.addPyFile(str(Path(HERE, "_models.py")))
     results = []
-    for name in ("whole", "killed"):
-        if name == "killed":
-            monkeypatch.setenv("KILL_ONCE", str(tmp_path / "marker"))
+    launches: dict[str, Launch] = {"whole": run_local, "killed": OnSpark(spark)}
+    for name, launch in launches.items():
         options: dict[str, Any] = {"validate": "test", "checkpoint_every": 7}
-        results.append(train(config(data, tmp_path / name, 2, f"{OWN}:killed_in_a_validation", **options), run_local))
+        options["extra"] = {"kill_once": str(tmp_path / "marker")} if name == "killed" else {}
+        results.append(train(config(data, tmp_path / name, 2, "_models:killed_in_a_validation", **options), launch))
     assert (tmp_path / "marker").exists() and [result.restarts for result in results] == [0, 1]
     assert_same_runs(*results)
 

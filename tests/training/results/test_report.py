@@ -64,8 +64,25 @@ def test_the_newest_generation_of_a_step_counts(run: str) -> None:
     assert history.generations == 2
 
 
+def test_an_epoch_that_was_cut_and_then_ended_has_one_row(run: str) -> None:
+    cut = {"kind": "epoch", "step": 2, "epoch": 0, "metrics": {"loss": 0.9, "val_loss": 0.8}, "seconds": 1.0}
+    first = Path(RunPaths(run).metrics(1)) / "part-00000.jsonl"
+    first.write_text(first.read_text() + json.dumps(cut) + "\n")
+    assert [(row["step"], row["metrics"]["loss"]) for row in read_history(run).epochs] == [(6, 0.2)]
+    (Path(RunPaths(run).metrics(2)) / "part-00000.jsonl").unlink()
+    assert [row["step"] for row in read_history(run).epochs] == [2]
+
+
 @pytest.mark.parametrize(
-    "line", ["{", "{}", '{"kind": "step"}', '{"kind": "x", "step": 1}', '{"kind":"step","step":"1"}']
+    "line",
+    [
+        "{",
+        "{}",
+        '{"kind": "step"}',
+        '{"kind": "x", "step": 1}',
+        '{"kind":"step","step":"1"}',
+        '{"kind":"epoch","step":1}',
+    ],
 )
 def test_a_line_that_is_no_measurement_is_named(run: str, line: str) -> None:
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"

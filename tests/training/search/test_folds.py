@@ -31,7 +31,8 @@ def config_of(folder: Path, **more: Any) -> TrainConfig:
 
 def test_each_fold_is_held_out_of_one_run(tmp_path: Path) -> None:
     write_table(tmp_path / "data", records={f"fold-{number}": 20 for number in range(11)})
-    runs = runs_of_folds(config_of(tmp_path))
+    runs = runs_of_folds(config_of(tmp_path, early_stop="loss:min:3"))
+    assert {run.early_stop for run in runs.values()} == {"loss:min:3"}
     assert list(runs) == [f"fold-{number}" for number in range(11)], "in the order of their numbers"
     for held_out, run in runs.items():
         assert run.run == str(tmp_path / "cv" / held_out)
@@ -66,6 +67,11 @@ def test_the_job_has_the_flags_of_a_run_but_no_split(tmp_path: Path) -> None:
     for more, named in ((("--model", "logstic"), "Did you mean"), (("--model", "logistic", "--split", "a"), "--split")):
         with pytest.raises(ConfigError, match=named):
             main([*flags, *more])
+    assert "--validate SPLIT" not in parser().format_help()
+    for validate in ("fold-0", "test"):
+        with pytest.raises(ConfigError, match="`validate` of a cross-validation") as caught:
+            main([*flags, "--model", "logistic", "--validate", validate])
+        assert "would flatter its evaluation" in caught.value.allowed
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="dataset of a cross-validation"):  # before Spark is asked for its master
         main([*flags, "--model", "logistic", "--master", "nowhere"])
