@@ -19,7 +19,7 @@ from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
 from training.launch.session import Launch
-from training.plan.datasets import held_out, open_mixture, open_parts, split_of
+from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from training.rank import runtime
 from training.run import notes
 from training.run.paths import RunPaths
@@ -135,9 +135,11 @@ def _check_alike(models: Sequence[_Scored], manifest: DatasetManifest, split: st
 
 
 def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetManifest:
-    """The manifest of a dataset that has this split and slices. Raises ConfigError, or what reading it raises."""
+    """The manifest of a dataset that has rows in this split, and these slices. Raises ConfigError, or what reading it
+    raises.
+    """
     manifest = load_dataset(dataset)
-    split_of(manifest, split)
+    rows_of(manifest, split)
     slices_of(slices, Schema.from_json(manifest.schema))
     return manifest
 
