@@ -18,6 +18,7 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, check_master, refuse_idle, run_job
 from jobs._launch import launch_of
 from lockstep.storage.errors import require
+from lockstep.storage.urls import absolute
 from training.results.evaluate import evaluate, summary
 from training.results.follow import follow
 from training.results.report import write_report
@@ -37,7 +38,11 @@ def parser() -> JobParser:
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
     text = "metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times"
     add("--slice", nargs="+", default=[], metavar="COLUMN", help=text)
-    add("--report", action="store_true", help="write the run's report again, with this evaluation")
+    add(
+        "--report",
+        action="store_true",
+        help="write the run's report again, with this evaluation (with --follow its last)",
+    )
     add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
     add("--start-delay", type=float, metavar="S", help="with --follow: seconds before the first look (default 0)")
     add("--throttle", type=float, metavar="S", help="with --follow: seconds from one start to the next (default 0)")
@@ -64,20 +69,20 @@ def main(argv: Sequence[str]) -> int:
     if len(args.run) > 1:
         for flag, given in (("--follow", args.follow), ("--report", args.report)):
             require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
-    require(not (args.follow and args.report), "--report", "--report with --follow", "one of the two")
     where = args.run[0] if args.follow else args.run, args.dataset, args.split
     options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
     options |= {"baseline": args.baseline, "slices": args.slice}
     with launch_of(args.launcher, "evaluate", args.master) as launch:
         if args.follow:
             options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
-            print(json.dumps(follow(*where, launch, show=show_at_once, **options), sort_keys=True))
-            return 0
-        result = evaluate(*where, launch, **options)
-    print(summary(result))
+            found: Any = follow(*where, launch, show=show_at_once, **options)
+            last = found[-1]["result"] if found else None
+        else:
+            found = last = evaluate(*where, launch, **options)
+            print(summary(last))
     if args.report:
-        print(f"report {write_report(result['run'], result)}")
-    print(json.dumps(result, sort_keys=True))
+        print(f"report {write_report(absolute(args.run[0]), last)}")
+    print(json.dumps(found, sort_keys=True))
     return 0
 
 

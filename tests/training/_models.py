@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
+from tests.waiting import until
 from training.models import ModelOptions
 from training.models.logistic import logistic
 
@@ -308,3 +309,16 @@ def killed_in_a_validation(signature: Signature, options: ModelOptions) -> tuple
 
     object.__setattr__(model, "test_step", test_step)  # bypasses Keras' tracking
     return model, callbacks
+
+
+def waits_in_its_second_epoch(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """`momentum` with an accuracy, whose second epoch begins when the file in the environment's WAIT_FOR is there."""
+    model = logistic(signature, options)
+    model.compile(keras.optimizers.SGD(0.25), "binary_crossentropy", metrics=["accuracy"], jit_compile=False)
+    path = os.environ.get("WAIT_FOR", os.devnull)
+
+    def wait(epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if epoch == 1:
+            until(lambda: os.path.exists(path))
+
+    return model, [keras.callbacks.LambdaCallback(on_epoch_begin=wait)]

@@ -2,7 +2,8 @@
 
 Signatures: `serving_default` takes the encoded features by name, as signature.json lists them. `raw` takes the declared
 columns, (n,) each, and does in TensorFlow what the encoder of lockstep.features.encode does; a nullable column NAME has
-a second input NAME_is_null (n,) bool. It is left out if a column's encoding cannot be computed there.
+a second input NAME_is_null (n,) bool; lists NAME are padded, (n, m), with a second input NAME_length (n,) int64. It is
+left out if a column's encoding cannot be computed there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import LockstepError
 from training.models.on_disk import plain_layers, upload
+from training.models.saved_images import decoded
 from training.steps.patching import swapped
 
 Encode = Callable[[tf.Tensor, tf.Tensor | None], tf.Tensor]
 """From values (n, ...) and whether each is null (n,), or None, to the model's input."""
+Inputs = Callable[[tf.Tensor, tf.Tensor | None], dict[str, tf.Tensor]]
+"""From a column and its second input, if it has one, to the model's inputs by name."""
 _PRIMES = (11400714785074694791, 14029467366897019727, 1609587929392839161, 9650029242287828579, 2870177450012600261)
 
 
@@ -60,24 +64,28 @@ def export_saved_model(
     fed = {name: tf.TensorSpec((None, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
     endpoint("serving_default", fed, lambda x: model(x, training=False))
     columns: dict[str, tf.TensorSpec] = {}
-    encodes: dict[str, tuple[Field, Encode]] = {}
+    encodes: dict[str, tuple[Field, Inputs]] = {}
     reasons: dict[str, str] = {}
     for field in schema.features:
         if (field.encoding or {}).get("kind") == "ignore":
             continue
         try:
-            encodes[field.name] = field, _encode(field, fitted.get(field.name), archive)
+            encodes[field.name] = field, _inputs(field, fitted.get(field.name), archive)
+            if (second := _second(field)) in {other.name for other in schema.features}:
+                raise _NotRawError(f"its second input would be called `{second}`, like another column")
         except _NotRawError as error:
             reasons[field.name] = error.what
         kind = "string" if field.dtype in ("string", "bytes") else field.dtype
-        columns[field.name] = tf.TensorSpec((None, *(field.shape if field.is_tensor else ())), kind)
-        if field.nullable:
-            columns[_null(field)] = tf.TensorSpec((None,), "bool")
+        columns[field.name] = tf.TensorSpec((None, *field.shape), kind)
+        if second := _second(field):
+            columns[second] = tf.TensorSpec((None,), "int64" if field.is_list else "bool")
     if not reasons:
 
         def raw(x: dict[str, tf.Tensor]) -> Any:
-            values = {name: encode(x[name], x.get(_null(field))) for name, (field, encode) in encodes.items()}
-            return model(values, training=False)
+            fed: dict[str, tf.Tensor] = {}
+            for name, (field, inputs) in encodes.items():
+                fed |= inputs(x[name], x.get(_second(field)))
+            return model(fed, training=False)
 
         endpoint("raw", columns, raw)
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), ExitStack() as stack:
@@ -101,8 +109,9 @@ def input_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _null(field: Field) -> str:
-    return f"{field.name}_is_null"
+def _second(field: Field) -> str:
+    """The name of a column's second input, "" if it has none."""
+    return f"{field.name}_length" if field.is_list else f"{field.name}_is_null" if field.nullable else ""
 
 
 def _named(outputs: Any) -> dict[str, tf.Tensor]:
@@ -115,13 +124,23 @@ def _named(outputs: Any) -> dict[str, tf.Tensor]:
     return {f"prediction_{number}": output for number, output in enumerate(flat)}
 
 
-def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArchive) -> Encode:
+def _inputs(field: Field, fitted: Fitted | None, archive: keras.export.ExportArchive) -> Inputs:
     """The field's encoding in TensorFlow. Raises _NotRawError."""
+    if field.dtype == "uint64":
+        raise _NotRawError("a TensorFlow signature cannot take uint64")
+    if field.is_list:
+        return _lists(field, fitted, archive)
+    encode = _encode(field, fitted, archive)
+    return lambda values, null: {field.name: encode(values, null)}
+
+
+def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArchive) -> Encode:
     encoding = field.encoding or {}
     kind = encoding.get("kind", "number")
-    if field.is_list or field.dtype == "uint64" or kind == "image":
-        kind_of = "a list" if field.is_list else "uint64" if field.dtype == "uint64" else "an encoded image"
-        raise _NotRawError(f"a TensorFlow signature cannot take {kind_of}")
+    if kind == "image":
+        height, width, channels = (int(encoding[key]) for key in ("height", "width", "channels"))
+        fit, scaled = str(encoding.get("fit", "resize")), _tensor(field)
+        return lambda files, null: scaled(decoded(files, height, width, channels, fit), null)
     if field.is_tensor:
         return _tensor(field)
     if kind == "number":
@@ -129,17 +148,7 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
     if kind == "standardise":
         assert isinstance(fitted, Moments)
         return _standardised(field, fitted)
-    found: Callable[[tf.Tensor], tf.Tensor]
-    if kind == "hash":
-        size = int(encoding["buckets"])
-        found = partial(_bucket, size=size, seed=int(encoding["seed"]))
-    elif kind == "vocabulary":
-        assert isinstance(fitted, Vocabulary)
-        found, size = _vocabulary(fitted, int(encoding["oov_buckets"]), archive)
-    elif kind == "bucketise":
-        found, size = _buckets(field, encoding["boundaries"]), len(encoding["boundaries"]) + 1
-    else:
-        raise _NotRawError(f"the encoding {kind} is not written in TensorFlow")
+    found, size = _categories(field, encoding, fitted, archive)
     is_index = output_of(encoding, is_list=False) == INDEX
 
     def encode(values: tf.Tensor, null: tf.Tensor | None) -> tf.Tensor:
@@ -151,6 +160,58 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
     return encode
 
 
+def _categories(
+    field: Field, encoding: Mapping[str, Any], fitted: Fitted | None, archive: keras.export.ExportArchive
+) -> tuple[Callable[[tf.Tensor], tf.Tensor], int]:
+    """From values (n,) to categories (n,) int64, -1 for none of them, and the number of categories."""
+    if encoding["kind"] == "hash":
+        size = int(encoding["buckets"])
+        return partial(_bucket, size=size, seed=int(encoding["seed"])), size
+    if encoding["kind"] == "vocabulary":
+        assert isinstance(fitted, Vocabulary)
+        return _vocabulary(fitted, int(encoding["oov_buckets"]), archive)
+    if encoding["kind"] == "bucketise":
+        return _buckets(field, encoding["boundaries"]), len(encoding["boundaries"]) + 1
+    raise _NotRawError(f"the encoding {encoding['kind']} is not written in TensorFlow")
+
+
+def _lists(field: Field, fitted: Fitted | None, archive: keras.export.ExportArchive) -> Inputs:
+    """Multi-hot, or a sequence of values or ids with its mask or length, from padded lists (n, m) and lengths (n,)."""
+    encoding = field.encoding or {}
+    of = encoding if encoding["kind"] != "sequence" else encoding.get("of")
+    found, size = (None, 0) if of is None else _categories(field, of, fitted, archive)
+
+    def numbers(values: tf.Tensor) -> tf.Tensor:  # one column more, so that each row has a value to gather
+        if found is None:
+            table = tf.cast(values, tf.float32)
+        else:
+            table = tf.reshape(found(tf.reshape(values, (-1,))), tf.shape(values))  # (n * m,) -> (n, m)
+        return tf.pad(table, [[0, 0], [0, 1]])
+
+    def multi_hot(values: tf.Tensor, lengths: Any) -> dict[str, tf.Tensor]:
+        ids = numbers(values)
+        inside = (tf.range(tf.shape(ids)[1], dtype=tf.int64) < lengths[:, None]) & (ids >= 0)
+        rows = tf.where(inside)[:, 0]
+        hot = tf.zeros((tf.shape(ids)[0], size))
+        places = tf.stack([rows, tf.boolean_mask(ids, inside)], axis=1)
+        return {field.name: tf.tensor_scatter_nd_update(hot, places, tf.ones(tf.shape(rows)))}
+
+    def sequence(values: tf.Tensor, lengths: Any) -> dict[str, tf.Tensor]:
+        rows, length = numbers(values), int(encoding["length"])
+        counts = tf.minimum(lengths, length)
+        starts = lengths - counts if encoding.get("keep") == "last" else tf.zeros_like(counts)
+        at = tf.range(length, dtype=tf.int64)
+        inside = at < counts[:, None]
+        kept = tf.gather(rows, tf.where(inside, starts[:, None] + at, 0), batch_dims=1)
+        pad = tf.constant(encoding.get("pad_value", 0) if found is None else -1, kept.dtype)
+        kept = tf.where(inside, kept, pad)
+        extra = {"mask": tf.cast(inside, tf.float32), "length": counts[:, None]}
+        fed = {field.name: kept if found is None else kept + 1}
+        return fed | {f"{field.name}_{name}": extra[name] for name in [encoding.get("with", "mask")] if name in extra}
+
+    return sequence if encoding["kind"] == "sequence" else multi_hot
+
+
 def _bucket(values: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     return tf.math.floormod(xxh64(values, seed), tf.constant(size, tf.int64))
 
@@ -159,7 +220,7 @@ def _tensor(field: Field) -> Encode:
     encoding = field.encoding or {}
     if "mean" not in encoding:
         return lambda values, null: values
-    work = np.dtype(np.float32 if field.dtype in ("uint8", "float32") else np.float64)
+    work = np.dtype(np.float32 if field.dtype in ("uint8", "float32", "bytes") else np.float64)  # bytes: of pixels
     deviation = np.array(encoding["deviation"], np.float64)
     scale = (1.0 / (float(encoding.get("divide_by", 1)) * deviation)).astype(work)
     shift = (-np.array(encoding["mean"], np.float64) / deviation).astype(work)

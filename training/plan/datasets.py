@@ -102,6 +102,20 @@ def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
     return manifest.splits[split]
 
 
+def rows_of(manifest: DatasetManifest, split: str) -> int:
+    """The rows of a split, at least one. Raises ConfigError for an empty one, or as `split_of`."""
+    rows = split_of(manifest, split).records
+    if not rows:
+        filled = [name for name, info in sorted(manifest.splits.items()) if info.records]
+        raise ConfigError(
+            f"split `{split}` has no rows",
+            got="0 rows",
+            allowed=f"a split with rows: {', '.join(filled) or 'none here'}",
+            next_step="Choose another --split.",
+        )
+    return rows
+
+
 def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | None:
     """The fold whose fitted files leave it out: in training the one that `split` lacks, else `split` itself."""
     names = split.split(",")

@@ -19,7 +19,7 @@ from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
 from training.launch.session import Launch
-from training.plan.datasets import held_out, open_mixture, open_parts, split_of
+from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from training.rank import runtime
 from training.run import notes
 from training.run.paths import RunPaths
@@ -77,9 +77,10 @@ def evaluate(
     class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals, class_counts},
     difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides, None without a
     baseline), calibration, confusion (training.scoring.calibration; None where there is none), slices ({name:
-    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, and `members` has such a
-    result of each. Prints notes on doubtful numbers to standard error. Raises ConfigError and NotFoundError,
-    where possible before any rank is started.
+    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such a
+    result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run, and
+    of each two runs (training.scoring.scores.compared). Prints notes on doubtful numbers to standard error. Raises
+    ConfigError and NotFoundError, where possible before any rank is started.
     """
     require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
     dataset = absolute(dataset)
@@ -94,7 +95,13 @@ def evaluate(
     payload = {
         "config": first.config.to_json(),
         "members": [
-            {"config": one.config.to_json(), "model": one.model, "checkpoint": one.checkpoint, "kept": one.kept}
+            {
+                "run": one.run,
+                "config": one.config.to_json(),
+                "model": one.model,
+                "checkpoint": one.checkpoint,
+                "kept": one.kept,
+            }
             for one in models
         ],
         "dataset": dataset,
@@ -129,9 +136,11 @@ def _check_alike(models: Sequence[_Scored], manifest: DatasetManifest, split: st
 
 
 def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetManifest:
-    """The manifest of a dataset that has this split and slices. Raises ConfigError, or what reading it raises."""
+    """The manifest of a dataset that has rows in this split, and these slices. Raises ConfigError, or what reading it
+    raises.
+    """
     manifest = load_dataset(dataset)
-    split_of(manifest, split)
+    rows_of(manifest, split)
     slices_of(slices, Schema.from_json(manifest.schema))
     return manifest
 
@@ -194,9 +203,29 @@ def summary(result: Mapping[str, Any]) -> str:
             difference = result["difference"].get(name, {"value": None, "interval": None})
             row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
         table.append([*row, *(number(member["metrics"].get(name)) for member in members)])
-    parts = [[head, *_aligned(table)], _calibration(result["calibration"]), _confusion(result["confusion"])]
+    parts = [
+        [head, *_aligned(table)],
+        _aligned(_comparisons(result.get("comparisons", []))),
+        _calibration(result["calibration"]),
+        _confusion(result["confusion"]),
+    ]
     parts += [_aligned(slice_table(name, slices)) for name, slices in result["slices"].items()]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Differences of the mean and the best run, and of each two runs: the first metrics that have intervals."""
+    if not comparisons:
+        return []
+    differences = [one["difference"] for one in comparisons]
+    shown = [name for name in differences[0] if any(one[name]["interval"] for one in differences)][:SHOWN_METRICS]
+    table = [["difference", *(text for name in shown for text in (name, "95 % interval"))]]
+    for one in comparisons:
+        of, less = (PurePosixPath(one[which]).name for which in ("of", "less"))
+        cells = [one["difference"][name] for name in shown]
+        row = [text for cell in cells for text in (number(cell["value"]), span(cell["interval"]))]
+        table.append([f"mean - {less} (best)" if of == "mean" else f"{of} - {less}", *row])
+    return table
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
@@ -236,7 +265,7 @@ def slice_table(name: str, slices: Sequence[Mapping[str, Any]]) -> list[list[str
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]  # none of an empty table
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 

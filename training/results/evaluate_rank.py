@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from training.models.on_disk import load_checkpoint, load_export
 from training.reading.open import OpenSplit
 from training.scoring.baseline import Baseline
 from training.scoring.ensemble import ensemble_of
-from training.scoring.score_split import Details, open_split, score, takes_logits
+from training.scoring.score_split import Details, Outputs, open_split, score, takes_logits
 from training.scoring.slices import slices_of
 from training.steps import model_state
 from training.steps.losses import weigh_tests
@@ -56,20 +57,24 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         baseline.fit(trained_on.readers, config.mix, comm)
     details = Details(slices_of(payload["slices"], first.split.encoder.schema), _class_names(first.split.manifest))
 
-    def scored(model: keras.Model, of: _Member) -> dict[str, Any]:
+    def scored(
+        model: keras.Model, of: _Member, outputs: Outputs | None = None, members: Sequence[tuple[str, Outputs]] = ()
+    ) -> dict[str, Any]:
         return score(
             model, of.split, of.signature, comm, beat,
             batch=payload["batch"], kept=of.kept, baseline=baseline, details=details,
-            skip_bad_images=of.skip_bad_images,
+            skip_bad_images=of.skip_bad_images, outputs=outputs, members=members,
         )  # fmt: skip
 
-    found = [scored(member.model, member) for member in members]
+    outputs = [Outputs(member.model, member.kept, detailed=True) for member in members]
+    found = [scored(member.model, member, one) for member, one in zip(members, outputs, strict=True)]
     if len(members) == 1:
         return found[0]
     models = [member.model for member in members]
     together = ensemble_of(models, [takes_logits(model) for model in models], first.signature)
     _build(together, first.signature)
-    result = scored(together, first)
+    names = [member["run"] for member in payload["members"]]
+    result = scored(together, first, members=list(zip(names, outputs, strict=True)))
     return {**result, "members": found} if result else {}
 
 

@@ -13,7 +13,7 @@ from lockstep.storage.errors import ExistsError, LockstepError, NotFoundError, T
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import absolute, join
+from lockstep.storage.urls import absolute, basename, join
 from training.launch.session import Launch
 from training.results.evaluate import checked_dataset, evaluate, number
 from training.run.lineage import CheckpointRef, chain_of, newest_claimed
@@ -109,6 +109,25 @@ class _Driver:
                 allowed="a run that trains, or has ended",
                 next_step="Resume the run, then repeat this call: it evaluates only what it has not evaluated yet.",
             )
+
+
+def followed(fs: FileSystem, paths: RunPaths) -> dict[str, dict[int, dict[str, Any]]]:
+    """By `SPLIT of DATASET`, the metrics of each checkpoint that `follow` has stored in the run, by step.
+
+    Of a step that two generations have committed, the newer one's count. Raises DataError or CorruptionError for a
+    damaged file.
+    """
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    try:
+        folders = sorted(entry.url for entry in fs.list(paths.evaluations("").rstrip("/")))
+    except NotFoundError:
+        return found
+    for folder in folders:
+        for ref in sorted(_done(fs, folder)):
+            result = _read(fs, folder, ref)["result"]
+            by_step = found.setdefault(f"{result['split']} of {basename(result['dataset'])}", {})
+            by_step[ref.step] = result["metrics"]
+    return {name: dict(sorted(by_step.items())) for name, by_step in found.items()}
 
 
 def _ended(fs: FileSystem, paths: RunPaths) -> bool:

@@ -25,9 +25,10 @@ from training.control.protocol import is_final
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.session import Launch, Launches, ended_in_order
-from training.plan.datasets import split_of
+from training.plan.datasets import rows_of
 from training.rank import runtime
 from training.results.export_run import Which, check_output, chosen
+from training.run import notes
 from training.run.lineage import checkpoints
 from training.run.paths import RunPaths
 from training.run.run_json import read_run
@@ -67,7 +68,8 @@ def predict(
     with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Rows are in the
     order of the dataset; files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a
     time. A failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before
-    all files are complete. Raises ConfigError, NotFoundError and ExistsError, where possible before a rank is started.
+    all files are complete. Prints a note if predictions are not finite. Raises ConfigError, NotFoundError and
+    ExistsError, where possible before a rank is started.
     """
     run, dataset, output = absolute(run), absolute(dataset), absolute(output)
     if batch < 1 or num_ranks < 1:
@@ -82,11 +84,7 @@ def predict(
     source, paths = filesystem(run), RunPaths(run)
     config = TrainConfig.from_json(read_run(source, paths)["config"])
     manifest = load_dataset(dataset)
-    rows = sum(shard.records for shard in split_of(manifest, split).shards)
-    if not rows:
-        raise ConfigError(
-            f"split `{split}` has no rows", got="0 rows", allowed="1 or more", next_step="Choose another --split."
-        )
+    rows = rows_of(manifest, split)
     parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
     if checkpoint is None:
         model, weights = newest_of(run)
@@ -122,6 +120,7 @@ def predict(
             publish_directory(fs, staging, output)
     finally:
         fs.discard(staging)
+    notes.show(notes.of_predictions(sum(file["not_finite"] for file in files), rows))
     return Predicted(output, rows, str(model or weights))
 
 
@@ -144,7 +143,7 @@ class _Shown(Handler):
 def _run(
     task: RankTask, launch: Launch, num_ranks: int, fs: FileSystem, staging: str, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Run the task until all files are complete; returns {name, rows, bytes, sha256} of each, in order."""
+    """Run the task until all files are complete; returns {name, rows, not_finite, bytes, sha256} of each, in order."""
     failures = 0
     with Launches(launch, num_ranks, Limits()) as launches:
         for generation in count(1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ GROUP_BYTES = 8 << 20  # of a row group
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Write the files of this rank's consecutive share of `parts`, except those that an earlier generation has written.
 
-    Each part has the same batches at any number of ranks. Returns {files: [{name, rows, bytes, sha256}]}.
+    Each part has the same batches at any number of ranks. Returns {files: [{name, rows, not_finite, bytes, sha256}]}.
     """
     payload, world, beat = context.payload, context.world, context.control.beat
     directory, parts, batch = payload["directory"], payload["parts"], payload["batch"]
@@ -64,14 +65,16 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         if fs.exists(join(directory, name)):
             size, digest = file_digest(fs, join(directory, name))
             file = {"name": name, "bytes": size, "sha256": digest}
+            bad = not_finite(BytesIO(fs.read_bytes(join(directory, name))))
         else:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, name)
                 _write(path, predicted(part))
+                bad = not_finite(path)
                 # Not exclusive: a rank that its driver has lost may still write the same bytes.
                 file = upload(path, directory, name, exclusive=False)
         start, stop = eval_rows(split.reader, part, parts, batch)
-        files.append({**file, "rows": stop - start})
+        files.append({**file, "rows": stop - start, "not_finite": bad})
         context.control.notify("predicted")
     return {"files": files}
 
@@ -86,6 +89,14 @@ def columns_of(rows: Encoded, outputs: Any, *, yes_or_no: bool, classes: int | N
     if several and classes is not None:
         columns["class"] = outputs.argmax(axis=1)
     return pa.RecordBatch.from_pydict(columns)
+
+
+def not_finite(file: Path | BytesIO) -> int:
+    """The rows of a file of predictions that hold NaN or an infinity."""
+    column = pq.read_table(file, columns=["prediction"]).column(0).combine_chunks()
+    several = pa.types.is_list(column.type)
+    values = np.asarray(column.flatten() if several else column).reshape(len(column), -1)
+    return int((~np.isfinite(values)).any(axis=1).sum())
 
 
 def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:

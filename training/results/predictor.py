@@ -155,8 +155,8 @@ def raw_batch(rows: Any, fields: tuple[Field, ...]) -> pa.RecordBatch:
     """Raw rows as the columns of `fields` in their Arrow types, with the number of each row as its sample id.
 
     `rows` are a pandas DataFrame, a pyarrow Table, RecordBatch or StructArray, or a mapping of columns by name; further
-    columns are ignored. In a nullable field a NaN of pandas or NumPy is null. Raises ConfigError for missing columns
-    and other types, DataError for a null where the schema has none.
+    columns are ignored. In a nullable field a NaN of pandas or NumPy is null. Raises ConfigError for columns that are
+    missing, there twice or of other types, DataError for a null where the schema has none.
     """
     names, column = _reader(rows)
     if missing := [field.name for field in fields if field.name not in names]:
@@ -165,6 +165,13 @@ def raw_batch(rows: Any, fields: tuple[Field, ...]) -> pa.RecordBatch:
             got=f"no {', '.join(name + nearest(name, names) for name in missing)}",
             allowed=f"the columns {', '.join(field.name for field in fields)}; others are ignored",
             next_step="Add or rename the columns.",
+        )
+    if twice := [field.name for field in fields if names.count(field.name) > 1]:
+        raise ConfigError(
+            "the rows have columns of the same name",
+            got=f"{', '.join(twice)} more than once",
+            allowed="each column that the model needs once",
+            next_step="Rename or drop the others.",
         )
     arrays = [_arrow(field, column(field.name)) for field in fields]
     if len({len(array) for array in arrays}) > 1:
@@ -182,7 +189,7 @@ def _reader(rows: Any) -> tuple[list[str], Any]:
         return rows.column_names, rows.column
     if isinstance(rows, pa.StructArray):
         parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
-        return list(parts), parts.__getitem__
+        return [field.name for field in rows.type], parts.__getitem__
     if isinstance(rows, Mapping):
         return list(rows), rows.__getitem__
     import pandas as pd
@@ -194,7 +201,8 @@ def _reader(rows: Any) -> tuple[list[str], Any]:
             allowed="a pandas DataFrame, a pyarrow Table or RecordBatch, or a dict of columns",
             next_step="Pass the rows in one of these forms.",
         )
-    return [str(name) for name in rows.columns], rows.__getitem__
+    names = [str(name) for name in rows.columns]
+    return names, lambda name: rows.iloc[:, names.index(name)]
 
 
 def _arrow(field: Field, values: Any) -> pa.Array:

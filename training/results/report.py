@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
@@ -18,6 +20,7 @@ from training.config import VALIDATION
 from training.plan.datasets import open_mixture, open_parts
 from training.results import baselines
 from training.results.evaluate import slice_table
+from training.results.follow import followed
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
@@ -94,6 +97,7 @@ def _sum(rows: list[dict[str, Any]], name: str) -> float:
 SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
 MARKED_POINTS = 30  # up to this number each point is marked
 LIGHT, DARK, OTHER = "#b9cbe0", "#1f4e89", "#c8641b"
+FOLLOWED = ("#2e7d4f", "#7a4ea3", "#777777")
 
 
 def loss_curve(history: History) -> Markup:
@@ -105,25 +109,40 @@ def loss_curve(history: History) -> Markup:
     return _curve(lines, "step")
 
 
-def curve_names(history: History) -> list[str]:
-    """The metrics that get a curve by epoch, which a validation metric shares with that of the training rows.
+Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
-    The training loss has a curve of its own, by step, unless there is a validation loss to compare it with.
+
+def curve_names(history: History, followed: Followed = MappingProxyType({})) -> list[str]:
+    """The metrics that get a curve by epoch, which training rows, validation and `followed` checkpoints share.
+
+    The training loss has a curve of its own, by step, unless there is another loss to compare it with.
     """
-    names = {name for row in history.epochs for name in row["metrics"]}
-    alone = {name.removeprefix(VALIDATION) for name in names}
-    return sorted(alone if f"{VALIDATION}loss" in names else alone - {"loss"})
+    names = {name for row in history.epochs for name in _numbers(row["metrics"])}
+    scored = {name for by_step in followed.values() for metrics in by_step.values() for name in _numbers(metrics)}
+    alone = {name.removeprefix(VALIDATION) for name in names} | scored
+    return sorted(alone if f"{VALIDATION}loss" in names or "loss" in scored else alone - {"loss"})
 
 
-def epoch_curve(history: History, name: str) -> Markup:
-    """A metric at the end of each epoch, of the training rows and of the validation split where there are any."""
-    lines = []
+def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}  # not "nan"
+
+
+def epoch_curve(history: History, name: str, followed: Followed = MappingProxyType({})) -> Markup:
+    """A metric at the end of each epoch, of the training rows and of the validation split where there are any, and of
+    each checkpoint that was `followed` (training.results.follow); before the end of an epoch by step.
+    """
+    lines: list[tuple[str, Sequence[float], Sequence[float], str]] = []
     for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
-        rows = [row for row in history.epochs if isinstance(row["metrics"].get(key), (int, float))]
+        rows = [row for row in history.epochs if key in _numbers(row["metrics"])]
         if rows:
             points = [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows]
             lines.append((label, *points, colour))
-    return _curve(lines, "epoch")
+    steps = history.epochs[-1]["step"] / (history.epochs[-1]["epoch"] + 1) if history.epochs else 1.0
+    for (label, by_step), colour in zip(followed.items(), cycle(FOLLOWED), strict=False):
+        scores = {step: row[name] for step, row in by_step.items() if name in _numbers(row)}
+        if scores:
+            lines.append((label, [step / steps for step in scores], list(scores.values()), colour))
+    return _curve(lines, "epoch" if history.epochs else "step")
 
 
 def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
@@ -146,7 +165,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curve(lines: Sequence[tuple[str, Sequence[int], Sequence[float], str]], x_label: str) -> Markup:
+def _curve(lines: Sequence[tuple[str, Sequence[float], Sequence[float], str]], x_label: str) -> Markup:
     """`lines` are (label, x, y, colour)."""
     from matplotlib.figure import Figure  # half a second of import that only a report needs
     from matplotlib.ticker import MaxNLocator
@@ -236,7 +255,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     about = about_run(document, claims, done or {"generation": newest})
     training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
     compared = baselines.tables(baselines.stored(fs, paths))
-    page = render(run, about, training, history, _data_rows(document), evaluation, compared)
+    page = render(run, about, training, history, _data_rows(document), evaluation, compared, followed(fs, paths))
     url = paths.report(newest)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
@@ -308,9 +327,10 @@ def render(
     data: Rows,
     evaluation: Mapping[str, Any] | None,
     compared: Sequence[tuple[str, Rows]] = (),
+    scores: Followed = MappingProxyType({}),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
-    the tables of training.results.baselines.
+    the tables of training.results.baselines, `scores` those of training.results.follow.
     """
     tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
@@ -323,7 +343,8 @@ def render(
         tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
     tables += compared
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
-    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in curve_names(history)]
+    by = "epoch" if history.epochs else "step"
+    curves += [(f"{name} by {by}", epoch_curve(history, name, scores)) for name in curve_names(history, scores)]
     if evaluation is not None:
         tables += _evaluation_tables(evaluation)
     if evaluation is not None and (calibration := evaluation["calibration"]):

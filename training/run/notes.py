@@ -63,6 +63,16 @@ def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
     ]
 
 
+def of_predictions(not_finite: int, rows: int) -> list[str]:
+    """Predictions that are not finite numbers."""
+    if not not_finite:
+        return []
+    return [
+        f"{not_finite} of {rows} predictions are not finite; next: look for inputs that are not finite (jobs.describe) "
+        "and for a run that diverged (jobs.report)"
+    ]
+
+
 def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str) -> list[str]:
     """The class whose share differs most between the training data and `split`, if any differs clearly."""
     if not trained or not evaluated or len(trained) != len(evaluated) or not sum(trained) or not sum(evaluated):

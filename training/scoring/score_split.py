@@ -30,7 +30,17 @@ from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
 from training.scoring.baseline import Baseline
 from training.scoring.calibration import calibration_of, class_columns, confusion_of
-from training.scoring.scores import Floats, OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
+from training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
+from training.scoring.scores import (
+    OUTPUTS,
+    Floats,
+    OutputForm,
+    RowMetric,
+    compared,
+    gathered_on_first,
+    output_columns,
+    with_row_metrics,
+)
 from training.scoring.slices import SliceBy, SliceColumn, metrics_of_slices
 from training.steps import model_state
 from training.steps.patching import swapped
@@ -62,6 +72,7 @@ def score(
     baseline: Baseline | None = None,
     details: Details | None = None,
     outputs: Outputs | None = None,
+    members: Sequence[tuple[str, Outputs]] = (),
     callbacks: keras.callbacks.CallbackList | None = None,
     skip_bad_images: bool = False,
 ) -> dict[str, Any]:
@@ -70,9 +81,10 @@ def score(
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
     `baseline` is fitted. Returns samples, left_out ({samples, first}: with `skip_bad_images`, rows of images that
     cannot be decoded), metrics, intervals, class_counts, baseline, difference and compared_by, with `details` also
-    calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` are those of an earlier score
-    of this model without `details`, if its test step must not be traced again; `callbacks` get the test hooks of this
-    rank's part.
+    calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` collect this model's, detailed
+    if there are `details`: those of an earlier score save tracing its test step again. `members` are names and outputs
+    of the models that `model` averages, from their own scores: then `comparisons` are those of
+    training.scoring.scores.compared, of `mean` and `members`. `callbacks` get the test hooks of this rank's part.
     """
     beat(0, "evaluate")
     watched = _Watched(split.encoder, skip_bad_images)
@@ -126,14 +138,18 @@ def score(
         columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
     measured, sliced = sum(part.shape[1] for part in columns), [column.agreed(comm) for column in slices]
     columns += [outputs.details(form, len(columns[0])), *(values[:, None] for values, _ in sliced)]
-    table = gathered_on_first(np.concatenate(columns, axis=1), comm, measured)
+    alike = form.width is not None and all(
+        one.agreed_form(comm, share.samples).width == form.width for _, one in members
+    )
+    others = [one.columns(form) for _, one in members] if alike else []
+    table = gathered_on_first(np.concatenate([*columns, *others], axis=1), comm, measured)
     if comm.rank:
         return {}
     asked, classes = (
         _row_metrics(model, binary=form.binary, weighted=signature.weight is not None),
         signature.num_classes,
     )
-    rows, rest = table[:, :measured], table[:, measured:]
+    rows, rest, theirs = np.split(table, [measured, sum(part.shape[1] for part in columns)], axis=1)
     found = with_row_metrics(result, rows, asked, form, classes)
     if details is not None:
         of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
@@ -144,6 +160,9 @@ def score(
             by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name)
             for by, values, (_, names) in zip(details.slices, by_column, sliced, strict=True)
         }
+    if members:
+        mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
+        found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form) if others else []
     return json_safe(found)
 
 
@@ -232,8 +251,14 @@ class Outputs:
         return replace(self._form, width=None if agreed[1] else int(agreed[0]) or None)
 
     def columns(self, form: OutputForm) -> Floats:
-        """Columns of row_metrics for this rank's rows, in their order."""
-        return _joined(self._columns, form)
+        """Columns of row_metrics for this rank's rows, in their order; of yes or no, log-odds if `form` has them."""
+        columns = _joined(self._columns, form)
+        if not form.binary or self._form.logits == form.logits:
+            return columns
+        if not form.logits:
+            return np.exp(-np.logaddexp(0.0, -columns))
+        shares = np.clip(columns, NEXT_TO_0, NEXT_TO_1)
+        return np.log(shares) - np.log1p(-shares)
 
     def details(self, form: OutputForm, rows: int) -> Floats:
         """Columns of class_columns for this rank's `rows`; none if there is one output a row, or none was asked for."""

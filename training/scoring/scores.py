@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -53,11 +54,10 @@ class Estimates:
     values: Floats
     covariance: Floats
 
-    @property
-    def difference(self) -> Estimate:
-        """The first predictor's value less the second's, paired."""
-        variance = self.covariance[0, 0] + self.covariance[1, 1] - 2 * self.covariance[0, 1]
-        return Estimate.normal(float(self.values[0] - self.values[1]), float(variance))
+    def difference(self, of: int, less: int) -> Estimate:
+        """One predictor's value less another's, paired."""
+        variance = self.covariance[of, of] + self.covariance[less, less] - 2 * self.covariance[of, less]
+        return Estimate.normal(float(self.values[of] - self.values[less]), float(variance))
 
 
 def sorted_rows(rows: Floats, measured: int | None = None) -> Floats:
@@ -228,11 +228,11 @@ class RowMetric:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One metric of each predictor, and the first less the second (None for one predictor)."""
+    """One metric of each predictor, and how their errors go together."""
 
     kind: Kind
     estimates: tuple[Estimate, ...]
-    difference: Estimate | None
+    together: Estimates
 
 
 def output_columns(labels: NDArray[Any], outputs: NDArray[Any], form: OutputForm) -> Floats | None:
@@ -330,13 +330,33 @@ def with_row_metrics(
     result["difference"], result["compared_by"] = {}, None
     if baseline is not None:
         result["baseline"] = {**baseline, **_parts(found, 1, baseline["metrics"])}
-        differences = {name: one.difference for name, one in found.items() if one.difference is not None}
-        result["difference"] = {
-            name: {"value": one.value, "interval": one.interval} for name, one in differences.items()
-        }
-        decisive = "roc_auc" if form.binary else "accuracy"
-        result["compared_by"] = next((name for name, one in found.items() if one.kind == decisive), None)
+        result["difference"], result["compared_by"] = _difference(found, 0, 1), _decisive(found, form)
     return result
+
+
+def compared(rows: Floats, names: Sequence[str], asked: Sequence[RowMetric], form: OutputForm) -> list[dict[str, Any]]:
+    """Differences {of, less, difference: {metric: {value, interval}}} of predictors on the same rows, paired: of
+    names[0] less the best other one by AUC or accuracy, then of each two others. Empty for labels that are numbers.
+
+    `rows` are the columns of `measure`, with a predictor for each of `names`.
+    """
+    found = measure(rows, asked, form)
+    decisive = _decisive(found, form)
+    if decisive is None:
+        return []
+    values = [-math.inf if math.isnan(one.value) else one.value for one in found[decisive].estimates[1:]]
+    pairs = [(0, 1 + values.index(max(values))), *combinations(range(1, len(names)), 2)]
+    return [{"of": names[of], "less": names[less], "difference": _difference(found, of, less)} for of, less in pairs]
+
+
+def _difference(found: dict[str, Measured], of: int, less: int) -> dict[str, Any]:
+    differences = {name: one.together.difference(of, less) for name, one in found.items()}
+    return {name: {"value": one.value, "interval": one.interval} for name, one in differences.items()}
+
+
+def _decisive(found: dict[str, Measured], form: OutputForm) -> str | None:
+    kind = "roc_auc" if form.binary else "accuracy"
+    return next((name for name, one in found.items() if one.kind == kind), None)
 
 
 def _parts(found: dict[str, Measured], predictor: int, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -390,4 +410,4 @@ def _measured(metric: RowMetric, found: Estimates, weights: Floats) -> Measured:
         high = 1.0 if metric.kind in ("roc_auc", "average_precision") else math.inf
         pairs = zip(values, variances, strict=True)
         estimates = tuple(Estimate.normal(value, variance, 0.0, high) for value, variance in pairs)
-    return Measured(metric.kind, estimates, found.difference if len(estimates) > 1 else None)
+    return Measured(metric.kind, estimates, found)

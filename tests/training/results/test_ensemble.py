@@ -66,6 +66,15 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     assert metrics["log_loss"] == pytest.approx(log_loss(y, mean), rel=1e-12)
     assert metrics["bce"] == pytest.approx(log_loss(y, mean), rel=1e-5)  # Keras' own, float32
     assert metrics["loss"] == pytest.approx(log_loss(y, mean, sample_weight=rows.weight) * rows.weight.mean(), rel=1e-5)
+    best, pair = result["comparisons"]
+    areas = {url: member["metrics"]["auc"] for url, member in zip(runs, result["members"], strict=True)}
+    assert best["of"] == "mean" and best["less"] == max(areas, key=lambda url: areas[url])
+    assert best["difference"]["auc"]["value"] == pytest.approx(metrics["auc"] - max(areas.values()), abs=1e-12)
+    assert (pair["of"], pair["less"]) == tuple(runs) and found[1]["comparisons"] == result["comparisons"]
+    each = [-np.log(np.where(y == 1, p, 1 - p)) for p in (1 / (1 + np.exp(-odds)), chances)]
+    low, high = pair["difference"]["log_loss"]["interval"]
+    assert pair["difference"]["log_loss"]["value"] == pytest.approx((each[0] - each[1]).mean(), rel=1e-6)
+    assert (high - low) / 2 == pytest.approx(1.96 * (each[0] - each[1]).std() / 500**0.5, rel=2e-3)
     alone = evaluate(runs[1], data, "test", run_threads, batch=BATCH, slices=("page", "a"), baseline="rate:page")
     member = result["members"][1]
     assert {name: member[name] for name in alone if name not in ("dataset", "split")} == {
@@ -85,7 +94,14 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     assert calibration["brier"] == pytest.approx(brier_score_loss(y, mean), abs=1e-12)
     assert result["confusion"]["samples"] == confusion_matrix(y, mean > 0.5).tolist()
     text = summary(result)
-    for words in ("mean of 2", "odds", "chances", "calibration of yes", "true \\ predicted", "\n\na "):
+    for words in (
+        "mean of 2",
+        "odds - chances",
+        f"mean - {Path(best['less']).name} (best)",
+        "calibration of yes",
+        "true \\ predicted",
+        "\n\na ",
+    ):
         assert words in text, words
     with pytest.raises(ConfigError, match="no slices by"):
         evaluate(runs, data, "test", run_threads, slices=("pages",))
@@ -106,5 +122,8 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     confused = confusion_matrix(rows.y, mean.argmax(axis=1)).tolist()
     assert result["confusion"] == {"classes": names, "samples": confused}
     assert result["calibration"]["brier"] == pytest.approx(((mean - np.eye(4)[rows.y]) ** 2).sum(axis=1).mean())
+    assert [one["difference"]["accuracy"]["value"] for one in result["comparisons"][:1]] == [
+        pytest.approx(result["metrics"]["accuracy"] - max(one["metrics"]["accuracy"] for one in result["members"]))
+    ]
     with pytest.raises(ConfigError, match="another schema"):
         evaluate([seeds[0], runs[0]], str(images), "test", run_threads)

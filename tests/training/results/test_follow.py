@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,24 +31,50 @@ def unused(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any
 
 
 @pytest.mark.slow
-def test_each_checkpoint_is_scored_once_while_the_run_trains(tmp_path: Path) -> None:
-    data, run = str(tmp_path / "data"), str(tmp_path / "run")
+def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run, resumed = str(tmp_path / "data"), str(tmp_path / "run"), tmp_path / "resumed"
     write_table(data)
-    command = [sys.executable, "-m", "jobs.train", "--dataset", data, "--run", run, "--model", "logistic"]
+    model = "tests.training._models:waits_in_its_second_epoch"
+    command = [sys.executable, "-m", "jobs.train", "--dataset", data, "--run", run, "--model", model]
     command += ["--global-batch", "16", "--epochs", "2", "--keep-best", "loss:min", "--keep-checkpoints", "9"]
+    command += ["--num-ranks", "1", "--launcher", "local"]
     shown: list[str] = []
-    with subprocess.Popen(
-        [*command, "--num-ranks", "1", "--launcher", "local"], cwd=ROOT, stdout=subprocess.DEVNULL
-    ) as training:
-        found = follow(run, data, "test", run_local, look_s=0.2, idle_s=60.0, show=shown.append)  # no run yet
-        until(lambda: training.poll() is not None)
-    assert training.returncode == 0
-    assert [one["step"] for one in found] == [6, 12] and len(shown) == 2
+
+    def start(*more: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "WAIT_FOR": str(resumed)}
+        return subprocess.Popen([*command, *more], cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
+
+    drivers = [start()]
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if len(shown) == 1:  # the checkpoint of the first epoch is scored, the second epoch waits
+            drivers[0].kill()
+            resumed.touch()
+            drivers.append(start("--take-over"))
+
+    try:
+        found = follow(run, data, "test", run_local, look_s=0.2, idle_s=60.0, show=show)  # no run yet
+        until(lambda: drivers[1].poll() is not None)
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.wait()
+    assert drivers[1].returncode == 0
+    assert [(one["step"], one["generation"]) for one in found] == [(6, 1), (12, 2)] and len(shown) == 2
     assert found[-1]["result"]["metrics"] == evaluate(run, data, "test", run_local)["metrics"]
     assert found[0]["result"]["metrics"] != found[-1]["result"]["metrics"]
     assert verify(run) == []
     (folder,) = Path(run, "evaluations").iterdir()
     assert follow(run, data, "test", unused, show=shown.append) == found and len(shown) == 2
+    capsys.readouterr()
+    job.main(["--run", run, "--dataset", data, "--follow", "--report"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"report {RunPaths(run).report(2)}\n[{{")
+    page = Path(RunPaths(run).report(2)).read_text()
+    assert "test of data" in page and "log_loss by epoch" in page and "Evaluation on test" in page
     # One more is due, and retention removes its checkpoint in the middle of the evaluation.
     name = next(file.stem for file in sorted(folder.iterdir()) if checkpoint_of(file.stem) is not None)
     (folder / f"{name}.json").unlink()
@@ -81,7 +108,7 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
             follow(run, data, "test", unused, **options)
     with pytest.raises(TrainingFailedError, match="neither a result nor a driver"):
         follow(run, data, "test", unused, look_s=0.01, idle_s=0.1)
-    for flags in (["--throttle", "5"], ["--start-delay", "5"], ["--follow", "--report"]):
+    for flags in (["--throttle", "5"], ["--start-delay", "5"]):
         with pytest.raises(ConfigError):
             job.main(["--run", run, "--dataset", data, *flags])
     for flags in (["--follow"], ["--report"]):

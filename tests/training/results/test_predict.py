@@ -164,6 +164,12 @@ def raw_inputs(rows: pa.RecordBatch) -> dict[str, Any]:
             column = column.fill_null("" if name == "page" else 0)
         texts = pa.types.is_string(column.type)
         found[f"raw/{name}"] = np.array(column.to_pylist(), object) if texts else np.asarray(column)
+    for name, kind, pad in (("tags", object, "a"), ("path", np.int64, 7), ("seconds", np.float64, 9.0)):
+        lists = rows.column(name).to_pylist()
+        longest = max(map(len, lists)) + 1
+        found[f"raw/{name}"] = np.array([each + [pad] * (longest - len(each)) for each in lists], kind)
+        found[f"raw/{name}_length"] = np.array([len(each) for each in lists])
+    found["raw/picture"] = np.array(rows.column("picture").to_pylist(), object)
     pixels = b"".join(rows.column("pixels").to_pylist())
     return found | {"raw/pixels": np.frombuffer(pixels, np.uint8).reshape(-1, 2, 2)}
 

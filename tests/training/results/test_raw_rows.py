@@ -83,6 +83,17 @@ def test_missing_columns_nulls_and_other_rows_are_refused() -> None:
         raw_batch({"count": [1, None]}, (SCHEMA["count"],))
     with pytest.raises(DataError, match="column `x` is null"):
         raw_batch({"x": [[1.0, None]]}, (Field(name="x", dtype="float32", shape=(None,)),))
+    numbers = pa.array([1, 2])
+    both: tuple[Any, ...] = (
+        pd.DataFrame([[1, 2]], columns=["count", "count"]),
+        pa.Table.from_arrays([numbers, numbers], ["count", "count"]),
+        pa.StructArray.from_arrays([numbers, numbers], ["count", "count"]),
+    )
+    for rows in both:
+        with pytest.raises(ConfigError, match="columns of the same name"):
+            raw_batch(rows, (SCHEMA["count"],))
+    named = raw_batch(pd.DataFrame({1: [7], "1 ": [8]}), (Field(name="1", dtype="int64"),))
+    assert named.column("1").to_pylist() == [7]
     with pytest.raises(ConfigError, match="differ in length"):
         raw_batch({"count": [1, 2], "age": [1]}, (SCHEMA["count"], SCHEMA["age"]))
     with pytest.raises(ConfigError, match="no rows"):

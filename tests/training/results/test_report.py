@@ -14,6 +14,7 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
+from training.results.follow import followed
 from training.results.report import (
     about_run,
     checkpoint_rows,
@@ -121,6 +122,30 @@ def test_a_run_that_has_not_ended_has_a_report(run: str, tmp_path: Path) -> None
     report.main([run])  # again, with what is there by now
     text = " ".join(re.sub("<[^>]*>", " ", Path(url).read_text()).split())
     assert "split train 100 records" in text and "newest checkpoint step-0000000006.g0002" in text
+
+
+def test_scores_of_followed_checkpoints_are_lines_of_the_report(run: str) -> None:
+    folder = Path(RunPaths(run).evaluations("test-0123"))
+    folder.mkdir(parents=True)
+    for step, generation, loss in ((3, 1, 0.875), (6, 1, 0.75), (6, 2, 0.625)):
+        result = {
+            "split": "test",
+            "dataset": "/data/<visits>",
+            "metrics": {"loss": loss, "log_loss": 0.5, "odd": "nan"},
+        }
+        ref = CheckpointRef(step, generation)
+        document = {"format_version": 1, "kind": "evaluation", **ref.to_json(), "result": result}
+        (folder / f"{ref}.json").write_bytes(seal(document))
+    fs, paths = filesystem(run), RunPaths(run)
+    scores = followed(fs, paths)
+    assert {step: row["loss"] for step, row in scores["test of <visits>"].items()} == {3: 0.875, 6: 0.625}
+    history = read_history(run)
+    assert curve_names(history) == [HOSTILE] and curve_names(history, scores) == [HOSTILE, "log_loss", "loss"]
+    text = Path(write_report(run)).read_text()
+    assert "log_loss by epoch" in text and text.count("test of &lt;visits&gt;") >= 2 and "<visits>" not in text
+    (folder / f"{CheckpointRef(6, 2)}.json").write_text("{")
+    with pytest.raises(CorruptionError):
+        write_report(run)
 
 
 def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: pytest.CaptureFixture[str]) -> None:

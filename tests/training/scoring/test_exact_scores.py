@@ -18,6 +18,7 @@ from training.scoring.scores import (
     average_precision,
     binary_log_losses,
     class_log_losses,
+    compared,
     gathered_on_first,
     means,
     measure,
@@ -84,11 +85,36 @@ def test_delong_s_covariance_is_that_of_its_definition() -> None:
     np.testing.assert_allclose(found.values, wins.mean(axis=(1, 2)), rtol=1e-12)
     np.testing.assert_allclose(found.covariance, by_definition, rtol=1e-12)
     variance = by_definition[0, 0] + by_definition[1, 1] - 2 * by_definition[0, 1]
-    assert found.difference.interval == pytest.approx(
-        (found.difference.value - 1.959964 * variance**0.5, found.difference.value + 1.959964 * variance**0.5)
+    less = found.difference(0, 1)
+    assert less.interval == pytest.approx(
+        (less.value - 1.959964 * variance**0.5, less.value + 1.959964 * variance**0.5)
     )
+    assert found.difference(1, 0).value == -less.value
     doubled = roc_auc(labels, scores, np.full(60, 2.5))
     np.testing.assert_allclose(doubled.covariance, found.covariance)  # weights have no scale
+
+
+def test_a_mean_is_compared_with_its_best_member_and_members_with_each_other() -> None:
+    labels, scores, weights = made(400, 0.4, 6, ties=True, weights="any")
+    chances = 1 / (1 + np.exp(-np.stack([scores.mean(axis=0), scores[1], scores[0]])))  # member b is the better one
+    rows = np.column_stack([labels, weights, chances.T])
+    found = compared(rows, ["mean", "a", "b"], [RowMetric("auc", "roc_auc", weighted=True)], FORM)
+    assert [(one["of"], one["less"]) for one in found] == [("mean", "b"), ("a", "b")]
+    for one, pair in zip(found, ([0, 2], [1, 2]), strict=True):
+        expected = roc_auc(labels, chances[pair], weights).difference(0, 1)
+        assert one["difference"]["auc"] == {"value": expected.value, "interval": expected.interval}
+        both = binary_log_losses(labels, chances[pair], logits=False)
+        assert both is not None
+        losses = both[0] - both[1]
+        assert one["difference"]["log_loss"]["interval"] == pytest.approx(
+            (losses.mean() - 1.959964 * losses.std(ddof=1) / 20, losses.mean() + 1.959964 * losses.std(ddof=1) / 20)
+        )
+        assert one["difference"]["average_precision"]["interval"] is None
+    rows[:, 3:] = math.nan  # members whose predictions are not finite
+    broken = compared(rows, ["mean", "a", "b"], [], FORM)[0]["difference"]["roc_auc"]
+    assert math.isnan(broken["value"]) and broken["interval"] is None
+    rows[:, 0] = scores[0]  # labels that are numbers
+    assert compared(rows, ["mean", "a", "b"], [], FORM) == []
 
 
 def test_intervals_cover_what_they_say() -> None:
