@@ -305,6 +305,7 @@ def tune(
     from training.driver.train import Hooks
     from training.models import check_name
     from training.search.config import SearchConfig
+    from training.search.live import search_progress_here
     from training.search.space import space_of
     from training.search.tune import trials_of, tune
 
@@ -316,7 +317,8 @@ def tune(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
         sampler=sampler, pruner=pruner,
     )  # fmt: skip
-    best = tune(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    hooks, progress = Hooks(model_function=function), search_progress_here()
+    best = tune(config, _launch(spark), take_over=take_over, hooks=hooks, progress=progress)
     return {**best, "trials": trials_of(config)}
 
 

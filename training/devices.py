@@ -150,9 +150,32 @@ def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
     return [(devices[rank * len(devices) // num_ranks],) for rank in range(num_ranks)]
 
 
-def shares_of_host(environment: Mapping[str, str], num_ranks: int) -> list[tuple[str, ...]]:
-    """The devices of each rank if all ranks are processes of this host; logs a warning if ranks share one."""
+def of_runs(environment: Mapping[str, str], runs: int, num_ranks: int) -> list[tuple[str, ...]]:
+    """The devices of each of `runs` runs that train on this host at once: no two runs share one.
+
+    Each tuple is empty on a host without devices. Raises ConfigError for several runs with fewer devices than ranks.
+    """
     found = of_host(environment)
+    if runs > 1 and 0 < len(found) < runs * num_ranks:
+        fit = max(1, len(found) // num_ranks)
+        raise ConfigError(
+            f"{runs} trials of {num_ranks} ranks at once need a GPU for each rank",
+            got=f"{len(found)} GPUs of this host: {', '.join(found)}",
+            allowed=f"{runs * num_ranks} GPUs or more, or none",
+            next_step=f"Lower --parallel to {fit}, or hide the GPUs: {VISIBLE}= (empty) trains on the CPU.",
+        )
+    each = len(found) // runs
+    return [found[run * each : (run + 1) * each] for run in range(runs)]
+
+
+def shares_of_host(
+    environment: Mapping[str, str], num_ranks: int, devices: Sequence[str] | None = None
+) -> list[tuple[str, ...]]:
+    """The devices of each rank if all ranks are processes of this host; logs a warning if ranks share one.
+
+    `devices` are those of their run, if other runs have the others (`of_runs`); by default all that `of_host` finds.
+    """
+    found = of_host(environment) if devices is None else devices
     if 0 < len(found) < num_ranks:
         log.warning(
             "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL does not allow two ranks "

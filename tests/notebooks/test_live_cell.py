@@ -1,4 +1,4 @@
-"""A cell that trains, in a real kernel: one output that is updated in place, and an interrupt that can be resumed."""
+"""Cells that train and search, in a real kernel: one output, updated in place, and an interrupt that can be resumed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ import lockstep
 print(os.getpid(), flush=True)
 result = lockstep.train("data", "run", "logistic", global_batch=8, epochs=3, num_ranks=2, checkpoint_every=20)
 print(result.steps)
+"""
+SEARCH = """
+found = lockstep.tune(
+    "data", "search", "logistic", {"learning_rate": {"choices": [0.01, 0.1]}},
+    metric="auc:max", sampler="grid", parallel=2, global_batch=512, epochs=2,
+)
+print(found["trial"])
 """
 
 
@@ -54,8 +61,8 @@ class Outputs:
                 manager.interrupt_kernel()
                 interrupted = True
 
-    def last_line(self) -> str:
-        """The line of progress that the cell keeps; checks that it has one output."""
+    def last_text(self) -> str:
+        """The progress that the cell keeps; checks that it has one output."""
         (shown,) = self.shown
         assert {update["transient"]["display_id"] for update in self.updates} == {shown["transient"]["display_id"]}
         return str(self.updates[-1]["data"]["text/plain"])
@@ -72,7 +79,7 @@ def test_a_cell_shows_curves_in_one_output_and_resumes_after_an_interrupt(tmp_pa
         client.wait_for_ready(timeout=LIMIT_S)
         first = Outputs(manager, client, CELL, lambda: any((tmp_path / "run/checkpoints").glob("step-*")))
         assert first.error == "KeyboardInterrupt"
-        assert first.last_line().startswith("interrupted; the same call resumes the run: step ")
+        assert first.last_text().startswith("interrupted; the same call resumes the run: step ")
         assert "the same call resumes from there" in first.texts["stderr"]
         until(lambda: not living_ranks(int(first.texts["stdout"])), 30.0)
         again = Outputs(manager, client, CELL, lambda: False)
@@ -80,8 +87,18 @@ def test_a_cell_shows_curves_in_one_output_and_resumes_after_an_interrupt(tmp_pa
         assert "resuming from checkpoint" in again.texts["stderr"] and "training:" not in again.texts["stderr"]
         lines = [update["data"]["text/plain"] for update in again.updates]
         assert any("samples/s" in line and "left" in line for line in lines), lines
-        assert again.last_line().startswith(f"done: step {STEPS} of {STEPS}, loss ")
+        assert again.last_text().startswith(f"done: step {STEPS} of {STEPS}, loss ")
         assert "data:image/png;base64," in again.updates[-1]["data"]["text/html"]
+        search = Outputs(manager, client, SEARCH, lambda: False)
+        assert search.error == "" and "trial" not in search.texts["stderr"]
+        line, head, *rows = search.last_text().splitlines()
+        best = int(search.texts["stdout"])
+        assert line.startswith("done: 2 of 2, best 0.") and line.endswith(f"(trial {best})")
+        assert head.split() == ["trial", "state", "epochs", "auc", "learning_rate"]
+        assert [row.split()[:2] for row in rows] == [["0", "done"], ["1", "done"]] and "done (best)" in rows[best]
+        texts = [update["data"]["text/plain"] for update in search.updates]
+        assert any("starting" in text or " step " in text for text in texts), texts
+        assert "data:image/png;base64," in search.updates[-1]["data"]["text/html"]
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

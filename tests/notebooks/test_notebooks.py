@@ -91,6 +91,7 @@ def test_the_images_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_search_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_log(tmp_path, monkeypatch)
     text, pictures = run(ROOT / "notebooks/search.ipynb", tmp_path, monkeypatch)
+    assert len(re.findall(r"^done: 4 of 4, best 0\.\d+ \(trial \d\)$", text, re.MULTILINE)) == 1, text
     assert len(re.findall(r"^\d+ +\d+ +done +0\.\d+ +4 ", text, re.MULTILINE)) == 4, text
     assert re.search(r"^ +best trial +rate:page +difference +from +to *$", text, re.MULTILINE), text
     assert re.search(r"^auc( +-?0\.\d+){5} *$", text, re.MULTILINE), text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
 from training import devices
-from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, share_out
+from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, of_runs, share_out, shares_of_host
 from training.exchange.compare_ranks import processor
 from training.launch.barrier import other_resources
 
@@ -220,6 +220,24 @@ def test_shares_are_even(count: int, num_ranks: int) -> None:
     assert sum(uses) == num_ranks
     assert max(uses) - min(uses) <= 1
     assert taken == sorted(taken, key=int)
+
+
+@given(st.integers(0, 16), st.integers(1, 5), st.integers(1, 5))
+def test_runs_at_once_have_gpus_of_their_own(count: int, runs: int, num_ranks: int) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+    if runs > 1 and 0 < count < runs * num_ranks:
+        with pytest.raises(ConfigError) as caught:
+            of_runs(environment, runs, num_ranks)
+        error = caught.value
+        assert error.got.startswith(f"{count} GPUs") and f"{runs * num_ranks} GPUs" in error.allowed
+        assert f"Lower --parallel to {max(1, count // num_ranks)}, or" in error.next_step
+        return
+    shares = of_runs(environment, runs, num_ranks)
+    assert len(shares) == runs and len({*sum(shares, ())}) == sum(map(len, shares))
+    for share in shares:
+        ranks = shares_of_host(environment, num_ranks, share)
+        given_to = {device for rank in ranks for device in rank}
+        assert given_to <= {*share} and (runs == 1 or len(given_to) == (num_ranks if count else 0))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from training.run.metrics import read_history
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
+    from matplotlib.figure import Figure
 
 LINE_EVERY_S, CURVES_EVERY_S = 0.5, 2.0  # to draw the curves takes about 0.1 s of the driver
 POINTS = 200  # of the loss over the whole run, each the mean of its steps
@@ -63,11 +64,9 @@ class InNotebook:
         self._done, self._note, self._picture = 0, "", ""
         self._first: tuple[float, int] | None = None  # when this generation's first steps were seen, and how many
         self._shown_at = self._drawn_at = time.monotonic()
-        self._output: DisplayHandle | None = None
+        self._output = CellOutput()
 
     def __enter__(self) -> InNotebook:
-        from IPython.display import display
-
         try:
             history = read_history(self._run)
         except LockstepError:
@@ -76,7 +75,7 @@ class InNotebook:
             for row in [*history.steps, *history.epochs]:
                 self._curves.add(row)
                 self._done = max(self._done, row["step"])
-        self._output = display(self._bundle("starting"), raw=True, display_id=True)
+        self._show("starting", draw=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -106,18 +105,40 @@ class InNotebook:
             self._show(TRAINING, draw=True)
 
     def _show(self, state: str, *, draw: bool) -> None:
-        assert self._output is not None, "shown before `with`"
         self._shown_at = time.monotonic()
         if draw:
             self._picture, self._drawn_at = self._curves.png(), self._shown_at
-        self._output.update(self._bundle(state), raw=True)
-
-    def _bundle(self, state: str) -> dict[str, str]:
         seconds, steps = (0.0, 0) if self._first is None else (self._shown_at - self._first[0], self._first[1])
         rate = (self._done - steps) / seconds if seconds > 0 else 0.0
-        line = progress_line(state, self._done, self._curves.steps, self._note, rate, self._batch)
-        picture = f'<img alt="curves" src="data:image/png;base64,{self._picture}">' if self._picture else ""
-        return {"text/plain": line, "text/html": f"<div><code>{escape(line)}</code></div>{picture}"}
+        self._output.show(
+            progress_line(state, self._done, self._curves.steps, self._note, rate, self._batch), picture=self._picture
+        )
+
+
+class CellOutput:
+    """One output of a notebook's cell, updated in place. Used by the thread that runs the cell."""
+
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+
+    def show(self, line: str, *, more_text: str = "", more_html: str = "", picture: str = "") -> None:
+        """Show a line, what follows it as text or as HTML, and a picture (`png`) unless it is empty."""
+        from IPython.display import display
+
+        image = f'<img alt="curves" src="data:image/png;base64,{picture}">' if picture else ""
+        html = f"<div><code>{escape(line)}</code></div>{more_html}{image}"
+        bundle = {"text/plain": f"{line}{more_text}", "text/html": html}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def png(figure: Figure) -> str:
+    """A figure as a picture in base64."""
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return b64encode(target.getvalue()).decode()
 
 
 def progress_line(state: str, done: int, steps: int, note: str, rate: float, batch: int) -> str:
@@ -191,9 +212,7 @@ class Curves:
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
         figure.supxlabel("epochs")
-        target = io.BytesIO()
-        figure.savefig(target, format="png")
-        return b64encode(target.getvalue()).decode()
+        return png(figure)
 
     def _point(self, step: int) -> int:
         return (step - 1) * self._points // self.steps
@@ -204,10 +223,15 @@ def _finite(value: object) -> bool:
 
 
 def progress_here() -> type[OnTerminal] | type[InNotebook]:
-    """How the process that calls can show a run: InNotebook in a Jupyter kernel, which has loaded IPython."""
+    """How the process that calls can show a run."""
+    return InNotebook if in_notebook() else OnTerminal
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel, which has loaded IPython."""
     if "IPython" not in sys.modules:
-        return OnTerminal
+        return False
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    return InNotebook if shell is not None and "IPKernelApp" in shell.config else OnTerminal
+    return shell is not None and "IPKernelApp" in shell.config

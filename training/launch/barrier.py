@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
-from training.devices import shares_of_host
+from training.devices import of_runs, shares_of_host
 from training.launch.executors import (
     RANK_MIB,
     ExecutorMemory,
@@ -164,8 +164,15 @@ def _take_hadoop_settings(task: RankTask) -> None:
 class BarrierSession(Session):
     """Supervisors as the tasks of one barrier stage."""
 
-    def __init__(self, spark: SparkSession, num_ranks: int, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        num_ranks: int,
+        limits: Limits | None = None,
+        own_devices: tuple[str, ...] | None = None,
+    ) -> None:
         self._context = classic_context(spark)
+        self._own_devices = own_devices
         self._master = self._context.master or ""
         with jvm_lives():
             self._settings = dict(self._context.getConf().getAll())
@@ -224,7 +231,7 @@ class BarrierSession(Session):
         from pyspark import InheritableThread
 
         local, num_ranks = in_driver(self._master), self.num_ranks
-        shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
+        shares = shares_of_host(os.environ, num_ranks, self._own_devices) if local else [()] * num_ranks
         keep = SuperviseOnTask(control, secret, self.limits, shares)
         with jvm_lives():
             self._lost_before = frozenset(() if local else lost_executors(self._context))
@@ -262,6 +269,8 @@ class OnSpark(SessionLauncher):
     """`run_barrier` with its session bound."""
 
     spark: SparkSession
+    devices: tuple[str, ...] | None = None
+    """Under a local master, the only GPUs that its ranks get; None: all of this host."""
 
     def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
         """Raise ConfigError unless the session has memory and task slots (`check_slots`) for all ranks at once.
@@ -278,7 +287,13 @@ class OnSpark(SessionLauncher):
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors in the tasks of one barrier stage, which begins with the first run."""
-        return BarrierSession(self.spark, num_ranks, limits)
+        return BarrierSession(self.spark, num_ranks, limits, self.devices)
+
+    def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
+        """One for each run; on a cluster Spark gives each task GPUs of its own."""
+        if not in_driver(classic_context(self.spark).master or ""):
+            return [self] * runs
+        return [replace(self, devices=share) for share in of_runs(os.environ, runs, num_ranks)]
 
 
 def run_barrier(

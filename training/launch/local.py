@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lockstep.storage.errors import LockstepError
 from training import devices
@@ -20,12 +21,15 @@ LOOPBACK = "127.0.0.1"
 class LocalSession(Session):
     """Supervisors as threads of this process."""
 
-    def __init__(self, num_ranks: int, limits: Limits | None = None) -> None:
+    def __init__(
+        self, num_ranks: int, limits: Limits | None = None, own_devices: tuple[str, ...] | None = None
+    ) -> None:
         super().__init__(num_ranks, limits or Limits(), LOOPBACK, LOOPBACK)
+        self._own_devices = own_devices
         self._threads: list[threading.Thread] = []
 
     def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
-        self._shares = devices.shares_of_host(os.environ, self.num_ranks)
+        self._shares = devices.shares_of_host(os.environ, self.num_ranks, self._own_devices)
 
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:
         hosts = (LOOPBACK,) * self.num_ranks
@@ -49,12 +53,20 @@ class LocalSession(Session):
             raise
 
 
+@dataclass(frozen=True, slots=True)
 class OnHost(SessionLauncher):
     """`run_local`, and the sessions that the driver restarts ranks in."""
 
+    devices: tuple[str, ...] | None = None
+    """The only GPUs that its ranks get; None: all of this host."""
+
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that run several generations."""
-        return LocalSession(num_ranks, limits)
+        return LocalSession(num_ranks, limits, self.devices)
+
+    def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
+        """One for each run, with its share of the GPUs of this host."""
+        return [OnHost(share) for share in devices.of_runs(os.environ, runs, num_ranks)]
 
 
 run_local = OnHost()

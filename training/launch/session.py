@@ -169,6 +169,13 @@ class SessionLauncher(ABC):
         """
         return None
 
+    def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
+        """Launchers for `runs` runs at once, of `num_ranks` ranks each, with GPUs of their own.
+
+        Raises ConfigError if ranks are processes of this host, and it has GPUs but too few (training.devices.of_runs).
+        """
+        return [self] * runs
+
     def __call__(
         self,
         task: RankTask,

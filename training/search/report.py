@@ -25,7 +25,7 @@ def write_search_report(fs: FileSystem, config: SearchConfig, study: Study) -> s
 
 def parameter_words(parameters: Mapping[str, Any]) -> str:
     """`learning_rate 0.1, set.width 32`."""
-    return ", ".join(f"{name} {_text(value)}" for name, value in parameters.items())
+    return ", ".join(f"{name} {value_text(value)}" for name, value in parameters.items())
 
 
 def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importances: Mapping[str, float]) -> str:
@@ -33,7 +33,7 @@ def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importanc
     names = [parameter.name for parameter in config.space]
     about = [
         ("metric", config.metric),
-        ("best trial", f"{best.number}: {_text(best.value)} with {parameter_words(best.parameters)}"),
+        ("best trial", f"{best.number}: {value_text(best.value)} with {parameter_words(best.parameters)}"),
         ("its run", config.run_of(best.number)),
         ("its model", best.model or "none"),
         ("trials", ", ".join(f"{count} {state}" for state, count in _counts(trials).items())),
@@ -42,7 +42,7 @@ def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importanc
     ]
     head = ("trial", "state", config.metric_name, "epochs", *names, "reason")
     rows = [
-        (each.number, each.state, _text(each.value), each.epochs, *(_text(each.parameters[n]) for n in names),
+        (each.number, each.state, value_text(each.value), each.epochs, *(value_text(each.parameters[n]) for n in names),
          each.reason)
         for each in trials
     ]  # fmt: skip
@@ -76,8 +76,8 @@ def parallel_coordinates(space: Sequence[Parameter], done: Sequence[Trial], metr
         axes.plot(range(len(columns)), heights, color=colours(shade), linewidth=1 + shade, zorder=1 + shade)
     for place in range(len(columns)):
         axes.axvline(place, color="#888", linewidth=0.8)
-    labels = [f"{p.name}\n{_text(p.ends()[0])} to {_text(p.ends()[-1])}{', log' * p.log}" for p in space]
-    labels.append(f"{metric}\n{_text(min(values))} to {_text(max(values))}")
+    labels = [f"{p.name}\n{value_text(p.ends()[0])} to {value_text(p.ends()[-1])}{', log' * p.log}" for p in space]
+    labels.append(f"{metric}\n{value_text(min(values))} to {value_text(max(values))}")
     axes.set_xticks(range(len(columns)), labels, fontsize=8)
     axes.set_yticks([])
     axes.set_frame_on(False)
@@ -104,5 +104,6 @@ def _counts(trials: Sequence[Trial]) -> dict[str, int]:
     return {state: states.count(state) for state in dict.fromkeys(states)}
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A number with six digits, nothing for None."""
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)

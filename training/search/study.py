@@ -100,15 +100,20 @@ class Study:
 
         Raises TrainingFailedError if no trial is done.
         """
-        done = [trial for trial in self.trials if trial.state == DONE]
-        if not done:
+        best = self.best_so_far()
+        if best is None:
             raise TrainingFailedError(
                 f"no trial of {self._config.root} has ended with a value",
                 got="; ".join(f"trial {trial.number}: {trial.reason or trial.state}" for trial in self.trials)[:2000],
                 allowed="at least one trial",
                 next_step="Correct the space, and begin another search.",
             )
-        return self.trials[self._study.best_trial.number]
+        return best
+
+    def best_so_far(self) -> Trial | None:
+        """The best trial as `best` has it; None while no trial is done."""
+        done = any(trial.state == DONE for trial in self.trials)
+        return self.trials[self._study.best_trial.number] if done else None
 
     def importances(self) -> dict[str, float]:
         """The share of each parameter in the variance of the metric, greatest first; empty for too few trials.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.storage.documents import seal
@@ -20,7 +19,6 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.config import TrainConfig, check_metric
 from training.control.failures import LauncherGoneError
-from training.driver.live import OnTerminal
 from training.driver.ownership import Lease
 from training.driver.preflight import preflight
 from training.driver.train import EndedByCallerError, Hooks, train
@@ -31,7 +29,8 @@ from training.run.paths import RunPaths
 from training.run.result import RunResult
 from training.search.config import SearchConfig, check_search, open_search
 from training.search.journal import Journal
-from training.search.report import parameter_words, write_search_report
+from training.search.live import AsLines, SearchProgress
+from training.search.report import write_search_report
 from training.search.space import config_of_trial, corners, flags_of
 from training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
 
@@ -41,26 +40,46 @@ END_S = 120.0  # for a trial to end in order: its ranks stop, and a commit in fl
 OF_THE_SEARCH = (StorageError, CorruptionError, SupersededError, LauncherGoneError, EndedByCallerError)
 Trainer = Callable[[TrainConfig, Hooks], RunResult]
 """Trains one configuration as training.driver.train.train does."""
+Shows = Callable[[SearchConfig, Study], SearchProgress]
 
 
 def tune(
-    config: SearchConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None
+    config: SearchConfig,
+    launch: Launch,
+    *,
+    take_over: bool = False,
+    hooks: Hooks | None = None,
+    progress: Shows = AsLines,
 ) -> dict[str, Any]:
     """Run the trials of a search that have not ended; returns the content of best.json.
 
-    The same call resumes a search. Raises ConfigError for parameters that do not fit the dataset, the session's slots
-    or the search; TrainingFailedError if no trial has a value; and the error of a trial, if none has ended before.
+    The same call resumes a search. `progress` shows it; that of `hooks` is unused. Raises ConfigError for parameters
+    that do not fit the dataset, the session's slots, the GPUs or the search; TrainingFailedError if no trial has a
+    value; and the error of a trial, if none has ended before.
     """
     check_search(filesystem(config.root), config, VERSION)
     for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
         preflight(corner)
-    if isinstance(launch, SessionLauncher):
-        _check_slots(config, launch)
+    launches: queue.SimpleQueue[Launch] = queue.SimpleQueue()
+    for each in _launches(config, launch):
+        launches.put(each)
 
     def trainer(of_trial: TrainConfig, its_hooks: Hooks) -> RunResult:
-        return train(of_trial, launch, take_over=take_over, hooks=its_hooks)
+        mine = launches.get_nowait()  # there is one for each trial at once
+        try:
+            return train(of_trial, mine, take_over=take_over, hooks=its_hooks)
+        finally:
+            launches.put(mine)
 
-    return run_trials(config, trainer, take_over=take_over, hooks=hooks or Hooks())
+    return run_trials(config, trainer, take_over=take_over, hooks=hooks or Hooks(), progress=progress)
+
+
+def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
+    """What starts the ranks of each of the trials that train at once."""
+    if not isinstance(launch, SessionLauncher):
+        return [launch] * config.parallel
+    _check_slots(config, launch)
+    return launch.divided(config.parallel, config.base.num_ranks)
 
 
 def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
@@ -76,14 +95,17 @@ def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
         ) from error
 
 
-def run_trials(config: SearchConfig, trainer: Trainer, *, take_over: bool, hooks: Hooks) -> dict[str, Any]:
+def run_trials(
+    config: SearchConfig, trainer: Trainer, *, take_over: bool, hooks: Hooks, progress: Shows = AsLines
+) -> dict[str, Any]:
     """`tune` without its checks; `trainer` runs a trial."""
     fs = filesystem(config.root)
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), lease:
         open_search(fs, config, VERSION)
         study = Study(config, Journal(fs, config.root, confirm=lease.check_not_lost))
-        _Search(config, study, trainer, hooks, lease).run()
+        with progress(config, study) as shown:
+            _Search(config, study, trainer, hooks, lease, shown).run()
         best = study.best()
         document = {
             "search": config.root,
@@ -126,8 +148,7 @@ class _Running:
     ) -> None:
         self.trial, self.config = trial, config
         self._trainer, self._messages = trainer, messages
-        progress = partial(OnTerminal, label=f"trial {trial.number}")
-        self._hooks = replace(hooks, progress=progress, on_epoch=self._put, ended=self._ended)
+        self._hooks = replace(hooks, on_epoch=self._put, ended=self._ended)
         self._error: EndedByCallerError | None = None
         self._thread = threading.Thread(target=self._run, name=f"trial-{trial.number:04d}", daemon=True)
         self._thread.start()
@@ -156,8 +177,17 @@ class _Running:
 class _Search:
     """The loop over trials."""
 
-    def __init__(self, config: SearchConfig, study: Study, trainer: Trainer, hooks: Hooks, lease: Lease) -> None:
+    def __init__(
+        self,
+        config: SearchConfig,
+        study: Study,
+        trainer: Trainer,
+        hooks: Hooks,
+        lease: Lease,
+        progress: SearchProgress,
+    ) -> None:
         self._config, self._study, self._trainer, self._hooks, self._lease = config, study, trainer, hooks, lease
+        self._progress = progress
         self._messages: queue.Queue[_Message] = queue.Queue()
         self._running: dict[int, _Running] = {}
 
@@ -198,12 +228,14 @@ class _Search:
             for row in read_history(run).epochs:  # those that an earlier driver may not have judged
                 if self._judge(trial, row, config.epochs):
                     return
-        self._running[trial.number] = _Running(trial, config, self._trainer, self._hooks, self._messages)
+        hooks = replace(self._hooks, progress=self._progress.of_trial(trial.number))
+        self._running[trial.number] = _Running(trial, config, self._trainer, hooks, self._messages)
 
     def _message(self) -> _Message:
         while True:
             if (lost := self._lease.lost) is not None:
                 raise lost
+            self._progress.look()
             try:
                 return self._messages.get(timeout=LOOK_S)
             except queue.Empty:
@@ -222,7 +254,7 @@ class _Search:
         # An epoch that is made again after a restart was judged before; the last one saves nothing.
         if epochs <= trial.judged or epochs >= epochs_asked or not self._study.judge(trial, epochs, value):
             return False
-        self._print(trial, f"pruned after {epochs} epochs at {name} {value:.6g}")
+        self._progress.ended(trial, f"pruned after {epochs} epochs at {name} {value:.6g}")
         return True
 
     def _end(self, trial: Trial, outcome: RunResult | BaseException) -> None:
@@ -238,7 +270,8 @@ class _Search:
         else:
             raise outcome
         failed = trial.state == FAILED
-        self._print(trial, f"failed: {trial.reason}" if failed else f"{self._config.metric_name} {trial.value:.6g}")
+        words = f"failed: {trial.reason}" if failed else f"{self._config.metric_name} {trial.value:.6g}"
+        self._progress.ended(trial, words)
 
     def _of_this_trial(self, error: BaseException) -> bool:
         """Whether the search continues after this error: another trial need not meet it.
@@ -249,14 +282,6 @@ class _Search:
         if not isinstance(error, LockstepError) or isinstance(error, OF_THE_SEARCH):
             return False
         return type(error) is DataError or any(trial.state in (DONE, PRUNED) for trial in self._study.trials)
-
-    def _print(self, trial: Trial, words: str) -> None:
-        ended = sum(each.state != OPEN for each in self._study.trials)
-        line = f"trial {trial.number}: {words}; {parameter_words(trial.parameters)}; {ended} of {self._config.number}"
-        if any(each.state == DONE for each in self._study.trials):
-            best = self._study.best()
-            line += f", best {best.value:.6g} (trial {best.number})"
-        print(line, file=sys.stderr, flush=True)
 
 
 def _number(value: object) -> float | None:

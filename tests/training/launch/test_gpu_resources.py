@@ -19,6 +19,7 @@ from training import devices
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
+from training.launch.session import Launch
 
 pytestmark = pytest.mark.slow
 
@@ -61,8 +62,8 @@ def test_local_ranks_share_the_hosts_gpus(
     rank_path(monkeypatch)
     monkeypatch.setenv(devices.VISIBLE, "2,4")
 
-    def seen(num_ranks: int) -> list[str]:
-        results = run_local(RankTask("_ranks:hello"), num_ranks, handler=Handler(lambda *_: {}))
+    def seen(num_ranks: int, launch: Launch = run_local) -> list[str]:
+        results = launch(RankTask("_ranks:hello"), num_ranks, handler=Handler(lambda *_: {}))
         prefix = f"{devices.VISIBLE}="
         return [line.removeprefix(prefix) for r in results for line in r["environment"] if line.startswith(prefix)]
 
@@ -70,6 +71,9 @@ def test_local_ranks_share_the_hosts_gpus(
     assert "GPUs of this host" not in caplog.text
     assert seen(3) == ["2", "2", "4"]
     assert "3 ranks share 2 GPUs of this host" in caplog.text
+    assert [seen(1, launch) for launch in run_local.divided(2, 1)] == [["2"], ["4"]]
+    with pytest.raises(ConfigError, match="3 trials of 1 ranks at once need a GPU for each rank"):
+        run_local.divided(3, 1)
 
 
 def test_a_contradiction_ends_the_launch_as_the_error_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -31,4 +32,4 @@ def train(context: RankContext) -> dict[str, Any]:
         return {"kind": "epoch", "step": step, "epoch": ends[step] - 1, "metrics": metrics, "seconds": 0.1}
 
     result: dict[str, Any] = _ranks._train(context, hurdle)
-    return {**result, "metrics": {"loss": rate / config.epochs}}
+    return {**result, "metrics": {"loss": rate / config.epochs, "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}}

@@ -37,12 +37,19 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.slow
+LOCAL = ("--launcher", "local")
+TRIALS = 12
+
+
+def all_events(root: Path) -> list[dict[str, Any]]:
+    """The journal without the URLs of models, which are below `root`."""
+    found = [unseal(event, "an event") for event in journal(root)]
+    return [{name: value for name, value in event.items() if name != "model"} for event in found]
 
 
 def events(root: Path, kind: str) -> list[int]:
     """The trials of the events of one kind."""
-    found = [unseal(event, "an event") for event in journal(root)]
-    return [event["trial"] for event in found if event["event"] == kind]
+    return [event["trial"] for event in all_events(root) if event["event"] == kind]
 
 
 class Command:
@@ -52,17 +59,17 @@ class Command:
         write_table(folder / "data")
         (folder / "space.toml").write_text("learning_rate = {low = 1e-3, high = 1.0, log = true}\n")
         self.of_a_run = ["--dataset", "data", "--model", "logistic", "--num-ranks", "1", "--global-batch", "16"]
-        self.of_a_run += ["--epochs", "2", "--launcher", "local", "--seed", "3", "--checkpoint-every", "2"]
+        self.of_a_run += ["--epochs", "2", "--seed", "3", "--checkpoint-every", "2"]
         self.of_a_run += ["--validate", "test"]
         search = ["--space", "space.toml", "--metric", "val_auc:max", *more]
         self.words = [sys.executable, "-m", "lockstep", "tune", *self.of_a_run, *search]
         self.where: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": train_job.ROOT}}
 
-    def begin(self, root: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*self.words, "--run", root], **self.where)
+    def begin(self, root: str, *launcher: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*self.words, "--run", root, *launcher], **self.where)
 
-    def finish(self, root: str) -> subprocess.CompletedProcess[str]:
-        words = [*self.words, "--run", root]
+    def finish(self, root: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+        words = [*self.words, "--run", root, *launcher]
         done = subprocess.run(words, **self.where, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return done
@@ -70,34 +77,42 @@ class Command:
 
 def test_a_killed_search_is_resumed_and_a_trial_is_the_run_that_jobs_train_makes(tmp_path: Path) -> None:
     command, root = Command(tmp_path, "--trials", "2", "--parallel", "2"), tmp_path / "tune"
-    with command.begin("tune") as first:
+    with command.begin("tune", *LOCAL) as first:
         until(lambda: list(root.glob("trials/*/checkpoints/*/_manifest.json")))
         first.send_signal(signal.SIGKILL)
-    done = command.finish("tune")
-    assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == [0, 1]
+    done = command.finish("tune", *LOCAL)
+    assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == [0, 1] and side_by_side(root)
     assert sorted(path.name for path in (root / "trials").iterdir()) == ["0000", "0001"]
     assert "resuming from checkpoint" in done.stderr and "2 of 2" in done.stderr
     best = json.loads(done.stdout.splitlines()[-1])
     assert Path(best["model"], "model.keras").is_file() and Path(best["report"]).is_file()
-    plain = [sys.executable, "-m", "lockstep", "train", *command.of_a_run, *best["flags"], "--run", "plain"]
+    plain = [sys.executable, "-m", "lockstep", "train", *command.of_a_run, *LOCAL, *best["flags"], "--run", "plain"]
     subprocess.run(plain, **command.where, check=True, timeout=300)
     assert fingerprint(str(tmp_path / "plain")) == fingerprint(best["run"])
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_one(tmp_path: Path) -> None:
-    command = Command(tmp_path, "--trials", "7", "--pruner", "median")
-    whole = json.loads(command.finish("whole").stdout.splitlines()[-1])
+    """Four SIGKILLs under each launcher; the journal's events and the best run's bits are equal."""
+    command = Command(tmp_path, "--trials", str(TRIALS), "--pruner", "median")
+    whole = json.loads(command.finish("whole", *LOCAL).stdout.splitlines()[-1])
     rng = random.Random(5)
-    for _ in range(8):
-        with command.begin("killed") as driver:
-            time.sleep(rng.uniform(2.0, 20.0))
-            driver.send_signal(signal.SIGKILL)
-    found = json.loads(command.finish("killed").stdout.splitlines()[-1])
-    for kind in ("asked", "epoch", "pruned", "ended"):
-        assert events(tmp_path / "killed", kind) == events(tmp_path / "whole", kind)
-    assert (found["parameters"], found["value"]) == (whole["parameters"], whole["value"])
-    assert fingerprint(found["run"]) == fingerprint(whole["run"])
+    for root, launcher in (("local", LOCAL), ("barrier", ("--launcher", "barrier", "--master", "local[1]"))):
+        for kill in range(4):
+            with command.begin(root, *launcher) as driver:
+                if kill == 0:
+                    until((tmp_path / root / "trials").is_dir)
+                time.sleep(rng.uniform(2.0, 14.0))
+                assert driver.poll() is None, "the search had ended before it was killed"
+                driver.send_signal(signal.SIGKILL)
+        found = json.loads(command.finish(root, *launcher).stdout.splitlines()[-1])
+        assert all_events(tmp_path / root) == all_events(tmp_path / "whole")
+        runs = sorted((tmp_path / root / "trials").iterdir())
+        assert [run.name for run in runs] == [f"{number:04d}" for number in range(TRIALS)]
+        assert any(len(list(run.glob("generations/*.json"))) > 1 for run in runs), "no trial was resumed"
+        assert (found["parameters"], found["value"]) == (whole["parameters"], whole["value"])
+        assert fingerprint(found["run"]) == fingerprint(whole["run"])
 
 
 def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
@@ -109,6 +124,7 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     for path in (Path(HERE, "_ranks.py"), Path(here, "_search_ranks.py")):
         spark.sparkContext.addPyFile(str(path))
     write_table(tmp_path / "data")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     base = TrainConfig(
         datasets=(str(tmp_path / "data"),),
         run=str(tmp_path / "tune"),
@@ -131,12 +147,18 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     pruned = events(root, "pruned")
     assert sorted(events(root, "ended") + pruned) == list(range(4)) and pruned
     assert best["value"] == pytest.approx(best["parameters"]["learning_rate"] / 6)
-    # The first two trials were both begun before one of them had ended.
-    begun = [json.loads((root / f"trials/000{n}/run.json").read_text())["created_at"] for n in (0, 1)]
-    ended = [_result(root / f"trials/000{n}")["finished_at"] for n in (0, 1)]
-    assert max(begun) < min(ended)
+    assert side_by_side(root) and sorted(_result(root / f"trials/000{n}")["metrics"]["gpu"] for n in (0, 1)) == [
+        "2",
+        "4",
+    ]
     steps = [_last_step(root / f"trials/000{number}") for number in pruned]
     assert all(1 <= step < 37 for step in steps), steps
+
+
+def side_by_side(root: Path) -> bool:
+    """Whether the first two trials were both begun before one of them had ended."""
+    begun = [json.loads((root / f"trials/000{n}/run.json").read_text())["created_at"] for n in (0, 1)]
+    return bool(max(begun) < min(_result(root / f"trials/000{n}")["finished_at"] for n in (0, 1)))
 
 
 def _result(run: Path) -> dict[str, Any]:
