@@ -126,14 +126,14 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
         context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type] # None unsets it
 
 
-def at_once(spark: SparkSession, first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
+def at_once(first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
     """Run both functions at the same time, the first in its own thread, and return their results: most of a small Spark
     job's time is planning, on one core. When both have ended, raises the first one's error, else the second one's.
     """
     from pyspark import InheritableThread
 
     begun = Future[S]()
-    thread = InheritableThread(target=_settle, args=(begun, first), session=spark, name="lockstep-at-once")
+    thread = InheritableThread(target=_settle, args=(begun, first), name="lockstep-at-once")
     thread.start()
     ended = Future[T]()
     _settle(ended, second)

@@ -336,9 +336,7 @@ def _built(
     if job.sampled is not None:
         _check_sampled(job.sampled, names)
     records = {name: sizes[name][0] for name in names}
-    spark = rows.sparkSession
     leakage, fitted = at_once(
-        spark,
         # The features of late images are known only when they are written.
         lambda: check_leakage(kept, job.split, schema, records) if full is None else None,
         lambda: _fitted(kept, rows, job, names),
