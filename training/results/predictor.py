@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.encode.encoder import Encoder
+from lockstep.features.images.decode_many import BadImageError
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
 from lockstep.features.schema.schema import Schema
@@ -130,7 +132,16 @@ class Predictor:
 
     def _parts(self, table: pa.RecordBatch, batch: int) -> Iterator[Any]:
         for start in range(0, max(1, len(table)), batch):
-            yield self._model.predict_on_batch(self._encoder.encode(table.slice(start, batch)).x)
+            try:
+                encoded = self._encoder.encode(table.slice(start, batch))
+            except BadImageError as error:
+                raise DataError(
+                    f"the image of row {start + error.row} cannot be decoded",
+                    got=error.detail,
+                    allowed="JPEG, PNG, GIF, TIFF or WebP",
+                    next_step="Drop or replace the row.",
+                ) from None
+            yield self._model.predict_on_batch(encoded.x)
 
 
 _loaded: dict[tuple[str, str], Predictor] = {}
@@ -217,6 +228,10 @@ def _arrow(field: Field, values: Any) -> pa.Array:
         if not _alike(values.type, field.arrow_type):  # Arrow casts moments to numbers and texts to anything
             raise TypeError(f"a column of {values.type}")
         array = values if values.type == field.arrow_type else values.cast(field.arrow_type)
+        if (
+            field.dtype == "float32" and array is not values and _infinities(array) > _infinities(values)
+        ):  # Arrow casts 1e300 to infinity
+            raise ValueError("a number beyond float32")
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the column `{field.name}` cannot be read as the model's training data",
@@ -234,6 +249,11 @@ def _arrow(field: Field, values: Any) -> pa.Array:
     return array
 
 
+def _infinities(values: pa.Array) -> int:
+    flat = values.flatten() if hasattr(values, "flatten") else values
+    return pc.sum(pc.is_inf(flat)).as_py() or 0 if pa.types.is_floating(flat.type) else 0
+
+
 def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Whether values of a type are numbers, texts, bytes, booleans or lists, like those of another one."""
     if pa.types.is_dictionary(found):
@@ -245,11 +265,18 @@ def _alike(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 def _tensors(field: Field, values: Any) -> pa.Array:
     """A column of tensors as their bytes: from bytes, arrays or nested lists. Raises ValueError for another shape."""
-    if isinstance(values, pa.Array) and pa.types.is_binary(values.type):
-        return values
-    rows = values.to_pylist() if isinstance(values, pa.Array) else list(values)
-    if all(isinstance(row, bytes) for row in rows):
-        return pa.array(rows, pa.binary())
+    if not (isinstance(values, pa.Array) and pa.types.is_binary(values.type)):
+        rows = values.to_pylist() if isinstance(values, pa.Array) else list(values)
+        if not all(row is None or isinstance(row, bytes) for row in rows):
+            return _tensors_of_arrays(field, rows)
+        values = pa.array(rows, pa.binary())
+    sizes = pc.unique(pc.binary_length(values).drop_null()).to_pylist()
+    if wrong := set(sizes) - {field.tensor_bytes}:
+        raise ValueError(f"a tensor of {min(wrong)} bytes, not {field.tensor_bytes}")
+    return values
+
+
+def _tensors_of_arrays(field: Field, rows: list[Any]) -> pa.Array:
     found = np.stack([np.asarray(row) for row in rows])
     stored = found.astype(np.dtype(field.dtype).newbyteorder("<"))
     if found.shape[1:] != field.shape or (stored.dtype.kind in "iu" and not np.array_equal(stored, found)):
