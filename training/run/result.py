@@ -161,6 +161,7 @@ def find_model(fs: FileSystem, paths: RunPaths) -> str:
             f"{paths.root} has no finished model",
             got="no result of its newest generation" if url is None else f"{url} is missing",
             allowed="a run that ended",
-            next_step="Let the run end: `python -m jobs.train` with the same flags resumes it.",
+            next_step="Let the run end: `python -m jobs.train` with the same flags resumes it; or export a checkpoint "
+            "by `python -m jobs.export`.",
         )
     return url

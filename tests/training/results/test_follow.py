@@ -102,6 +102,10 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
     data, run = str(tmp_path / "data"), str(tmp_path / "run")
     with pytest.raises(NotFoundError):
         follow(run, str(tmp_path / "none"), "test", unused)
+    write_table(tmp_path / "no-rows", records={"train": 20, "test": 0})
+    for call in (follow, evaluate):
+        with pytest.raises(ConfigError, match="split `test` has no rows"):
+            call(run, str(tmp_path / "no-rows"), "test", unused)
     refused: list[dict[str, Any]] = [{"throttle_s": -1.0}, {"start_delay_s": -1.0}, {"slices": ["none"]}]
     for options in refused:
         with pytest.raises(ConfigError):

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import lockstep
 from lockstep.features.encode.encoder import Encoded
-from lockstep.storage.errors import ConfigError, ExistsError
+from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import verify
 from tests.training._ranks import living_ranks
@@ -28,6 +29,7 @@ from training.reading.open import OpenSplit
 from training.results.export_run import export_run
 from training.results.predict import predict
 from training.results.trained_run import TrainedRun
+from training.run import notes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -129,6 +131,9 @@ def test_raw_rows_are_predicted_alike_in_python_in_spark_and_by_tensorflow(
     frame = features.to_pandas(integer_object_nulls=True)
     np.testing.assert_array_equal(lockstep.predict(result.run, frame, batch=BATCH), expected)
     assert lockstep.predict(result.run, features.slice(0, 0)).shape == (0, 1)
+    broken = frame.assign(picture=[b"" if row == 7 else data for row, data in enumerate(frame["picture"])])
+    with pytest.raises(DataError, match="the image of row 7"):
+        lockstep.predict(result.run, broken, batch=BATCH)
     assert result.evaluate("test")["samples"] == 203
 
     exported = export_run(result.run, str(tmp_path / "model"), run_threads, form="savedmodel")
@@ -183,3 +188,14 @@ def test_classes_are_lists_and_the_largest() -> None:
     assert table.schema.types == [pa.int64(), pa.int64(), pa.list_(pa.float32()), pa.int64()]
     assert table.column("class").to_pylist() == [2, 1] and table.column("label").to_pylist() == [2, 0]
     assert columns_of(rows, outputs, yes_or_no=False, classes=None).schema.names == ["sample_id", "label", "prediction"]
+
+
+def test_predictions_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    from training.results.predict_rank import not_finite
+
+    lists = [[0.5, 0.5], [np.nan, 1.0], [np.inf, np.nan], [0.0, 1.0]]
+    for column in (pa.array([0.5, np.nan, -np.inf, 1.0]), pa.array(lists, pa.list_(pa.float32()))):
+        pq.write_table(pa.table({"prediction": column}), tmp_path / "part.parquet")
+        assert not_finite(tmp_path / "part.parquet") == 2
+    (note,) = notes.of_predictions(2, 4)
+    assert note.startswith("2 of 4 predictions") and "; next: " in note and notes.of_predictions(0, 4) == []

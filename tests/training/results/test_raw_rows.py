@@ -67,6 +67,10 @@ def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[An
         ("float32", (None,), [1.0]),
         ("uint8", (2,), np.zeros((3, 3), np.uint8)),
         ("uint8", (2,), [[1, 300]]),
+        ("uint8", (2,), [b"123"]),
+        ("uint8", (2,), pa.array([b"12", b"123"])),
+        ("float32", (), [1e300]),
+        ("float32", (None,), [[1e300]]),
     ],
 )
 def test_a_column_of_another_type_is_named(dtype: str, shape: tuple[int, ...], values: Any) -> None:
@@ -81,6 +85,8 @@ def test_missing_columns_nulls_and_other_rows_are_refused() -> None:
     assert "count (perhaps `Count`)" in caught.value.got and "pixels" in caught.value.got
     with pytest.raises(DataError, match="column `count` is null"):
         raw_batch({"count": [1, None]}, (SCHEMA["count"],))
+    with pytest.raises(DataError, match="column `x` is null"):
+        raw_batch({"x": [b"12", None]}, (Field(name="x", dtype="uint8", shape=(2,)),))
     with pytest.raises(DataError, match="column `x` is null"):
         raw_batch({"x": [[1.0, None]]}, (Field(name="x", dtype="float32", shape=(None,)),))
     numbers = pa.array([1, 2])
