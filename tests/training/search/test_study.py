@@ -20,7 +20,7 @@ from training.search.study import DONE, Study
 SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 PRUNERS: dict[str, Callable[[], Any]] = {
     "none": optuna.pruners.NopPruner,
-    "median": optuna.pruners.MedianPruner,
+    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=10),
     "hyperband": lambda: optuna.pruners.HyperbandPruner(max_resource=4),
 }
 

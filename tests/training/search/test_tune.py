@@ -37,7 +37,7 @@ def test_a_driver_killed_at_any_event_leaves_no_trial_lost_or_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("training.search.tune.write_search_report", lambda *of: "report")
-    options: dict[str, Any] = {"trials": 7, "pruner": "median", "sampler": "tpe", "epochs": 2, "seed": 1}
+    options: dict[str, Any] = {"trials": 12, "pruner": "median", "sampler": "tpe", "epochs": 2, "seed": 3}
     best = run(search(tmp_path / "whole", **options))
     expected = events(tmp_path / "whole")
     append, writes = Journal.append, 0
@@ -53,7 +53,7 @@ def test_a_driver_killed_at_any_event_leaves_no_trial_lost_or_twice(
 
     monkeypatch.setattr(Journal, "append", dies)
     assert {event["event"] for event in expected} == {"asked", "epoch", "pruned", "ended"}
-    for at in range(1, len(expected) + 1, 2):
+    for at in range(1, len(expected) + 1, 3):
         for after in (False, True):
             root, writes = tmp_path / f"{at}-{after}", 0
             with pytest.raises(Killed):
@@ -106,7 +106,7 @@ def test_a_pruned_trial_is_ended_and_its_threads_with_it(tmp_path: Path) -> None
     def waits(config: TrainConfig, hooks: Hooks) -> Any:
         """As a run does that is asked every 0.2 s: it makes steps until it is ended."""
         assert config.learning_rate is not None
-        if int(Path(config.run).name) < 5:
+        if int(Path(config.run).name) < 10:
             return trainer(config, hooks)
         hooks.on_epoch({"kind": "epoch", "step": 1, "epoch": 0, "metrics": {"loss": 1e9}})
         wait = threading.Event()
@@ -117,8 +117,8 @@ def test_a_pruned_trial_is_ended_and_its_threads_with_it(tmp_path: Path) -> None
             wait.wait(0.1)
         raise AssertionError("was not ended")
 
-    run(search(tmp_path, trials=7, pruner="median"), waits)
-    assert states(tmp_path, pruner="median") == ["done"] * 5 + ["pruned"] * 2 and len(ended) == 2
+    run(search(tmp_path, trials=12, pruner="median"), waits)
+    assert states(tmp_path, pruner="median") == ["done"] * 10 + ["pruned"] * 2 and len(ended) == 2
 
 
 def test_a_loss_that_is_not_finite_fails_its_trial_only(tmp_path: Path) -> None:

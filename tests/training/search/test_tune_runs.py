@@ -70,7 +70,7 @@ class Command:
 
     def finish(self, root: str, *launcher: str) -> subprocess.CompletedProcess[str]:
         words = [*self.words, "--run", root, *launcher]
-        done = subprocess.run(words, **self.where, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(words, **self.where, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -92,7 +92,7 @@ def test_a_killed_search_is_resumed_and_a_trial_is_the_run_that_jobs_train_makes
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_one(tmp_path: Path) -> None:
     """Four SIGKILLs under each launcher; the journal's events and the best run's bits are equal."""
     command = Command(tmp_path, "--trials", str(TRIALS), "--pruner", "median")
