@@ -15,7 +15,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, refuse_idle, run_job
+from jobs._cli import JobParser, check_master, refuse_idle, run_job, which
 from jobs._launch import launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
@@ -35,14 +35,13 @@ def parser() -> JobParser:
     add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
+    text = "a checkpoint in place of the newest model: last, best (by the run's --keep-best) or a step"
+    add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
     text = "metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times"
     add("--slice", nargs="+", default=[], metavar="COLUMN", help=text)
-    add(
-        "--report",
-        action="store_true",
-        help="write the run's report again, with this evaluation (with --follow its last)",
-    )
+    text = "write the run's report again, with this evaluation (with --follow its last)"
+    add("--report", action="store_true", help=text)
     add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
     add("--start-delay", type=float, metavar="S", help="with --follow: seconds before the first look (default 0)")
     add("--throttle", type=float, metavar="S", help="with --follow: seconds from one start to the next (default 0)")
@@ -64,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     """Print tables, then the result as one line of JSON (docs/evaluate.md); returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
+    require(not (args.follow and args.checkpoint), "--checkpoint", "--checkpoint with --follow", "one of the two")
     refuse_idle("--start-delay", args.start_delay is not None and not args.follow, "--follow")
     refuse_idle("--throttle", args.throttle is not None and not args.follow, "--follow")
     if len(args.run) > 1:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             found: Any = follow(*where, launch, show=show_at_once, **options)
             last = found[-1]["result"] if found else None
         else:
-            found = last = evaluate(*where, launch, **options)
+            found = last = evaluate(*where, launch, checkpoint=args.checkpoint, **options)
             print(summary(last))
     if args.report:
         print(f"report {write_report(absolute(args.run[0]), last)}")

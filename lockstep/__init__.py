@@ -329,6 +329,7 @@ def evaluate(
     *,
     baseline: str | None = None,
     slices: str | Iterable[str] = (),
+    checkpoint: int | Literal["last", "best"] | None = None,
     batch: int = 512,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
@@ -338,7 +339,8 @@ def evaluate(
 
     `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
     on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
-    COLUMN:hour. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
+    COLUMN:hour. `checkpoint` is one to evaluate in place of the newest model: `last`, `best` (by keep_best) or a step.
+    `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
     run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
@@ -353,7 +355,8 @@ def evaluate(
     from training.results.evaluate import evaluate
 
     where = several(run), os.fspath(dataset), split, _launch(spark)
-    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline, slices=several(slices))
+    options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
+    return evaluate(*where, slices=several(slices), checkpoint=checkpoint, **options)
 
 
 def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:

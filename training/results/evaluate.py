@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
@@ -21,11 +21,12 @@ from training.control.task import RankTask
 from training.launch.session import Launch
 from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from training.rank import runtime
+from training.results.export_run import Which, weights_of
 from training.run import notes
 from training.run.paths import RunPaths
 from training.run.result import find_result
 from training.run.run_json import read_run
-from training.run.weights_source import SCHEMA_FILE, checked_file, newest_of
+from training.run.weights_source import SCHEMA_FILE, checked_file
 from training.scoring.baseline import check_baseline
 from training.scoring.scores import BATCH_ROWS
 from training.scoring.slices import slices_of
@@ -47,11 +48,12 @@ class _Scored:
     kept: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, run: str, checkpoint: str | None, evaluated: DatasetManifest) -> Self:
+    def of(cls, run: str, which: Which | str | None, evaluated: DatasetManifest) -> Self:
         """The newest model or else checkpoint of the run if no checkpoint is named."""
         document = read_run(filesystem(run), RunPaths(run))
         config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
-        model, checkpoint = newest_of(run) if checkpoint is None else (None, checkpoint)
+        url = isinstance(which, str) and which not in ("last", "best")
+        model, checkpoint = (None, str(which)) if url else weights_of(run, config, cast("Which | None", which))
         return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest))
 
 
@@ -65,10 +67,11 @@ def evaluate(
     batch: int = BATCH_ROWS,
     baseline: str | None = None,
     slices: Sequence[str] = (),
-    checkpoint: str | None = None,
+    checkpoint: Which | str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`,
-    the URL of one) on `split` of `dataset`; of several runs the mean of their models' probabilities, and each model.
+    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`:
+    `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
+    and each model.
 
     `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,

@@ -29,6 +29,7 @@ from training.rank import runtime
 from training.reading.open import load_fitted
 from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
 from training.run.paths import RunPaths
+from training.run.weights_source import newest_of
 
 ENTRY = "training.results.export_run:main"
 FORMAT_VERSION = 1
@@ -128,6 +129,17 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         more, not_raw = export_saved_model(model, directory, signature, schema, fitted)
         files += more
     return {"files": files, "not_raw": not_raw}
+
+
+def weights_of(run: str, config: TrainConfig, which: Which | None) -> tuple[str | None, str | None]:
+    """A run's (model, checkpoint), one of them None: the checkpoint that `which` names; without, the newest model, else
+    the newest checkpoint. Raises what `chosen` raises.
+    """
+    if which is None:
+        return newest_of(run)
+    fs, paths = filesystem(run), RunPaths(run)
+    urls = checkpoints(fs, paths)
+    return None, urls[chosen(fs, paths, config, urls, which)]
 
 
 def chosen(

@@ -27,12 +27,10 @@ from training.control.task import Limits, RankTask
 from training.launch.session import Launch, Launches, ended_in_order
 from training.plan.datasets import rows_of
 from training.rank import runtime
-from training.results.export_run import Which, check_output, chosen
+from training.results.export_run import Which, check_output, weights_of
 from training.run import notes
-from training.run.lineage import checkpoints
 from training.run.paths import RunPaths
 from training.run.run_json import read_run
-from training.run.weights_source import newest_of
 
 ENTRY = "training.results.predict:main"
 FORMAT_VERSION = 1
@@ -81,16 +79,11 @@ def predict(
         )
     fs = filesystem(output)
     check_output(fs, RunPaths(run), output)
-    source, paths = filesystem(run), RunPaths(run)
-    config = TrainConfig.from_json(read_run(source, paths)["config"])
+    config = TrainConfig.from_json(read_run(filesystem(run), RunPaths(run))["config"])
     manifest = load_dataset(dataset)
     rows = rows_of(manifest, split)
     parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
-    if checkpoint is None:
-        model, weights = newest_of(run)
-    else:
-        urls = checkpoints(source, paths)
-        model, weights = None, urls[chosen(source, paths, config, urls, checkpoint)]
+    model, weights = weights_of(run, config, checkpoint)
     staging = join(parent(output), f"_staging-predict-{secrets.token_hex(4)}")
     payload = {
         "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
@@ -23,7 +24,7 @@ from training.results.evaluate import slice_table
 from training.results.follow import followed
 from training.run.lineage import Claim, chain_of, read_claims
 from training.run.metrics import PARTS, History, read_history
-from training.run.paths import RunPaths
+from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
 
@@ -238,8 +239,9 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     """Write the report of the run at URL `run`, finished or not; returns the report's URL, in the newest generation.
 
-    `evaluation` is a result of training.results.evaluate. An existing report is replaced. Raises NotFoundError if there
-    is no run or no generation has started, CorruptionError for a damaged file of its metrics.
+    `evaluation` is a result of training.results.evaluate, which later reports of this generation show too. An existing
+    report is replaced. Raises NotFoundError if there is no run or no generation has started, CorruptionError for a
+    damaged file of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
     history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
@@ -255,11 +257,23 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     about = about_run(document, claims, done or {"generation": newest})
     training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
     compared = baselines.tables(baselines.stored(fs, paths))
+    evaluation = _kept(fs, f"{paths.evaluations('reported')}/{generation_name(newest)}.json", evaluation)
     page = render(run, about, training, history, _data_rows(document), evaluation, compared, followed(fs, paths))
     url = paths.report(newest)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
     return url
+
+
+def _kept(fs: FileSystem, url: str, evaluation: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """`evaluation`, which is stored at `url`; without one, that of an earlier report, if there is any."""
+    if evaluation is not None:
+        fs.mkdirs(url.rpartition("/")[0])
+        document = {"format_version": 1, "kind": "reported evaluation", "result": evaluation}
+        write_file(fs, url, seal(document), exclusive=False)
+    elif fs.exists(url):
+        evaluation = unseal_as("reported evaluation", fs.read_bytes(url), url)["result"]
+    return evaluation
 
 
 def about_run(

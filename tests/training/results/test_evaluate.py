@@ -85,6 +85,9 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
     part = evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
     assert "step-0000000012" in part["model"]
     assert part["metrics"] == whole["metrics"]
+    for which, step in (("best", 6), (6, 6), ("last", 12)):
+        of_one = evaluate(url, dataset, "test", run_threads, checkpoint=which)
+        assert f"step-{step:010}" in of_one["model"] and (of_one["metrics"] == whole["metrics"]) == (step == 12)
     write_table(tmp_path / "other", seed=9)
     with pytest.raises(ConfigError, match="another digest") as caught:
         evaluate(str(tmp_path / "run"), str(tmp_path / "other"), "test", run_threads)

@@ -200,6 +200,7 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
     assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
     assert page == Path(write_report(run, evaluation)).read_text()
+    assert page == Path(write_report(run)).read_text(), "a later report keeps the evaluation"
 
 
 def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
