@@ -107,6 +107,14 @@ def vectors(tensor: Any, name: str, size: int, width: int, decay: float, start: 
     return found * ops.expand_dims(ops.cast(tensor > 0, found.dtype), -1)
 
 
+def last_of(x: Any, ids: Any) -> Any:
+    """The vector of the last id of each row, zeros for a row without ids: (n, length, k), (n, length) -> (n, k)."""
+    there = ops.cast(ids > 0, x.dtype)
+    later = ops.sum(there, axis=1, keepdims=True) - ops.cumsum(there, axis=1)
+    last = there * ops.cast(ops.equal(later, 0), x.dtype)
+    return ops.sum(x * ops.expand_dims(last, -1), axis=1)
+
+
 def dense_layers(x: Any, chosen: Mapping[str, Any]) -> Any:
     """Hidden layers as the settings `layers`, `width`, `dropout` and `decay` say: (n, k) -> (n, width)."""
     for number in range(chosen["layers"]):

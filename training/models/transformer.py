@@ -11,15 +11,15 @@ from keras import ops
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import ids_of, inputs_of, sequence_of
+from training.models.inputs import ids_of, inputs_of, last_of, sequence_of
 from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
 from training.models.ready import settings_of
 
-LEARNING_RATE = 0.001
+LEARNING_RATE = 0.003
 
 
 def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
-    """Vectors of ids and of their places, blocks of self-attention, and the output from the last id's vector.
+    """Vectors of ids and of their places, blocks of self-attention; the output from the last place and the last id.
 
     One input is used, (n, length) ids with padding (0) at the end; label classes such as the next page, yes or no, or a
     number. Raises ConfigError for a dataset without such a column, or with several if `--set sequence` names none.
@@ -32,14 +32,17 @@ def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
     # Places count from the end: 1 is the last id of a row, 0 is padding.
     count = ops.sum(ops.cast(there, "int64"), axis=1, keepdims=True)
     place = ops.maximum(count - np.arange(length), 0)
-    x = keras.layers.Embedding(ids_of(signature)[name], width, name="_vectors")(ids)
-    x = x + keras.layers.Embedding(length + 1, width, name="_places")(place)
+    # As in gru: large first values distinguish ids from the first step on.
+    start = keras.initializers.RandomUniform(-1, 1)
+    found = keras.layers.Embedding(ids_of(signature)[name], width, embeddings_initializer=start, name="_vectors")(ids)
+    x = found + keras.layers.Embedding(length + 1, width, name="_places")(place)
     x = keras.layers.Dropout(chosen["dropout"], name="_dropout")(x)
     for block in range(chosen["layers"]):
         x = _block(x, ops.expand_dims(there, 1), f"_{block}", chosen)
     x = keras.layers.LayerNormalization(name="_norm")(x)
-    last = ops.expand_dims(ops.cast(ops.equal(place, 1), x.dtype), -1)  # (n, length, 1)
-    model = keras.Model(inputs, output_of(ops.sum(x * last, axis=1), label, signature), name="transformer")
+    x = keras.layers.Concatenate(name="_joined")([last_of(x, ids), last_of(found, ids)])
+    x = keras.layers.Dropout(chosen["dropout"], name="_dropout_last")(x)
+    model = keras.Model(inputs, output_of(x, label, signature), name="transformer")
     return compile_for(
         model, label, signature, keras.optimizers.Adam(options.learning_rate or LEARNING_RATE), hits=True
     )

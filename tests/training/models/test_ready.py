@@ -177,21 +177,13 @@ def test_mlp_scales_pixels() -> None:
     np.testing.assert_allclose(hidden, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("depth", "millions"),
-    [
-        (20, 0.27),
-        (32, 0.46),
-        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((44, 0.66), (56, 0.85), (110, 1.7))),
-    ],
-)
+@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85), (110, 1.7)])
 def test_resnets_have_the_papers_parameters(depth: int, millions: float) -> None:
-    """He et al., table 6, to its digits; the shortcuts' convolutions (option B) are 2,560 more."""
+    """He et al., table 6, which cuts the digits off; the shortcuts' convolutions (option B) are 2,560 more."""
     image = TensorSpec(shape=(32, 32, 3), dtype="uint8")
     signature = Signature(features={"image": image}, label=TensorSpec(shape=(), dtype="int64"), num_classes=10)
-    count = build(f"resnet{depth}", signature, ModelOptions()).model.count_params()
-    digits = 1 if depth == 110 else 2
-    assert round((count - 2560) / 1e6, digits) == millions or abs(count / 1e6 - millions) < 0.011
+    count = build(f"resnet{depth}", signature, ModelOptions()).model.count_params() - 2560
+    assert f"{count / 1e6:.6f}".startswith(str(millions))
 
 
 @pytest.mark.parametrize(
