@@ -271,6 +271,8 @@ class ControlServer:
 
     def _settle_s(self, failures: Sequence[Failure]) -> float:
         """How long after the first failure another one may still arrive that explains it."""
+        if self._fault is not None and not isinstance(self._fault, LauncherError):
+            return 0.0  # `wait` raises it, whatever else arrives
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         began = any(state.marks.first_step_at for state in self._states)
         if first is not None and first.weight is Weight.RAISED and not began and first.state.phase not in UNCOUNTED:

@@ -366,6 +366,18 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     server._listener.close()
 
 
+def test_what_ends_the_launch_in_any_case_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pruned trial's: no rank's report can explain it."""
+    monkeypatch.setattr("training.control.server.SETTLE_S", 20.0)
+    server = ControlServer(KEY, 7, 1, Limits(grace_s=0.1), None, "127.0.0.1")
+    server.fail(LockstepError("the caller ended it"))
+    began = time.monotonic()
+    with pytest.raises(LockstepError, match="the caller ended it"):
+        server.wait()
+    assert time.monotonic() - began < 15.0
+    server._listener.close()
+
+
 def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end() -> None:
     """Its supervisor's connection broke in the moment in which the rank ended, or the rank was stopped there."""
     server = ControlServer(KEY, 7, 1, Limits(lost_s=0.5, grace_s=0.1), None, "127.0.0.1")
