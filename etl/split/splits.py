@@ -85,6 +85,17 @@ class SplitSpec:
             return f"subset:{self.column}={','.join(self.values)}"
         return {"given": "given", "random": shares}.get(self.kind, f"{self.kind}:{self.column}:{shares}")
 
+    def check_append(self, url: str) -> None:
+        """Raise ConfigError if no dataset with this split, as the one at `url` has it, can be continued."""
+        moved = {"time": "borders in time"}.get(self.kind, "groups between the folds" if self.balanced else None)
+        if moved is not None:
+            raise ConfigError(
+                f"--append-to does not go with a split by {'time' if self.kind == 'time' else 'balanced folds'}",
+                got=f"--split {self.text[:MAX_SHOWN]} of {url}",
+                allowed=f"a split that more records do not change; they would move {moved}",
+                next_step="Make one dataset from all inputs, the earlier and the new, without --append-to.",
+            )
+
     @classmethod
     def parse(cls, text: str) -> SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
