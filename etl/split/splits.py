@@ -228,8 +228,9 @@ def _no_nulls(name: str, column: pa.Array) -> pa.Array:
 
 
 def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
+    way = "Cast the column" + ("; --time-columns reads ISO 8601 in logs" if allowed == _TIMES else "")
     what = f"column `{name}` cannot decide the split"
-    return {"what": what, "got": got, "allowed": allowed, "next_step": "Cast the column, or split by another one."}
+    return {"what": what, "got": got, "allowed": allowed, "next_step": f"{way}. Or split by another one."}
 
 
 def _parts(shares: str, text: str) -> list[str]:
