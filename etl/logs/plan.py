@@ -212,7 +212,9 @@ def columns_differ(
     """The error for a file with the columns `there` in which some wanted columns are `missing` or there `twice`."""
     faults = [f"{what} {_listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
     other = next((name for name, mark in DELIMITERS.items() if name != log_format and there and mark in there[0]), None)
-    way = "Correct the flags that name columns, or the schema; --columns renames fields."
+    way = "Correct the flags that name columns, or the schema."
+    if "" in there:  # such as the index that pandas writes
+        way += " A field without a name cannot be read: name it in the file's first line."
     if len(there) == 1 and other is not None:
         way = f"The file looks like {other}: correct --log-format, which is {log_format}."
     return ConfigError(
@@ -247,7 +249,7 @@ def _check_columns(
             f"a column cannot be called {', '.join(odd + alike)}",
             got="a name that the dataset uses itself, or one that differs from another only in case",
             allowed="names that do not begin with `_` and differ in more than case",
-            next_step="Rename the fields by --columns.",
+            next_step="Rename the fields in the file's first line, or by --columns if it has no header.",
         )
     if config.label is not None and schema.label is None:
         raise ConfigError(

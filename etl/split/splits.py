@@ -85,6 +85,17 @@ class SplitSpec:
             return f"subset:{self.column}={','.join(self.values)}"
         return {"given": "given", "random": shares}.get(self.kind, f"{self.kind}:{self.column}:{shares}")
 
+    def check_append(self, url: str) -> None:
+        """Raise ConfigError if no dataset with this split, as the one at `url` has it, can be continued."""
+        moved = {"time": "borders in time"}.get(self.kind, "groups between the folds" if self.balanced else None)
+        if moved is not None:
+            raise ConfigError(
+                f"--append-to does not go with a split by {'time' if self.kind == 'time' else 'balanced folds'}",
+                got=f"--split {self.text[:MAX_SHOWN]} of {url}",
+                allowed=f"a split that more records do not change; they would move {moved}",
+                next_step="Make one dataset from all inputs, the earlier and the new, without --append-to.",
+            )
+
     @classmethod
     def parse(cls, text: str) -> SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
@@ -217,8 +228,9 @@ def _no_nulls(name: str, column: pa.Array) -> pa.Array:
 
 
 def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
+    way = "Cast the column" + ("; --time-columns reads ISO 8601 in logs" if allowed == _TIMES else "")
     what = f"column `{name}` cannot decide the split"
-    return {"what": what, "got": got, "allowed": allowed, "next_step": "Cast the column, or split by another one."}
+    return {"what": what, "got": got, "allowed": allowed, "next_step": f"{way}. Or split by another one."}
 
 
 def _parts(shares: str, text: str) -> list[str]:

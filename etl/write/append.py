@@ -82,20 +82,24 @@ class Parent:
 def open_parent(url: str, config: WriteConfig) -> Parent:
     """The dataset at `url` and all that it continues.
 
-    Raises ConfigError if `config` asks for other weights, sample, form of features, format, split or seed than the
-    parent has (weights and sample only where its manifest names them), if its manifest holds a sample or class counts
-    that cannot be read, or if it has weights and no class counts. Raises DataError if an earlier dataset has changed.
+    Raises ConfigError if it is split by time or in balanced folds, if `config` asks for other weights, sample, form of
+    features, format, split or seed than the parent has (weights and sample only where its manifest names them), if its
+    manifest holds a sample or class counts that cannot be read, or if it has weights and no class counts. Raises
+    DataError if an earlier dataset has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
+    split = _split_of(stored.get("split"))
+    if split is not None:
+        split.check_append(url)
     settings = {
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
         "form of features": (_form(baked=any(field.is_baked for field in above)), _form(baked=config.bake)),
         "format": (first.format, config.fmt),
-        "split": (_split_text(stored.get("split")), config.split_spec.text),
+        "split": (split.text if split else "unknown", config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
     }
     for what, (theirs, ours) in settings.items():
@@ -269,8 +273,8 @@ def _form(*, baked: bool) -> str:
     return "inputs of a model (--bake)" if baked else "the features themselves, without --bake"
 
 
-def _split_text(stored: object) -> str:
+def _split_of(stored: object) -> SplitSpec | None:
     try:
-        return SplitSpec.parse(current_spelling(str(stored))).text
+        return SplitSpec.parse(current_spelling(str(stored)))
     except ConfigError:  # of a dataset that ETL has not made
-        return "unknown"
+        return None

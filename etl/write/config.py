@@ -91,11 +91,7 @@ class WriteConfig:
             require(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
             require(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
         if self.append_to is not None:
-            require(
-                spec.kind != "time", "--append-to", self.split, "another split: a border in time belongs to the parent"
-            )
-            kept = "another split, such as kfold:K:COLUMN: more records would move groups between balanced folds"
-            require(not spec.balanced, "--append-to", self.split, kept)
+            spec.check_append(self.output)
         if self.sample is not None:
             Sampling.parse(self.sample)
 

@@ -249,7 +249,7 @@ class RunHandler(Handler):
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
-        self._note = self._val_note = ""
+        self._step, self._loss_note, self._val_note = 0, "", ""
         self._doubted: set[str] = set()  # metrics that a note was printed about
         self._bar = threading.Lock()
         self._ended = threading.Event()
@@ -310,7 +310,8 @@ class RunHandler(Handler):
     def on_step(self, step: int) -> None:
         """Show rank 0's steps in the progress bar."""
         with self._bar:
-            self._progress.set(step, self._note)
+            self._step = step
+            self._progress.set(step, self._note())
 
     def _take_metrics(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -318,13 +319,20 @@ class RunHandler(Handler):
             if row["kind"] == "epoch":
                 self._doubt(row)
                 val_loss = row["metrics"].get("val_loss")
-                self._val_note = f", val_loss {val_loss:.4f}" if isinstance(val_loss, float) else self._val_note
+                if isinstance(val_loss, float):
+                    self._val_note = f"val_loss {val_loss:.4f} of epoch {row['epoch'] + 1}"
                 self._on_epoch(row)
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
-                self._note = f"loss {loss:.4f}{self._val_note}"
+                self._loss_note = f"loss {loss:.4f}"
             with self._bar:
                 self._progress.add(row)
+                if row["kind"] == "epoch":  # the last one follows the last step
+                    self._step = max(self._step, row["step"])
+                    self._progress.set(self._step, self._note())
+
+    def _note(self) -> str:
+        return ", ".join(filter(None, [self._loss_note, self._val_note]))
 
     def _doubt(self, row: dict[str, Any]) -> None:
         """Print a note, once for each metric, on what makes an epoch's numbers doubtful."""

@@ -201,6 +201,7 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
         ([*good, "--split", "stratified:page_tokens:80/20"], ConfigError, "`page_tokens` cannot decide the split"),
         ([*good, *table, "--split", "stratified:propensity_score:8/2"], ConfigError, "cannot decide the split"),
         ([*good, *table, "--split", "time:propensity_score:8/2"], ConfigError, "cannot decide the split"),
+        ([*good, *table, "--split", "time:timestamp:8/2"], ConfigError, "--time-columns reads ISO 8601"),
         ([*good, *table, "--sample", "user=1:1%"], ConfigError, "no column user"),
         ([*good, "--sample", "host=a:1%"], ConfigError, "--sample names the column `host`"),
         ([*good, "--sample", "stays=maybe:1%"], ConfigError, "a class that column `stays` cannot have"),

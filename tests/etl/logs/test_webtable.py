@@ -329,7 +329,8 @@ def test_the_place_of_a_record_is_a_column_too(tmp_path: Path, told: dict[str, A
 def test_columns_that_are_not_there_are_told_apart_from_a_wrong_format() -> None:
     told = columns_differ("u", "csv", ["", "a", "b"], ["x"], ["a", "b"])
     assert (told.got, told.allowed) == ("no column x; more than one a, b", "its columns: a, b")
-    assert "--columns" in told.next_step
+    assert "without a name" in told.next_step, "the first field has none, and no flag reads it"
+    assert "without a name" not in columns_differ("u", "csv", ["a"], ["x"], []).next_step
     many = [f"column_{number}" for number in range(100)]
     listed = columns_differ("u", "tsv", many, ["x"], []).allowed.removeprefix("its columns: ")
     names, _, more = listed.partition(" and ")

@@ -158,6 +158,19 @@ def test_a_parent_whose_split_is_written_in_an_earlier_form_is_continued(tmp_pat
         open_parent(str(tmp_path / "a"), replace(config, split="7/3"))
 
 
+@pytest.mark.parametrize("split", ["time:at:6/2/2", "kfold:3:a:balanced"])
+def test_a_split_that_more_records_change_is_not_continued(tmp_path: Path, split: str) -> None:
+    """Whatever split is asked for, the same answer, and none that leads to the next refusal."""
+    published(tmp_path, "a", write_table(tmp_path / "tiny"), None, split=split)
+    with pytest.raises(ConfigError) as ours:
+        WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), split=split)
+    with pytest.raises(ConfigError) as theirs:
+        open_parent(str(tmp_path / "a"), WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a")))
+    assert ours.value.what == theirs.value.what and "does not go with" in ours.value.what
+    assert ours.value.next_step == theirs.value.next_step and "one dataset from all inputs" in ours.value.next_step
+    assert split in theirs.value.got and split not in theirs.value.allowed
+
+
 def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> None:
     """A class weighs the same in all of a chain, so that they can be trained on together."""
     tiny, counts = write_table(tmp_path / "tiny"), {"false": 90, "true": 10}

@@ -13,8 +13,9 @@ from lockstep.storage.documents import unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
-from training.config import Keep
-from training.driver.commit import CommitHandler
+from training.config import Keep, TrainConfig
+from training.driver.commit import CommitHandler, RunHandler
+from training.driver.live import OnTerminal
 from training.driver.retention import drop_stagings
 from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
 from training.run.metrics import PartWriter
@@ -226,3 +227,23 @@ def test_a_part_that_got_its_name_and_could_not_be_read_back(
     told = [path.read_text() for path in sorted((tmp_path / "parts").iterdir())]
     dropped = "[2 lines dropped while the storage was unavailable]\n" if limit == 8 else "two\n"
     assert told == ["one\n", f"{dropped}three\n", "four\n"]
+
+
+def test_progress_says_of_which_epoch_a_val_loss_is(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    claim, commits = generation(paths)
+    config = TrainConfig(datasets=("data",), run=paths.root, model="logistic", num_ranks=2, global_batch=1, epochs=2)
+
+    def lines(epochs: int) -> str:
+        with OnTerminal(config, 4) as progress:
+            handler = RunHandler(paths, claim, None, commits, progress)
+            for epoch in range(2):
+                last = 2 * epoch + 2
+                step = {"kind": "step", "step": last, "epoch": epoch, "loss": 1.0 - epoch / 2}
+                end = {"kind": "epoch", "step": last, "epoch": epoch, "metrics": {"val_loss": 3.0 - epoch}}
+                handler.answer(0, "metrics", {"rows": [step]})
+                handler.on_step(last)
+                handler.answer(0, "metrics", {"rows": [end] if epoch < epochs else []})
+        return capsys.readouterr().err.strip().split(" s, ")[-1]
+
+    assert lines(1) == "loss 0.5000, val_loss 3.0000 of epoch 1"
+    assert lines(2) == "loss 0.5000, val_loss 2.0000 of epoch 2"
