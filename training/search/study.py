@@ -176,7 +176,7 @@ class Study:
             trial.state, trial.value, trial.model = DONE, value, model
 
 
-STARTUP_TRIALS = 10  # as long as TPE proposes at random; with Optuna's 5 a search lost twice as much (docs/tuning.md)
+STARTUP_TRIALS = 10  # of the median: while TPE proposes at random; with 5 a search lost more (decision 092)
 MIN_FOR_IMPORTANCE = 3  # different values: with two, every parameter that differs explains all
 
 
