@@ -28,7 +28,7 @@ from etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, require
 
 HEAD_BYTES = 64 << 10
 HEAD_LINES = 100
@@ -140,6 +140,8 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     if config.schema is None:
+        for flag, given in (("--id-columns", config.id_columns), ("--time-columns", config.time_columns)):
+            require(not given, flag, " ".join(given), "with --schema")
         target = _target(config, web.schema(_is_combined(form)), web.ID_SCHEMA, parent)
         sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]

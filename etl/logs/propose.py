@@ -1,7 +1,8 @@
 """A schema proposed for a table of unknown columns, from its first rows: a TOML file to read, correct and use.
 
 Each field follows a comment with what was seen of it. jobs.etl_logs runs with the file on the same table as it is: so a
-column that no field can hold is only a comment, and every feature may be null.
+column that no field can hold, or that a file lacks, is only a comment, and if there are more rows than were read every
+feature may be null.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
@@ -75,6 +76,10 @@ class _Table:
     notes: Sequence[str]
     rows: int
     unread: str
+    whole: bool
+    """Whether these are all rows."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """By the names of columns that not every file has once: the first file that has not."""
 
 
 def _lines(sources: Iterable[Source], *, quoted_newlines: bool, header: bool) -> Iterator[bytes]:
@@ -93,9 +98,13 @@ def _text_table(sources: Sequence[Source], config: LogsConfig) -> _Table:
     def named(source: Source) -> tuple[str, ...]:
         return config.columns or names_in(source, config.log_format, config.quoted_newlines)
 
-    names = named(sources[0])
-    alike = takewhile(lambda source: named(source) == names, sources)
-    lines = list(islice(_lines(alike, quoted_newlines=config.quoted_newlines, header=header), ROWS))
+    headers = {source.url: named(source) for source in sources}
+    names = headers[sources[0].url]
+    absent = {name: url for url in reversed(headers) for name in names if headers[url].count(name) != 1}
+    alike = list(takewhile(lambda source: headers[source.url] == names, sources))
+    lines = list(islice(_lines(alike, quoted_newlines=config.quoted_newlines, header=header), ROWS + 1))
+    whole = len(lines) <= ROWS and len(alike) == len(sources)
+    del lines[ROWS:]
     reasons, drops = Reasons(len(lines)), Reasons(len(lines))
     places = [str(place) for place in range(len(names))]  # names may occur twice
     columns = [Column(place, pa.string(), nullable=True) for place in places]
@@ -104,7 +113,8 @@ def _text_table(sources: Sequence[Source], config: LogsConfig) -> _Table:
     good = reasons.good & drops.good
     typed = [_typed(read[place].filter(pa.array(good))) for place in places]
     unread = ", ".join(f"{count} {reason}" for reason, count in reasons.counts().items())
-    return _Table(names, [values for values, _ in typed], [note for _, note in typed], int(good.sum()), unread)
+    columns_read, notes = [values for values, _ in typed], [note for _, note in typed]
+    return _Table(names, columns_read, notes, int(good.sum()), unread, whole, absent)
 
 
 def _typed(texts: pa.Array) -> tuple[pa.Array, str]:
@@ -134,7 +144,8 @@ def _are(values: pa.Array, kind: pa.DataType) -> bool:
 
 def _json_table(sources: Sequence[Source]) -> _Table:
     documents, unread = list[dict[str, Any]](), 0
-    for line in islice(_lines(sources, quoted_newlines=False, header=False), ROWS):
+    lines = list(islice(_lines(sources, quoted_newlines=False, header=False), ROWS + 1))
+    for line in lines[:ROWS]:
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
@@ -144,7 +155,7 @@ def _json_table(sources: Sequence[Source]) -> _Table:
     names = list(dict.fromkeys(name for document in documents for name in document))
     columns = [_array([document.get(name) for document in documents]) for name in names]
     lost = f"{unread} not_json_object" if unread else ""
-    return _Table(names, columns, [""] * len(names), len(documents), lost)
+    return _Table(names, columns, [""] * len(names), len(documents), lost, len(lines) <= ROWS)
 
 
 def _array(values: list[Any]) -> pa.Array | None:
@@ -171,6 +182,7 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
             "its name is not Unicode": name != _unicode(name),
             "the dataset has a column of this name": name in ("split", SAMPLE_ID),
             "the name occurs twice": times[name] > 1,
+            f"{table.absent.get(name)} does not have it once": name in table.absent,
             "the name differs from another only in case": cases[name.lower()] > times[name],
             "its values have several types": values is None,
             "it has no value in these rows": values is not None and values.null_count == len(values),
@@ -179,8 +191,13 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
         entry: dict[str, Any] | None = None
         if fault is None and values is not None:
             wanted = label is None and name.lower() in LABELS
-            entry = (_label(values, config.log_format == "json") if wanted else None) or _feature(name, values)
+            entry = _label(values, config.log_format == "json") if wanted else None
+            if name in config.time_columns:
+                entry = {"dtype": "int64", "encoding": {"kind": "ignore"}}
+            entry = entry or _feature(name, values)
             fault = None if entry is not None else f"no field holds {values.type}"
+            if entry is not None and entry.get("kind") != "label" and not entry.get("list"):
+                entry |= {"nullable": True} if values.null_count or not table.whole else {}
         if entry is not None:
             try:
                 declared_field({"name": name, **entry})
@@ -193,6 +210,7 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
         label = name if entry.get("kind") == "label" else label
         ids += [name] if _unique(values) else []
         note = table.notes[position - 1]
+        note = note or ("always the same, so not an input" if _constant(values) else "")
         blocks.append(_block({"name": name, **entry}, _seen(values) + (f"; {note}" if note else "")))
     if not fields:
         raise _nothing(config, "; ".join(block.strip("# \n") for block in blocks)[:500])
@@ -221,6 +239,11 @@ def _unique(values: pa.Array) -> bool:
     return named and LEAST_IDS <= len(values) == pc.count_distinct(values).as_py() and not values.null_count
 
 
+def _constant(values: pa.Array) -> bool:
+    scalars = not pa.types.is_nested(values.type) and not values.null_count
+    return scalars and len(values) >= LEAST_IDS and pc.count_distinct(values).as_py() == 1
+
+
 def _label(values: pa.Array, typed: bool) -> dict[str, Any] | None:
     """The column as the field to predict; None if it has nulls, or is no number and not yes or no."""
     kind, span = _DTYPES.get(values.type), pc.min_max(values)
@@ -245,7 +268,7 @@ def _feature(name: str, values: pa.Array) -> dict[str, Any] | None:
     dtype = _DTYPES.get(values.type)
     if dtype is None:
         return None
-    if _unique(values) or values.type == pa.timestamp("us"):
+    if _unique(values) or _constant(values) or values.type == pa.timestamp("us"):
         encoding = {"kind": "ignore"}
     elif dtype == "bool":
         encoding = {"kind": "number", "null_value": 0}
@@ -253,7 +276,7 @@ def _feature(name: str, values: pa.Array) -> dict[str, Any] | None:
         encoding = _categories(values)
     else:
         encoding = _of_numbers(np.asarray(values.drop_null().cast(pa.float64(), safe=False)))
-    return {"dtype": dtype, "nullable": True, "encoding": encoding}
+    return {"dtype": dtype, "encoding": encoding}
 
 
 def _categories(values: pa.Array) -> dict[str, Any]:
@@ -288,7 +311,9 @@ def _seen(values: pa.Array) -> str:
     if not pa.types.is_nested(values.type) and values.type not in (pa.string(), pa.bool_()):
         span = pc.min_max(values.filter(pc.is_finite(values)) if pa.types.is_floating(values.type) else values)
         parts += [f"{span['min']} to {span['max']}"] if span["min"].is_valid else []
-    shown = (_quoted(value[:_EXAMPLE_CHARACTERS]) for value, _ in counts.most_common(_EXAMPLES))
+    most = _EXAMPLE_CHARACTERS
+    examples = (value for value, _ in counts.most_common(_EXAMPLES))
+    shown = (_quoted(value[:most] + ("…" if len(value) > most else "")) for value in examples)
     time = (
         'a time: dtype = "int64" with --time-columns stores microseconds' if values.type == pa.timestamp("us") else ""
     )

@@ -199,7 +199,6 @@ class LogsConfig(OutputConfig):
         for flag, given, fits, formats in only:
             require(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
         for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
-            require(self.schema is not None or not names, flag, " ".join(names), "with --schema")
             require(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
         require(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
         require(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from etl.logs.parse import BAD, ROW, parse_ranges
 from etl.logs.plan import plan_of
-from etl.logs.propose import propose
+from etl.logs.propose import ROWS, propose
 from etl.write.config import LogsConfig
 from jobs import etl_logs
 from lockstep.features.schema.declare import load_schema
@@ -87,13 +87,46 @@ def test_each_kind_of_column_has_its_dtype_and_encoding(tmp_path: Path) -> None:
         "ok": ("bool", "number"),
         "load": ("string", "vocabulary"),
     }
-    assert all(field.nullable for field in fields.values() if field.kind == "feature")
+    assert [field.name for field in fields.values() if field.nullable] == ["page"], "all rows were read"
     for part in (
         'perhaps --id-columns: "row"', "10.0% null, 27 distinct", "40 distinct, 0 to 39",
         'with --null-text "NA"',
         "--time-columns", '"nothing", column 12, is left out: it has no value', "first 0 stay a text",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_rows_that_were_not_read_may_have_nulls(tmp_path: Path) -> None:
+    for rows, nullable in ((ROWS, False), (ROWS + 1, True)):
+        fields, _ = proposed(tmp_path, table(x=[i % 7 for i in range(rows)]))
+        assert fields["x"].nullable is nullable
+        fields, _ = proposed(tmp_path, '{"x": 1.5}\n{"x": 2}\n' * (rows // 2) + '{"x": 3}\n' * (rows % 2), "json")
+        assert fields["x"].nullable is nullable
+
+
+def test_a_constant_is_no_input_and_a_cut_example_shows_it(tmp_path: Path) -> None:
+    columns: dict[str, list[Any]] = {"one": [4] * 20, "word": ["a" * 31] * 20, "holes": [4] * 19 + [""]}
+    fields, text = proposed(tmp_path, table(**columns))
+    kinds = {name: (field.encoding or {})["kind"] for name, field in fields.items()}
+    assert kinds == {"one": "ignore", "word": "ignore", "holes": "standardise"}
+    assert text.count("always the same") == 2 and f'"{"a" * 30}…"' in text
+
+
+def test_a_time_column_is_proposed_as_the_job_stores_it(tmp_path: Path) -> None:
+    rows = table(at=[f"2020-01-{1 + i % 28:02}T10:00:00Z" for i in range(60)], x=[i % 7 for i in range(60)])
+    fields, _ = proposed(tmp_path, rows, time_columns=("at",), id_columns=("x",), split="time:at:6/2/2")
+    assert fields["at"].dtype == "int64" and not fields["at"].nullable
+
+
+def test_a_column_that_a_file_lacks_is_left_out_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y,z\n1,2,3\n4,5,6\n")
+    (tmp_path / "b.csv").write_text("z,x\n1,2\n")
+    where = tmp_path / "schema.toml"
+    propose(LogsConfig(inputs=(str(tmp_path / "*.csv"),), output=str(where), log_format="csv"))
+    assert [field.name for field in load_schema(str(where)) if field.kind != "id"] == ["x", "z"]
+    assert f'"y", column 2, is left out: {tmp_path / "b.csv"} does not have it once' in where.read_text()
+    for name in ("a.csv", "b.csv"):
+        assert read_by(where, tmp_path / name, tmp_path, "csv")[0] == 0
 
 
 def test_only_a_column_of_that_name_without_nulls_is_the_label(tmp_path: Path) -> None:

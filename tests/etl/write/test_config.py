@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[3]
         {"seed": -1},
         {"log_format": "xml"},
         {"schema": "s.toml"},
-        {"log_format": "csv", "id_columns": ("a",)},
+        {"log_format": "csv", "id_columns": ("a", "a")},
         {"log_format": "json", "columns": ("a",)},
         {"log_format": "tsv", "quoted_newlines": True},
         {"log_format": "csv", "columns": ("a", "a")},
