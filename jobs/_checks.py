@@ -183,7 +183,7 @@ def check_spark(master: str | None, url: str | None = None) -> str:
     """
     from jobs._session import spark_session
 
-    with spark_session("doctor", master) as spark:
+    with spark_session("doctor", master, input_bytes=0) as spark:
         context = spark.sparkContext
         cluster = str(context.master)
         where = f"Spark {spark.version} on {cluster}"

@@ -18,6 +18,6 @@ def launch_of(launcher: str, job: str, master: str | None) -> Iterator[Launch]:
     if launcher == "local":
         yield run_local
         return
-    with spark_session(f"lockstep {job}", master) as spark:
+    with spark_session(f"lockstep {job}", master, input_bytes=0) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         yield OnSpark(spark)

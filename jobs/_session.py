@@ -40,6 +40,9 @@ PINNED = {
 }
 
 
+SHORT_JOB_BYTES = 128 << 20
+
+
 def ship_rooms(folder: str) -> str:
     """Zip our Python files into `folder` for the executors. Returns the zip's path."""
     target = os.path.join(folder, "lockstep.zip")
@@ -50,18 +53,18 @@ def ship_rooms(folder: str) -> str:
     return target
 
 
-def java_options(environment: MutableMapping[str, str]) -> None:
+def java_options(environment: MutableMapping[str, str], *, short: bool) -> None:
     """Set options of the Java process that this one will start, unless the user has set them.
 
-    Only Java's quick compiler: Arrow does the parsing, so the optimising compiler costs a short job more time than it
-    saves (decision 063). And our log4j2 file, which hides Spark's messages at each start; a user's file in the
-    configuration folder, or by a Java option, wins.
+    For a `short` session only Java's quick compiler: there the optimising one costs more time than it saves (decision
+    063). And our log4j2 file, which hides Spark's messages at each start; a user's file in the configuration folder, or
+    by a Java option, wins.
     """
     home = environment.get("SPARK_HOME")
     folder = environment.get("SPARK_CONF_DIR") or (home and os.path.join(home, "conf"))
     options = environment.get("SPARK_SUBMIT_OPTS", "")
     more = [options] if options else []
-    if "TieredStopAtLevel" not in options:
+    if short and "TieredStopAtLevel" not in options:
         more.append("-XX:TieredStopAtLevel=1")
     if not (folder is not None and any(Path(folder).glob("log4j2*"))) and "log4j" not in options and LOG4J.is_file():
         # spark-submit puts these before spark.driver.extraJavaOptions; of two with one name, Java takes the last.
@@ -70,11 +73,14 @@ def java_options(environment: MutableMapping[str, str]) -> None:
 
 
 @contextmanager
-def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
+def spark_session(
+    app_name: str, master: str | None = None, *, input_bytes: int | None = None
+) -> Iterator[SparkSession]:
     """A session with pinned settings, stopped at the end of the block.
 
-    The master is `master` if given, else that of spark-submit, else `local[*]`. Raises ConfigError for a master that
-    Spark does not know, and if Java cannot be started.
+    `input_bytes` is what a session of one job will read, if it is known: up to SHORT_JOB_BYTES, Java compiles for a
+    short life. The master is `master` if given, else that of spark-submit, else `local[*]`. Raises ConfigError for a
+    master that Spark does not know, and if Java cannot be started.
 
     >>> import lockstep
     >>> with lockstep.spark_session("count", "local[2]") as spark:
@@ -95,7 +101,7 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
         builder = builder.config(key, value)
     submitted = "SPARK_ENV_LOADED" in os.environ  # set by the launcher of spark-submit
     if not submitted:
-        java_options(os.environ)
+        java_options(os.environ, short=input_bytes is not None and input_bytes <= SHORT_JOB_BYTES)
     if master is not None:
         builder = builder.master(master)
     elif not submitted:

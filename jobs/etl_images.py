@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = config_of(args)
     images = image_sets.check(config)
-    with spark_session("lockstep etl_images", args.master) as spark:
+    size = sum(source.size_bytes for source in images.sources)
+    with spark_session("lockstep etl_images", args.master, input_bytes=size) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         manifest = image_sets.run(spark, config, images)
     print(summary(manifest, args.output))

@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
         print(propose(config))
         return 0
     plan = logs.check(config)
-    with spark_session("lockstep etl_logs", args.master) as spark:
+    size = sum(source.size_bytes for source in plan.sources)
+    with spark_session("lockstep etl_logs", args.master, input_bytes=size) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         manifest = logs.run(spark, config, plan)
     print(summary(manifest, args.output))

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         with local_files(config.files):
             launch_script(config, run_local)
         return 0
-    with spark_session(f"lockstep launch {Path(script).name}", args.master) as spark:
+    with spark_session(f"lockstep launch {Path(script).name}", args.master, input_bytes=0) as spark:
         for path in config.files:
             spark.sparkContext.addFile(path)
         launch_script(config, OnSpark(spark), hadoop_settings_of(spark))
