@@ -88,6 +88,7 @@ def shared_bytes(rank: psutil.Process) -> list[int]:
     return [int(stop, 16) - int(start, 16) for start, stop in ends]
 
 
+@pytest.mark.soak  # `make test` runs docs/cluster.md on YARN, kills ranks on local disks and daemons under a run
 @pytest.mark.timeout(2400)
 def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Cluster, tmp_path: Path) -> None:
     """ETL by this worker's session, ranks of this host; spark-submit and barrier stages work on YARN below."""

@@ -63,7 +63,8 @@ def test_a_session_with_one_slot_fails_and_says_what_to_do(
     """The session is a stand-in: the healthy machine above has a real one."""
 
     @contextmanager
-    def one_slot(name: str, master: str) -> Iterator[SimpleNamespace]:
+    def one_slot(name: str, master: str, *, input_bytes: int) -> Iterator[SimpleNamespace]:
+        assert input_bytes == 0
         yield SimpleNamespace(version="4.3.0", sparkContext=SimpleNamespace(master=master, defaultParallelism=1))
 
     monkeypatch.setattr("jobs._session.spark_session", one_slot)

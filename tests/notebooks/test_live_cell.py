@@ -68,6 +68,7 @@ class Outputs:
         return str(self.updates[-1]["data"]["text/plain"])
 
 
+@pytest.mark.soak  # `make test` runs a whole notebook, and the parts of a cell's output in tests/training/driver
 @pytest.mark.slow
 def test_a_cell_shows_curves_in_one_output_and_resumes_after_an_interrupt(tmp_path: Path) -> None:
     write_table(tmp_path / "data", records={"train": 8 * STEPS // 3, "test": 30})
