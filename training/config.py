@@ -290,6 +290,9 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
+    shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
+    """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
+    (docs/embeddings.md; default: each rank has all tables)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -397,6 +400,8 @@ class TrainConfig:
         self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check_count("micro_batches")
+        least = self.shard_embeddings
+        self._check("shard_embeddings", least is None or 0 <= least < 2**63, "bytes from 0 up")
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
 
