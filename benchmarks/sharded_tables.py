@@ -3,7 +3,7 @@
     python -m benchmarks.sharded_tables [--ranks 1 2] [--rows 4000000] [--memory-gib 4] [--steps 20] [--torch PYTHON]
 
 The step is that of a recommender: each rank has 4,096 samples of 26 features, whose ids follow Zipf's law, in one table
-16 wide. It looks the rows up, sends a gradient for each, and the owners apply row-wise Adagrad. Beside it, in turns and
+16 wide. It looks the rows up, sends a gradient for each, and the owners apply row-wise Adagrad. Compared, in turns and
 in the same processes: whole tables on every rank, whose gradients are gathered by rows as jobs.train does without
 --shard-embeddings; and with --torch an nn.EmbeddingBag(sparse=True) over gloo, whose gradients are gathered too.
 `arithmetic` is what must be sent: distinct ids of other ranks' rows, the rows, their gradients. Memory is what the
