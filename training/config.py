@@ -290,6 +290,9 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
+    delay: Annotated[int, "D"] = 0
+    """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
+    (docs/strategies.md)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -344,6 +347,7 @@ class TrainConfig:
             self._check(name, getattr(self, name) in choices, " or ".join(choices))
         self._check_data()
         self._check_step()
+        self._check_strategy()
         self._check_checkpoints()
         self._check_ranks()
         if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
@@ -399,6 +403,21 @@ class TrainConfig:
         self._check_count("micro_batches")
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
+
+    def _check_strategy(self) -> None:
+        self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
+        if self.delay:
+            self._check_alone("delay", "0")
+            self._check("delay", self.micro_batches == 1, "0 with --micro-batches")
+
+    def _check_alone(self, name: str, usual: str) -> None:
+        """Another way to exchange than one sum in each step cannot be combined with what assumes one."""
+        self._check(name, not self.canonical, f"{usual} with --canonical")
+        self._check(
+            name, self.precision != "mixed_float16", f"{usual} with --precision mixed_float16, whose scale changes"
+        )
+        self._check(name, self.non_finite == "stop", f"{usual} with --non-finite skip")
+        self._check(name, self.backend not in UNAUTHENTICATED, f"{usual} with --backend {self.backend}")
 
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")

@@ -133,8 +133,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
         self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
-        self._model, self._comm = self._rank_model.model, self._rank_model.communicator
-        self._exchange = self._rank_model.exchange
+        self._model, self._exchange = self._rank_model.model, self._rank_model.exchange
+        self._strategy = self._rank_model.strategy
+        self._comm = self._strategy.communicator
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
         self._early_stop: EarlyStop | None = None
@@ -154,7 +155,9 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None and self._rank_model.learning_rate is not None:
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, self._exchange)
-        self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
+        self._saver = Saver(
+            context, config, self._model, self._comm, self._callbacks.callbacks, self._audit, self._strategy
+        )
         self._validation: Validation | None = None
         if held_out is not None:
             self._validation = Validation(held_out, config, self._model, self._comm, context.control, self._callbacks)
@@ -205,8 +208,10 @@ class Fit(AbstractContextManager["Fit"]):
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.monotonic() - began - validation_s
+        self._strategy.end()
         self._checkpoints.finish(self._progress)
         self._clock.flush()
+        self._strategy.finish()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
@@ -246,6 +251,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._last_step(epoch)
+        self._strategy.begin_epoch(epoch)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
@@ -269,12 +275,13 @@ class Fit(AbstractContextManager["Fit"]):
     def step_ends(self, epoch: int) -> None:
         """Reports, agreements and checkpoints of a step."""
         agreement = agreement_on(self._exchange, self._progress.step + 1)
+        agreement = self._strategy.step_ends(agreement, epoch_ends=agreement.step == self._last_step(epoch))
         self._progress.step = agreement.step
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
             self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
-        self._fed.forget(agreement.step)
+        self._fed.forget(agreement.step - self._config.delay)
         self._weights.after(agreement.step)
         if self._model.stop_training:
             # A callback of one rank: all ranks must stop after the same step, so they agree first.

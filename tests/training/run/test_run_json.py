@@ -41,6 +41,7 @@ REFUSED: dict[str, Any] = {
     "base_batch": 8,
     "warm_up_epochs": 1.5,
     "micro_batches": 2,
+    "delay": 1,
     "canonical": True,
     "backend": "tcp",
     "audit": True,
