@@ -147,6 +147,8 @@ class Exchange:
 
     delay = 0
     """Steps after which a step's sum is returned."""
+    apart = False
+    """Whether each rank applies its own gradients, as if it were the only one."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Exchange:
     @property
     def alone(self) -> bool:
         """Whether gradients stay in the graph: there is nothing to add."""
-        return self.communicator.num_ranks == 1 and self.scale == 1.0
+        return self.apart or (self.communicator.num_ranks == 1 and self.scale == 1.0)
 
     @property
     def applies(self) -> bool:

@@ -22,7 +22,7 @@ from training.comm.base import Communicator
 from training.config import StopRule, TrainConfig, lane_groups, of_validation
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
-from training.exchange.agreement import FedBatches, NonFinitePolicy
+from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from training.models.on_disk import export, load_initial
 from training.plan.mixture import Plan, steps_asked
@@ -78,6 +78,12 @@ def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
     if step != plan.first_step(epochs):
         return []
     return [sample_hex(sample) for _, sample in data.left_over(plan, epochs)]
+
+
+def losses_of(agreement: Agreement) -> list[tuple[int, float]]:
+    """Each step that the ranks have agreed on now, and its loss; none for a step that a rank did by itself."""
+    losses = (agreement.losses or (agreement.loss,)) if agreement.agreed else ()
+    return list(enumerate(losses, agreement.step - len(losses) + 1))
 
 
 class LabelCounts:
@@ -280,9 +286,11 @@ class Fit(AbstractContextManager["Fit"]):
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
-            self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
+            for step, loss in losses_of(agreement):
+                self._reports.step(step, epoch, loss, skipped=agreement.skipped)
         self._fed.forget(agreement.step - self._config.delay)
-        self._weights.after(agreement.step)
+        if agreement.equal:
+            self._weights.after(agreement.step)
         if self._model.stop_training:
             # A callback of one rank: all ranks must stop after the same step, so they agree first.
             self._model.stop_training, self._stop_wanted = False, True

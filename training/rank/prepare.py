@@ -36,6 +36,7 @@ from training.steps.rank_step import RankStep
 from training.steps.reduction import exchange_for
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
+from training.strategies.local_steps import LocalExchange, LocalSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +231,23 @@ class RankModel:
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        make = partial(DelayedExchange, delay=config.delay) if config.delay else exchange_for
+        make: Callable[..., Exchange] = LocalExchange if config.sync_every != 1 else exchange_for
+        if config.delay:
+            make = partial(DelayedExchange, delay=config.delay)
         self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
         self.strategy = EveryStep(self.communicator)
         if isinstance(self.exchange, DelayedExchange):
             self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, LocalExchange):
+            self.strategy = LocalSteps(
+                self.model,
+                self.exchange,
+                every=config.sync_every,
+                first_epoch=config.sync_until_epoch,
+                learning_rate=config.outer_learning_rate,
+                momentum=config.outer_momentum,
+            )
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
