@@ -363,7 +363,7 @@ class Exchange:
                 allowed="finite numbers; all ranks stop at this step, and none has applied it",
                 next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
             )
-        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
+        flags: dict[str, Any] = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
         self.step = step
         self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 

@@ -66,10 +66,10 @@ class LocalExchange(Exchange):
         self._wanted.clear()
         self.communicator.all_reduce(words)
         count = len(self._losses)
-        losses, flags = tuple(words[:count].tolist()), [bool(word > 0) for word in words[count:]]
+        losses = tuple(words[:count].tolist())
+        flags: dict[str, Any] = dict(zip(FLAGS, (bool(word > 0) for word in words[count:]), strict=True))
         self._losses = []
-        found = replace(self.agreement, loss=losses[-1], losses=losses, agreed=True, equal=equal)
-        self.agreement = replace(found, **dict(zip(FLAGS, flags, strict=True)))
+        self.agreement = replace(self.agreement, loss=losses[-1], losses=losses, agreed=True, equal=equal, **flags)
         return self.agreement
 
     def _not_finite(self, what: list[str]) -> DataError:

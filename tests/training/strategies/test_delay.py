@@ -98,7 +98,7 @@ def test_a_step_applies_the_sum_of_an_earlier_one_and_a_checkpoint_has_the_rest(
 
     def work(comm: Communicator) -> None:
         model, other = models[2 * comm.rank : 2 * comm.rank + 2]
-        strategy = late(comm, model)
+        strategy, found = late(comm, model), start
         for step in range(1, STEPS + 1):
             found = applied(model, comm, range(step, step + 1))
             wanted = expected(start, ranks, range(1, step + 1 - DELAY))

@@ -46,14 +46,16 @@ def on_two_ranks(gradients: Any, *, steps: int, inner: float = 0.0, **options: A
     def work(comm: Communicator) -> Any:
         model, rank = models[comm.rank], comm.rank
         distribute(model.optimizer, comm, SHARES[rank], make_exchange=LocalExchange)
-        strategy = LocalSteps(model, exchange_of(model.optimizer), **options)
+        exchange = exchange_of(model.optimizer)
+        assert isinstance(exchange, LocalExchange)
+        strategy = LocalSteps(model, exchange, **options)
         strategy.begin_epoch(0)
         agreed = []
         for step in range(1, steps + 1):
             model.optimizer.scale_loss(keras.ops.convert_to_tensor(float(10 * step + rank)))
             gradient = np.full((2, 1), gradients(step, rank), np.float32)
             model.optimizer.apply([keras.ops.convert_to_tensor(gradient)], model.trainable_variables)
-            exchange = exchange_of(model.optimizer)
+            assert exchange.agreement is not None
             if step == 2 and rank == 1:
                 exchange.want("stop")
             found = strategy.step_ends(exchange.agreement, epoch_ends=step == steps)
