@@ -44,6 +44,7 @@ from training.run.checkpoint import (
 from training.run.checkpoint_division import read_parts, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
+from training.strategies.every_step import EveryStep
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -164,9 +165,11 @@ class Saver:
         communicator: Communicator,
         callbacks: list[Any],
         audit: AuditLog | None,
+        strategy: EveryStep,
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._strategy = strategy
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
@@ -196,6 +199,7 @@ class Saver:
         kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
         model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
         if same:
             parts = [found.parts[world.rank]]
@@ -232,7 +236,7 @@ class Saver:
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)
-            tensors |= arrays
+            tensors |= arrays | self._strategy.state()
             document = {
                 "in_epoch": in_epoch,
                 "stopped": progress.stopped,
