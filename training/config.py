@@ -302,6 +302,9 @@ class TrainConfig:
     """With --sync-every, the rate of a step along the averaged change since the last meeting; 1 is the average."""
     outer_momentum: float = 0.0
     """Nesterov momentum of that step."""
+    shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
+    """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
+    (docs/embeddings.md; default: each rank has all tables)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -410,6 +413,8 @@ class TrainConfig:
         self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check_count("micro_batches")
+        least = self.shard_embeddings
+        self._check("shard_embeddings", least is None or 0 <= least < 2**63, "bytes from 0 up")
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
 from training.batches.audit_log import sample_hex
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.feed import Batch
@@ -24,7 +26,7 @@ from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
 from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
-from training.models.on_disk import export, load_initial
+from training.models.on_disk import export, load_initial, plain_model
 from training.plan.mixture import Plan, steps_asked
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
@@ -38,8 +40,19 @@ from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
 from training.steps.distribute import finalize
 from training.steps.distribute_checks import compare_start
-from training.steps.model_state import METRICS, as_floats, derive_seeds, model_identity, variables_of
+from training.steps.model_state import (
+    METRICS,
+    WEIGHTS,
+    as_floats,
+    derive_seeds,
+    model_identity,
+    tensors_of,
+    variables_of,
+)
 from training.steps.own_fit import of_all_ranks, only_on_leader
+from training.strategies.sharded_embedding import Tables, check_fits
+
+log = logging.getLogger(__name__)
 
 
 def compare_ranks(
@@ -161,12 +174,22 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None and self._rank_model.learning_rate is not None:
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, self._exchange)
+        self._tables = self._rank_model.tables
         self._saver = Saver(
-            context, config, self._model, self._comm, self._callbacks.callbacks, self._audit, self._strategy
+            context,
+            config,
+            self._model,
+            self._comm,
+            self._callbacks.callbacks,
+            self._audit,
+            self._strategy,
+            self._tables,
         )
         self._validation: Validation | None = None
         if held_out is not None:
-            self._validation = Validation(held_out, config, self._model, self._comm, context.control, self._callbacks)
+            self._validation = Validation(
+                held_out, config, self._model, self._comm, context.control, self._callbacks, self._tables
+            )
         self._validated: dict[str, Any] | None = None  # at the end of this epoch
         self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch
         self._progress = Progress(step=0, stopped=False, metrics={})
@@ -221,10 +244,12 @@ class Fit(AbstractContextManager["Fit"]):
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
+        exported = model if self._tables is None else self._plain(self._tables)
         if self._reports is not None:
             self._reports.flush()
             control.beat(step, "export")
-            export_model(self._context, self._config, self._split, model, self._signature, self._saver.staging)
+            if exported is not None:
+                export_model(self._context, self._config, self._split, exported, self._signature, self._saver.staging)
             left_over = left_over_ids(self._split, plan, step)
         return {
             "steps": step,
@@ -237,6 +262,24 @@ class Fit(AbstractContextManager["Fit"]):
             "left_over": left_over,
             "class_counts": self._class_counts,
         }
+
+    def _plain(self, tables: Tables) -> keras.Model | None:
+        """On rank 0 the model with Embedding layers, on others None; None if it does not fit there. A collective."""
+        self._context.control.beat(self._progress.step, "gather the tables")
+        unfit = np.zeros(1, np.uint8)
+        if self._context.world.is_leader:
+            try:
+                check_fits(tables.specs(), "the tables of the trained model")
+            except ConfigError as error:
+                log.warning("the run ends with a checkpoint and no exported model: %s", error)
+                unfit[0] = 1
+        self._comm.broadcast(unfit)
+        if unfit[0] or (whole := tables.whole()) is None:
+            return None
+        tensors = tensors_of(self._model, WEIGHTS) | whole
+        plain = plain_model(self._config, self._signature, tensors, "the trained model")
+        plain.optimizer.build(plain.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+        return plain
 
     def _stopped_by(self) -> str | None:
         if self._progress.step >= self._plan.steps(self._config.epochs):

@@ -37,6 +37,7 @@ from training.steps.reduction import exchange_for
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
+from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         learning_rate=config.learning_rate,
         global_batch=plan.global_batch,
         steps=steps,
+        shard_embeddings=config.shard_embeddings,
         extra=config.extra,
     )
     model, callbacks = build(config.model, signature, options)
@@ -71,6 +73,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
         )
+    check_combination(config, model)
     model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
@@ -227,6 +230,7 @@ class RankModel:
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
             control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
@@ -248,12 +252,16 @@ class RankModel:
                 learning_rate=config.outer_learning_rate,
                 momentum=config.outer_momentum,
             )
+        self.tables = Tables.of(self.model, self.communicator)
+        """The tables in shards; None if the model has none."""
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
         group = self.communicator.group(range(self.communicator.num_ranks))
         group.deadline_s = self._config.stall_limit_s
         self._step.install(self.model, group)
+        if self.tables is not None:
+            self.tables.install()
 
     def fit(
         self,
@@ -284,7 +292,8 @@ class RankModel:
         except Exception as error:
             # TensorFlow repeats only the text of an exception that Python code raised.
             failed_input = None if pipeline is None else pipeline.failure
-            cause = self.exchange.fault() or self._step.error or failed_input or error
+            of_tables = None if self.tables is None else self.tables.error
+            cause = self.exchange.fault() or self._step.error or of_tables or failed_input or error
             if cause is error:
                 raise
             raise cause from None

@@ -41,10 +41,11 @@ from training.run.checkpoint import (
     upload,
     write_bytes,
 )
-from training.run.checkpoint_division import read_parts, whole_tensors
+from training.run.checkpoint_division import Piece, deal, read_parts, read_parts_and_own, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
 from training.strategies.every_step import EveryStep
+from training.strategies.sharded_embedding import TABLES, Tables
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -148,6 +149,8 @@ class Found:
     manifest: dict[str, Any]
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
+    own: dict[int, Tensors] = field(default_factory=dict)
+    """With tables in shards: their parts in the files that this rank has read, which `parts` lacks."""
 
 
 class Saver:
@@ -166,13 +169,15 @@ class Saver:
         callbacks: list[Any],
         audit: AuditLog | None,
         strategy: EveryStep,
+        tables: Tables | None = None,
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
-        self._strategy = strategy
+        self._strategy, self._tables = strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._table_specs = {} if tables is None else tables.specs()
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -188,6 +193,8 @@ class Saver:
         if url is None:
             return None
         manifest = read_resumable(url, self._context.payload["plan"])
+        if self._tables is not None:
+            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -198,6 +205,8 @@ class Saver:
         world, saved, url = self._context.world, found.manifest["state"], found.url
         kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
         model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
+        if self._tables is not None:
+            deal(url, found.manifest, found.own, self._comm, self._tables.parts(), self._table_specs)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
         self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
@@ -274,7 +283,14 @@ class Saver:
             name = checkpoint_division.key_of(piece, self._specs[piece.name])
             whole = views[piece.name]
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
+        for piece, part in self._table_parts().items():
+            spec = self._table_specs[piece.name]
+            name = checkpoint_division.key_of(piece, spec)
+            tensors[name] = part.reshape(spec.shape) if name == piece.name else part
         return tensors | model_state.views_of(self._model, *own)
+
+    def _table_parts(self) -> dict[Piece, NDArray[Any]]:
+        return {} if self._tables is None else self._tables.parts()
 
     def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], report: Report) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
@@ -295,7 +311,9 @@ class Saver:
             self._config.stall_limit_s,
             step=step,
             files=[written],
-            tensors=checkpoint_division.report(self._share, self._specs),
+            tensors=checkpoint_division.report(
+                [*self._share, *self._table_parts()], {**self._specs, **self._table_specs}
+            ),
             audit=audit,
             state=document,
         )

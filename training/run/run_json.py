@@ -48,6 +48,7 @@ LATER_FIELDS: dict[str, Any] = {
     "validate_every": 1,
     "early_stop": None,
     "extra": {},
+    "shard_embeddings": None,
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }
