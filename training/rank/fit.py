@@ -24,7 +24,7 @@ from training.comm.base import Communicator
 from training.config import StopRule, TrainConfig, lane_groups, of_validation
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
-from training.exchange.agreement import FedBatches, NonFinitePolicy
+from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from training.models.on_disk import export, load_initial, plain_model
 from training.plan.mixture import Plan, steps_asked
@@ -93,6 +93,12 @@ def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
     return [sample_hex(sample) for _, sample in data.left_over(plan, epochs)]
 
 
+def losses_of(agreement: Agreement) -> list[tuple[int, float]]:
+    """Each step that the ranks have agreed on now, and its loss; none for a step that a rank did by itself."""
+    losses = (agreement.losses or (agreement.loss,)) if agreement.agreed else ()
+    return list(enumerate(losses, agreement.step - len(losses) + 1))
+
+
 class LabelCounts:
     """Counts the rows of each class since the last `taken`; without a number of classes, those of 0 and of 1."""
 
@@ -146,8 +152,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
         self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
-        self._model, self._comm = self._rank_model.model, self._rank_model.communicator
-        self._exchange = self._rank_model.exchange
+        self._model, self._exchange = self._rank_model.model, self._rank_model.exchange
+        self._strategy = self._rank_model.strategy
+        self._comm = self._strategy.communicator
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
         self._early_stop: EarlyStop | None = None
@@ -169,7 +176,14 @@ class Fit(AbstractContextManager["Fit"]):
         self._clock = StepClock(context.control, world.rank, self._exchange)
         self._tables = self._rank_model.tables
         self._saver = Saver(
-            context, config, self._model, self._comm, self._callbacks.callbacks, self._audit, self._tables
+            context,
+            config,
+            self._model,
+            self._comm,
+            self._callbacks.callbacks,
+            self._audit,
+            self._strategy,
+            self._tables,
         )
         self._validation: Validation | None = None
         if held_out is not None:
@@ -223,8 +237,10 @@ class Fit(AbstractContextManager["Fit"]):
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.monotonic() - began - validation_s
+        self._strategy.end()
         self._checkpoints.finish(self._progress)
         self._clock.flush()
+        self._strategy.finish()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
@@ -284,6 +300,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._last_step(epoch)
+        self._strategy.begin_epoch(epoch)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
@@ -307,13 +324,16 @@ class Fit(AbstractContextManager["Fit"]):
     def step_ends(self, epoch: int) -> None:
         """Reports, agreements and checkpoints of a step."""
         agreement = agreement_on(self._exchange, self._progress.step + 1)
+        agreement = self._strategy.step_ends(agreement, epoch_ends=agreement.step == self._last_step(epoch))
         self._progress.step = agreement.step
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
-            self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
-        self._fed.forget(agreement.step)
-        self._weights.after(agreement.step)
+            for step, loss in losses_of(agreement):
+                self._reports.step(step, epoch, loss, skipped=agreement.skipped)
+        self._fed.forget(agreement.step - self._config.delay)
+        if agreement.equal:
+            self._weights.after(agreement.step)
         if self._model.stop_training:
             # A callback of one rank: all ranks must stop after the same step, so they agree first.
             self._model.stop_training, self._stop_wanted = False, True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -31,6 +33,10 @@ from training.steps.distribute import distribute, exchange_of, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
+from training.steps.reduction import exchange_for
+from training.strategies.delay import Delayed, DelayedExchange
+from training.strategies.every_step import EveryStep
+from training.strategies.local_steps import LocalExchange, LocalSteps
 from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
 
 
@@ -145,6 +151,7 @@ def distributed(
     rows: int,
     groups: int | None,
     non_finite: NonFinitePolicy,
+    make_exchange: Callable[..., Exchange] = exchange_for,
 ) -> RankStep | CanonicalStep:
     """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -179,6 +186,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
+        make_exchange=make_exchange,
     )
     return step
 
@@ -227,8 +235,23 @@ class RankModel:
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite)
+        make: Callable[..., Exchange] = LocalExchange if config.sync_every != 1 else exchange_for
+        if config.delay:
+            make = partial(DelayedExchange, delay=config.delay)
+        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
+        self.strategy = EveryStep(self.communicator)
+        if isinstance(self.exchange, DelayedExchange):
+            self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, LocalExchange):
+            self.strategy = LocalSteps(
+                self.model,
+                self.exchange,
+                every=config.sync_every,
+                first_epoch=config.sync_until_epoch,
+                learning_rate=config.outer_learning_rate,
+                momentum=config.outer_momentum,
+            )
         self.tables = Tables.of(self.model, self.communicator)
         """The tables in shards; None if the model has none."""
 

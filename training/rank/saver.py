@@ -44,6 +44,7 @@ from training.run.checkpoint import (
 from training.run.checkpoint_division import Piece, deal, read_parts, read_parts_and_own, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
+from training.strategies.every_step import EveryStep
 from training.strategies.sharded_embedding import TABLES, Tables
 
 T = TypeVar("T")
@@ -167,10 +168,12 @@ class Saver:
         communicator: Communicator,
         callbacks: list[Any],
         audit: AuditLog | None,
+        strategy: EveryStep,
         tables: Tables | None = None,
     ) -> None:
         self._context, self._config, self._model = context, config, model
-        self._comm, self._callbacks, self._audit, self._tables = communicator, callbacks, audit, tables
+        self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._strategy, self._tables = strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
@@ -205,6 +208,7 @@ class Saver:
         if self._tables is not None:
             deal(url, found.manifest, found.own, self._comm, self._tables.parts(), self._table_specs)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
         if same:
             parts = [found.parts[world.rank]]
@@ -241,7 +245,7 @@ class Saver:
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)
-            tensors |= arrays
+            tensors |= arrays | self._strategy.state()
             document = {
                 "in_epoch": in_epoch,
                 "stopped": progress.stopped,
