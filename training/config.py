@@ -13,6 +13,8 @@ from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
+from training.compression.method import ALLOWED as ALLOWED_COMPRESSION
+from training.compression.method import Compression
 
 if TYPE_CHECKING:
     from training.run.lineage import CheckpointRef
@@ -290,6 +292,9 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
+    compression: Annotated[str, "METHOD"] = "none"
+    """How gradients are sent: none, bf16, fp16, int8, 1bit, qsgd:LEVELS, terngrad, topk:1%, dgc:0.1%, powersgd:2 or
+    auto, which compresses where it pays (docs/compression.md)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -344,6 +349,7 @@ class TrainConfig:
             self._check(name, getattr(self, name) in choices, " or ".join(choices))
         self._check_data()
         self._check_step()
+        self._check_compression()
         self._check_checkpoints()
         self._check_ranks()
         if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
@@ -399,6 +405,25 @@ class TrainConfig:
         self._check_count("micro_batches")
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
+
+    def _check_compression(self) -> None:
+        try:
+            method = Compression.parse(self.compression)
+        except ValueError:
+            self._check("compression", False, ALLOWED_COMPRESSION)
+            return
+        if not method:
+            return
+        unkept = "none, bf16, fp16, int8, qsgd or terngrad"
+        self._check("compression", not self.canonical, "none with --canonical, whose sums are exact")
+        self._check("compression", self.precision != "float64", "none with --precision float64")
+        over = self.backend in UNAUTHENTICATED
+        self._check("compression", not over, f"none with --backend {self.backend}, whose sums stay on the device")
+        scaled = self.precision == "mixed_float16"
+        self._check("compression", not (method.keeps and scaled), f"{unkept} with --precision mixed_float16")
+        self._check("compression", not method.keeps or self.num_ranks > 1, f"{unkept} with one rank")
+        skips = self.non_finite == "skip"
+        self._check("compression", not (method.keeps and skips), f"{unkept} with --non-finite skip")
 
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")

@@ -154,7 +154,9 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None and self._rank_model.learning_rate is not None:
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, self._exchange)
-        self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
+        self._saver = Saver(
+            context, config, self._model, self._comm, self._callbacks.callbacks, self._audit, self._exchange
+        )
         self._validation: Validation | None = None
         if held_out is not None:
             self._validation = Validation(held_out, config, self._model, self._comm, context.control, self._callbacks)

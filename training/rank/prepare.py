@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from lockstep.storage.errors import ConfigError, LockstepError
 from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
+from training.compression.method import NONE, Compression
 from training.config import VALIDATION, StopRule, TrainConfig, check_metric, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
@@ -43,6 +44,8 @@ class Prepared:
     """Rows of a lane group if batch statistics are over lane groups."""
     learning_rate: Scaled | None
     """How the learning rate was changed; None if it was not."""
+    compression: Compression = NONE
+    """How gradients are sent."""
 
 
 def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
@@ -92,13 +95,35 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             warm_up_steps=round(config.warm_up_epochs * plan.total / plan.global_batch),
             calls_per_step=micro,
         )
+    compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
     if type(model).train_step is keras.Model.train_step:  # others may return other metrics
         names = metric_names(model, config)
         check_metric(config.keep_best, names)
         if config.early_stop is not None:
             check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
-    return Prepared(model, callbacks, group_rows, learning_rate)
+    return Prepared(model, callbacks, group_rows, learning_rate, compression)
+
+
+def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: Plan) -> Compression:
+    """The method of `config`; deep gradient compression takes momentum and clipping over from the optimizer."""
+    method = Compression.parse(config.compression, seed=config.seed)
+    if method.name != "dgc":
+        return method
+    others = [
+        name for name in ("nesterov", "clipvalue", "global_clipnorm", "use_ema") if getattr(optimizer, name, None)
+    ]
+    if type(optimizer) is not keras.optimizers.SGD or others or optimizer.built:
+        raise ConfigError(
+            "--compression dgc needs the momentum of SGD, which it adds up itself",
+            got=f"{type(optimizer).__name__}{' with ' if others else ''}{', '.join(others)}",
+            allowed="keras.optimizers.SGD, not built yet, with momentum and clipnorm only",
+            next_step="Compile the model with SGD(rate, momentum=0.9), or use --compression topk:1%.",
+        )
+    momentum, clip_norm = float(optimizer.momentum), optimizer.clipnorm
+    optimizer.momentum, optimizer.clipnorm = 0.0, None
+    steps = round(plan.total / plan.global_batch)  # an epoch, as in the source for its language model
+    return replace(method, momentum=momentum, clip_norm=clip_norm, warm_up_steps=steps)
 
 
 def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
@@ -176,6 +201,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
+        codes=prepared.compression,
     )
     return step
 

@@ -28,6 +28,7 @@ from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.protocol import json_safe
+from training.exchange.exchange import Exchange
 from training.rank import callback_state
 from training.rank.metrics import Saved
 from training.run import checkpoint_division
@@ -164,7 +165,9 @@ class Saver:
         communicator: Communicator,
         callbacks: list[Any],
         audit: AuditLog | None,
+        exchange: Exchange,
     ) -> None:
+        self._exchange = exchange
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
         self._metrics: Callable[[], None] = model.reset_metrics
@@ -206,6 +209,7 @@ class Saver:
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
             self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
+        self._exchange.restore(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
@@ -270,7 +274,7 @@ class Saver:
             name = checkpoint_division.key_of(piece, self._specs[piece.name])
             whole = views[piece.name]
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
-        return tensors | model_state.views_of(self._model, *own)
+        return tensors | model_state.views_of(self._model, *own) | self._exchange.state()
 
     def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], report: Report) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank

@@ -34,6 +34,7 @@ LATER_FIELDS: dict[str, Any] = {
     "base_batch": None,
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
+    "compression": "none",
     "canonical": False,
     "augment": "",
     "bad_images": "refuse",

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
+from training.compression.method import NONE, Compression
 from training.control.context import report_faults_of
 from training.exchange.agreement import STOPS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES
@@ -172,6 +173,7 @@ def distribute(
     auto_scale_loss: bool = True,
     finalizes: bool = True,
     compression: Any = None,
+    codes: Compression = NONE,
     same_start: bool = True,
     non_finite: NonFinitePolicy = STOPS,
 ) -> OptimizerT:
@@ -183,7 +185,8 @@ def distribute(
     rows while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling is returned in a
     LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
     `fit` is the end of the run, where `use_ema` makes the averages the weights; if false, call `finalize`.
-    `compression` makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: before the first
+    `compression` makes whole gradients smaller before they are summed (see `Reduction`), `codes` their messages
+    (docs/compression.md). `same_start`: before the first
     sum ranks compare weights and the optimizer's settings, and check that their shares add up to 1; if false, the
     caller must do so. `non_finite`: what happens to a step that is not finite.
 
@@ -212,7 +215,7 @@ def distribute(
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
     scaled_loss = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
-    exchange = exchange_for(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
+    exchange = exchange_for(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite, compression=codes)
     report_faults_of(partial(_fault_of, ref(exchange)))
     reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
