@@ -1,4 +1,4 @@
-"""Make the PyTorch of a folder importable without CUDA's libraries: `python scripts/torch_without_cuda.py SITE_PACKAGES`.
+"""Make a PyTorch importable without CUDA: `python scripts/torch_without_cuda.py SITE_PACKAGES`.
 
 PyTorch's wheel for Linux names 2.4 GB of libraries that a CPU never calls. This links one library in their place, in
 which each of their functions returns an error code. CUDA's runtime itself, 3 MB, must be real: PyTorch asks it for the
