@@ -222,6 +222,45 @@ class CommunicatorContract:
                     assert part.tobytes() == values(rank, size, dtype).tobytes(), f"ragged {sizes} {dtype}"
             assert data == [b"x" * (7 * rank) for rank in range(num_ranks)]
 
+    def test_all_to_all(self, run_ranks: RunRanks, num_ranks: int) -> None:
+        """Uneven, empty, to one rank only, and large: part (s, r) has `size(s, r)` elements."""
+        sizes: list[Callable[[int, int], int]] = [
+            lambda source, to: 3 * source + to,
+            lambda source, to: 0,
+            lambda source, to: 5 if to == num_ranks - 1 else 0,
+            lambda source, to: 997 if source == 0 else 1,
+            lambda source, to: self.large // num_ranks + 7 * source - to,
+        ]
+        cases = list(product(range(len(sizes)), self.dtypes()))
+
+        def part(number: int, source: int, to: int, dtype: np.dtype[Any]) -> Array:
+            found = values(100 * source + to, sizes[number](source, to), dtype)
+            found.flags.writeable = False  # nobody may need to write into it
+            return found
+
+        def work(comm: Communicator) -> list[list[Array]]:
+            return [
+                comm.all_to_all_ragged([part(number, comm.rank, to, dtype) for to in range(num_ranks)])
+                for number, dtype in cases
+            ]
+
+        for rank, results in enumerate(run_ranks(num_ranks, work)):
+            for (number, dtype), parts in zip(cases, results, strict=True):
+                assert len(parts) == num_ranks
+                for source, found in enumerate(parts):
+                    assert found.dtype == dtype
+                    assert found.flags.writeable
+                    assert found.tobytes() == part(number, source, rank, dtype).tobytes(), f"{number} {dtype} {source}"
+
+    def test_all_to_all_of_different_dtypes(self, run_ranks: RunRanks, num_ranks: int) -> None:
+        def work(comm: Communicator) -> bool:
+            dtype = np.float32 if comm.rank else np.int64
+            with pytest.raises(CommunicationError):
+                comm.all_to_all_ragged([np.zeros(0, dtype)] * num_ranks)
+            return True
+
+        assert num_ranks == 1 or all(run_ranks(num_ranks, work))
+
     def test_broadcast(self, run_ranks: RunRanks, num_ranks: int) -> None:
         cases = list(product(self.sizes, self.dtypes(), sorted({0, num_ranks - 1})))
         cases += [(size, np.dtype(np.float32), root) for size in (1, self.large) for root in range(num_ranks)]
@@ -366,6 +405,9 @@ class CommunicatorContract:
                 # an operation that is none is what is tried
                 (ValueError, lambda: comm.all_reduce(ok, "product")),  # type: ignore[arg-type] # refused
                 (TypeError, lambda: comm.all_gather(np.zeros(2, bool))),
+                (ValueError, lambda: comm.all_to_all_ragged([ok] * (num_ranks + 1))),
+                (ValueError, lambda: comm.all_to_all_ragged([np.zeros((2, 2), np.float32)] * num_ranks)),
+                (TypeError, lambda: comm.all_to_all_ragged([np.zeros(2, bool)] * num_ranks)),
                 (ValueError, lambda: comm.broadcast(ok, num_ranks)),
                 (ValueError, lambda: comm.broadcast(ok, -1)),
             ]
@@ -402,6 +444,7 @@ class CommunicatorContract:
                 lambda: comm.all_reduce(np.zeros(0, np.float32)),  # nothing to do is no way round
                 lambda: comm.broadcast(np.zeros(0, np.float32)),
                 lambda: comm.all_gather(np.zeros(0, np.float32)),
+                lambda: comm.all_to_all_ragged([np.zeros(0, np.float32)] * num_ranks),
                 comm.barrier,
             ]
             for call in calls:

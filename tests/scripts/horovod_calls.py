@@ -60,6 +60,15 @@ same(hvd.allgather(tf.fill((rank + 1, 2), float(rank))), [[0, 0], [1, 1], [1, 1]
 same(hvd.allgather(tf.fill((2 - 2 * rank, 3), 7)), np.full((2, 3), 7))  # rank 1 has no rows
 assert hvd.allgather(tf.constant(rank == 0)).numpy().tolist() == [True, False]
 same(hvd.broadcast(tf.constant([[rank, 7]]), root_rank=1), [[1, 7]])
+# Rank r sends r rows to rank 0 and 3 - r to rank 1.
+sent = tf.Variable([[10.0 * rank + row] for row in range(3)])
+with tf.GradientTape() as tape:
+    rows, sources = hvd.alltoall(sent, splits=[rank, 3 - rank])
+    weighed = rows * (rank + 1.0)
+same(rows, [[10]] if rank == 0 else [[0], [1], [2], [11], [12]])
+assert sources.numpy().tolist() == ([0, 1] if rank == 0 else [3, 2])
+same(tape.gradient(weighed, sent), [[2], [2], [2]] if rank == 0 else [[1], [2], [2]])
+same(hvd.alltoall(tf.constant([[rank, 0], [rank, 1]])), [[0, rank], [1, rank]])
 told = {"epoch": 3, "best": (0.5, None), 7: b"\xff", "array": np.arange(3, dtype=np.int16)}
 heard = hvd.broadcast_object(told if rank == 1 else None, root_rank=1)
 assert heard["best"] == (0.5, None) and heard[7] == b"\xff" and heard["array"].dtype == np.int16

@@ -129,6 +129,44 @@ class Communicator(ABC):
         padded[: buf.size] = buf
         return [row[:size].copy() for row, size in zip(self.all_gather(padded), sizes.tolist(), strict=True)]
 
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Send `parts[r]` (n_r,) to each rank r; return the parts that the ranks have sent here, in rank order.
+
+        Sizes may differ, and be 0; all parts of all ranks have one dtype. `parts` has one array a rank, with this
+        rank's own, of which the result has a copy. `parts` may be read-only.
+        """
+        sizes = self._agree_on_parts(parts)
+        found = [np.empty(size, parts[0].dtype) for size in sizes[:, self.rank].tolist()]
+        found[self.rank][:] = parts[self.rank]
+        for peer in partners(self.rank, self.num_ranks):
+            for sends in (self.rank < peer, self.rank > peer):  # `send` may wait: the lower rank of a pair begins
+                if sends and parts[peer].size:
+                    self.send(parts[peer], peer)
+                elif not sends and found[peer].size:
+                    self.recv(found[peer], peer)
+        return found
+
+    def _agree_on_parts(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+        """(num_ranks, num_ranks): how many elements rank s sends to rank r, in [s, r]. A collective.
+
+        Raises CommunicationError on every rank, and ends this communicator, if the ranks' dtypes differ.
+        """
+        check_parts(parts, self.num_ranks)
+        mine = np.array([*(part.size for part in parts), DTYPES.index(parts[0].dtype)], np.int64)
+        table = self.all_gather(mine)
+        dtypes = table[:, -1]
+        if (dtypes != dtypes[0]).any():
+            other = int(np.argmax(dtypes != dtypes[0]))
+            error = CommunicationError(
+                f"ranks 0 and {other} send parts of different dtypes in all_to_all_ragged",
+                got=f"{DTYPES[dtypes[0]]} and {DTYPES[dtypes[other]]}",
+                allowed="one dtype on all ranks",
+                next_step="Compare the ranks' logs; all must run one version and one configuration.",
+            )
+            self.abort(error.what)
+            raise error
+        return table[:, :-1]
+
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.all_reduce(np.zeros(1, np.uint8), "max")
@@ -190,6 +228,35 @@ def check_buffer(buf: NDArray[Any], op: str = "sum", *, writable: bool = True) -
         raise TypeError(f"a mean got dtype {buf.dtype}; allowed are {', '.join(map(str, FLOATS))}; sum and divide")
 
 
+def check_parts(parts: Sequence[NDArray[Any]], num_ranks: int) -> None:
+    """Raise TypeError or ValueError unless `parts` are an array for each rank, of one dtype."""
+    if len(parts) != num_ranks:
+        raise ValueError(f"all_to_all_ragged got {len(parts)} parts; allowed is one for each of {num_ranks} ranks")
+    for part in parts:
+        check_buffer(part, writable=False)
+        if part.dtype != parts[0].dtype:
+            raise TypeError(f"all_to_all_ragged got parts of {parts[0].dtype} and {part.dtype}; allowed is one dtype")
+
+
+def partners(rank: int, num_ranks: int) -> list[int]:
+    """The other ranks, in an order in which all ranks are in pairs at the same time (one is left out if odd).
+
+    The circle method of tournaments (Kirkman, 1847): in round t, ranks whose numbers add up to t, modulo the largest
+    odd number up to num_ranks, meet; the one that would meet itself meets the last rank of an even number.
+    """
+    modulus = num_ranks - 1 + num_ranks % 2
+    met = []
+    for turn in range(modulus):
+        if rank == modulus:  # the last of an even number: it meets the rank p with 2 p = turn
+            peer = turn * (modulus + 1) // 2 % modulus
+        else:
+            peer = (turn - rank) % modulus
+            peer = modulus if peer == rank else peer
+        if peer < num_ranks:
+            met.append(peer)
+    return met
+
+
 def check_rank(what: str, rank: int, num_ranks: int) -> None:
     """Raise ValueError unless `rank` is one of this communicator."""
     if not 0 <= rank < num_ranks:
@@ -241,6 +308,11 @@ class SoloCommunicator(Communicator):
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, 0, 1)
+
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        check_parts(parts, 1)
+        self._check_open()
+        return [parts[0].copy()]
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         check_group(ranks, 0, 1)

@@ -41,6 +41,7 @@ KINDS = {
     "send": 6,
     "barrier": 7,
     "all_gather": 8,  # only over shared memory; over TCP it is all_gather_parts
+    "all_to_all_ragged": 9,
 }
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks, part_bounds
+from training.comm.base import (
+    Communicator,
+    Op,
+    check_buffer,
+    check_parts,
+    check_peer,
+    check_rank,
+    divide_by_ranks,
+    part_bounds,
+)
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import pieces_of
 from training.comm.hosts import Layout
@@ -87,6 +96,12 @@ class HierarchicalCommunicator(Communicator):
         check_buffer(buf)
         self._guarded(self._gather, buf)
 
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        check_parts(parts, self.num_ranks)
+        found: list[NDArray[Any]] = []
+        self._guarded(self._exchange, parts, found)
+        return found
+
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
@@ -156,6 +171,18 @@ class HierarchicalCommunicator(Communicator):
                     target[:] = parts[start : start + target.size]
                     start += target.size
         self._back(buf)
+
+    def _exchange(self, parts: Sequence[NDArray[Any]], found: list[NDArray[Any]]) -> None:
+        """Between the ranks of a host through its memory, all other parts from rank to rank."""
+        if self._inner is None:
+            found += self._flat.all_to_all_ragged(parts)
+            return
+        near = self._inner.all_to_all_ragged([parts[mate] for mate in self._mates])
+        with self._patient(self._flat, 1):
+            apart = [part[:0] if rank in self._mates else part for rank, part in enumerate(parts)]
+            found += self._flat.all_to_all_ragged(apart)
+        for mate, part in zip(self._mates, near, strict=True):
+            found[mate] = part
 
     def _at_once(self, pieces: Sequence[NDArray[Any]], op: Op) -> None:
         """Calls within a host have one order on all of its ranks; those between leaders run at the same time."""

@@ -20,6 +20,7 @@ from training.horovod.collectives import (
     Sum,
     allgather,
     allreduce,
+    alltoall,
     broadcast,
     broadcast_variables,
     grouped_allreduce,
@@ -58,6 +59,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_object",
@@ -92,7 +94,6 @@ __all__ = [
 ABSENT = {
     "elastic": "Start with jobs.launch --max-restarts N and resume from the script's own checkpoint.",
     "join": "Give all ranks the same number of batches, such as dataset.take(smallest).",
-    "alltoall": "Use hvd.allgather and take this rank's rows.",
     "reducescatter": "Use hvd.allreduce and take this rank's part.",
     "grouped_allgather": "Call hvd.allgather for each tensor.",
     "grouped_reducescatter": "Use hvd.grouped_allreduce and take this rank's part of each.",

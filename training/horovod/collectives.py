@@ -182,6 +182,36 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return gather(value)
 
 
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> Any:
+    """Send `splits[r]` rows of `tensor` to each rank r, in order; returns the rows that the ranks have sent here.
+
+    `splits` (num_ranks,) integers add up to the rows; None: equal parts. With `splits` the result is (rows, rows from
+    each rank (num_ranks,) int32), as in Horovod. Differentiable. Raises ConfigError for splits that do not fit,
+    TrainingFailedError if the ranks' calls, dtypes or other dimensions differ.
+    """
+    check("alltoall", process_set=process_set)
+    value = tf.convert_to_tensor(tensor)
+    _check_numbers("alltoall", value)
+    counts = tf.zeros((0,), tf.int64) if splits is None else tf.cast(splits, tf.int64)
+
+    @tf.custom_gradient
+    def exchange(rows: tf.Tensor) -> Any:
+        shape = tf.TensorShape([None, *rows.shape[1:]])
+        specs = [tf.TensorSpec(shape, rows.dtype), tf.TensorSpec((None,), tf.int64)]
+        received, sources = run(partial(_exchange, name or "", splits is None), [rows, counts], specs)
+
+        def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
+            back = partial(_exchange, f"gradient of {name or 'alltoall'}", False)
+            return run(back, [upstream, sources], specs)[0]
+
+        return (received, sources), backward
+
+    received, sources = exchange(value)
+    return received if splits is None else (received, tf.cast(sources, tf.int32))
+
+
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> tf.Tensor:
@@ -343,6 +373,30 @@ def _gather(name: str, array: Array) -> list[Array]:
         return [whole.reshape(sum(rows), *rest), np.asarray(start)]
 
     found: list[Array] = call(text, len(array), gather)
+    return found
+
+
+def _exchange(name: str, equal: bool, array: Array, splits: NDArray[np.int64]) -> list[Array]:
+    rest, ranks = array.shape[1:], runtime().world.num_ranks
+    if equal:
+        splits = np.full(ranks, len(array) // ranks)
+    if splits.shape != (ranks,) or (splits < 0).any() or splits.sum() != len(array):
+        raise ConfigError(
+            "alltoall got splits that do not fit its tensor",
+            got=f"{len(array)} rows, " + (f"in {ranks} equal parts" if equal else f"splits {splits.tolist()}"),
+            allowed=f"one number from 0 up for each of {ranks} ranks, which add up to the rows",
+            next_step="Correct splits.",
+        )
+    parts = [_bytes_of(part) for part in np.split(array, np.cumsum(splits)[:-1])]
+    row_bytes = math.prod(rest) * array.itemsize
+
+    def exchange(communicator: Communicator, _: list[int]) -> list[Array]:
+        found = communicator.all_to_all_ragged(parts)
+        sources = np.array([part.size // max(1, row_bytes) for part in found], np.int64)
+        rows = np.concatenate(found).view(array.dtype).reshape(int(sources.sum()), *rest)
+        return [rows, sources]
+
+    found: list[Array] = call(f"alltoall {name} of {array.dtype}{['rows', *rest]}", len(array), exchange)
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.comm.base import part_bounds
+from training.comm.base import part_bounds, partners
 from training.comm.tcp import algorithms
 from training.comm.tcp import algorithms as double_tree
 from training.comm.tcp import algorithms as halving_doubling
@@ -195,3 +195,36 @@ def test_cells_cover_the_buffer(size: int, num_parts: int, itemsize: int, chunk_
         (grid.edges[first], grid.edges[last]) for first, last in zip(grid.parts[:-1], grid.parts[1:], strict=True)
     ]
     assert bounds == part_bounds(size, num_parts)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_pairwise_exchange(num_ranks: int) -> None:
+    """Each element is sent once, to the rank that it is for."""
+    for seed, chunk_bytes in ((1, 4), (2, 12), (3, 1 << 20)):
+        sizes = [[(3 * source + 5 * to) % 7 for to in range(num_ranks)] for source in range(num_ranks)]
+        programs, buffers = [], []
+        for rank in range(num_ranks):
+            out, into = sizes[rank], [row[rank] for row in sizes]
+            edges = [0, *itertools.accumulate([*out, *into])]
+            grid = grid_of(list(pairwise(edges)), 4, chunk_bytes)
+            programs.append(algorithms.pairwise_exchange(rank, num_ranks, grid))
+            buffers.append([f"{rank}>{to}" for to, size in enumerate(out) for _ in range(size)] + [None] * sum(into))
+            sent = sum(send.stop - send.start for send in programs[-1].sends)
+            assert sent == sum(out) - out[rank]
+        simulate(programs, buffers, seed)
+        for rank, found in enumerate(buffers):
+            into = [f"{source}>{rank}" for source in range(num_ranks) for _ in range(sizes[source][rank])]
+            mine = [name if name != f"{rank}>{rank}" else None for name in into]
+            assert found[sum(sizes[rank]) :] == mine
+
+
+@given(st.integers(1, 40))
+def test_partners_meet_at_the_same_time(num_ranks: int) -> None:
+    """A blocking exchange in this order ends: in every turn some pair is ready, and all pairs meet once."""
+    left = [deque(partners(rank, num_ranks)) for rank in range(num_ranks)]
+    assert all(sorted(peers) == [r for r in range(num_ranks) if r != rank] for rank, peers in enumerate(left))
+    while any(left):
+        ready = [(rank, peers[0]) for rank, peers in enumerate(left) if peers and left[peers[0]][0] == rank]
+        assert ready, "all wait for each other"
+        for rank, _ in ready:
+            left[rank].popleft()

@@ -256,3 +256,19 @@ def test_allocated_memory_is_used_again_and_outlives_the_communicator() -> None:
     run_shared(2, work)
     kept[0][:] = 7
     assert (kept[0] == 7).all() and not kept[1].any()
+
+
+def test_all_to_all_without_room_in_the_segment() -> None:
+    """The parts of one rank do not fit: all send from rank to rank, and later calls use the segment again."""
+
+    def work(comm: ShmCommunicator) -> bool:
+        for size in (10, 1000, 10):
+            each = size * 1000 if comm.rank == 1 else size
+            parts = [np.full(each, 10 * comm.rank + to, np.float64) for to in range(3)]
+            for source, part in enumerate(comm.all_to_all_ragged(parts)):
+                np.testing.assert_array_equal(
+                    part, np.full(size * 1000 if source == 1 else size, 10 * source + comm.rank)
+                )
+        return True
+
+    assert all(run_shared(3, work, arena_bytes=1 << 20))

@@ -95,6 +95,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
     ("without numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
     ("root rank that does not exist", lambda: hvd.broadcast(1.0, 1)),
+    ("splits that do not fit", lambda: hvd.alltoall([1.0, 2.0], splits=[1])),
     ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
     ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
     ("cannot be sent", lambda: hvd.allgather_object(range(3))),
@@ -134,6 +135,18 @@ def test_gradients_go_through_calls() -> None:
     np.testing.assert_allclose(tape.gradient(loss, value), 12.0 * value.numpy())
     with pytest.raises(ConfigError, match="gradient"), tf.GradientTape() as tape:
         tape.gradient(hvd.allreduce(value, op=hvd.Max), value)
+
+
+def test_alltoall_alone() -> None:
+    """The gradient of `received` goes back to the rank whose rows they are."""
+    rows = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+    with tf.GradientTape() as tape:
+        received, splits = hvd.alltoall(rows, splits=[2])
+        loss = tf.reduce_sum(received * received) + tf.reduce_sum(hvd.alltoall(rows))
+    np.testing.assert_array_equal(received, rows)
+    assert (splits.dtype, splits.numpy().tolist()) == (tf.int32, [2])
+    np.testing.assert_allclose(tape.gradient(loss, rows), 2.0 * rows.numpy() + 1.0)
+    assert hvd.alltoall(tf.zeros((0, 3), tf.int32)).shape == (0, 3)
 
 
 def test_a_distributed_model_is_compiled_without_xla() -> None:

@@ -36,7 +36,7 @@ from training.comm.base import (
 from training.comm.frames import describe_tag, tag_of
 from training.comm.shm import kernels as k
 from training.comm.shm.join import Exchange, Links, close_all, deal, join, take
-from training.comm.shm.kernels import announce, announced_size, gather, receive, reduce_all, send
+from training.comm.shm.kernels import announce, announced_size, exchange, gather, receive, reduce_all, send
 from training.comm.shm.reduce import OP_CODES, reducer
 from training.comm.shm.segment import PAGE_BYTES, Layout, Segment, default_arena_bytes
 
@@ -262,6 +262,7 @@ class ShmCommunicator(Communicator):
         self._alone: list[SoloCommunicator] = []  # groups that have only this rank
         self._messages: dict[tuple[int, int], int] = {}
         self._reducers: dict[np.dtype[Any], tuple[int, Any]] = {}
+        self._outbox: NDArray[np.uint8] = np.empty(0, np.uint8)  # of all_to_all_ragged; it grows as needed
         self._targets, self._sizes = (k.TABLES + table * self.num_ranks for table in (k.TARGETS, k.SIZES))
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
@@ -311,6 +312,29 @@ class ShmCommunicator(Communicator):
             self._fill(sizes, [_address(row) for row in rows])
             self._calls.run(gather, "all_gather_ragged", self.deadline_s)
         return rows
+
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Each rank packs its parts in the segment, and copies those for it out of the others'."""
+        sizes = self._agree_on_parts(parts)
+        item, outgoing = parts[0].itemsize, sizes[self.rank].tolist()
+        total = sum(outgoing) * item
+        if self._outbox.nbytes <= total:
+            self._outbox = np.empty(0, np.uint8)  # free the old one before the new one is allocated
+            self._outbox = self.allocate(total + total // 4 + PAGE_BYTES, np.uint8)
+        np.concatenate(parts, out=self._outbox[:total].view(parts[0].dtype))
+        found = [np.empty(size, parts[0].dtype) for size in sizes[:, self.rank].tolist()]
+        starts = np.cumsum(sizes, axis=1) - sizes  # (num_ranks, num_ranks): where a rank's part begins, in elements
+        ctx, tables = self._calls.ctx, (k.SOURCES, k.TARGETS, k.SIZES)
+        values = (starts[:, self.rank] * item, [_address(part) for part in found], [part.nbytes for part in found])
+        with self._calls.lock:
+            self._calls.announce("all_to_all_ragged", "", parts[0].dtype, total, _address(self._outbox), total, 0)
+            ctx[k.LOOSE] = 1
+            for table, numbers in zip(tables, values, strict=True):
+                first = k.TABLES + table * self.num_ranks
+                ctx[first : first + self.num_ranks] = numbers
+            self._calls.run(exchange, "all_to_all_ragged", self.deadline_s)
+            everyone = bool(ctx[k.ALL])
+        return found if everyone else super().all_to_all_ragged(parts)  # some rank has no room in the segment
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)

@@ -285,6 +285,32 @@ def gather(ctx: Any) -> Any:
         next_round(ctx)
 
 
+@_kernel
+def exchange(ctx: Any) -> Any:
+    """Copy SIZES[r] bytes at SOURCES[r] of each rank r's buffer to TARGETS[r].
+
+    If a rank's buffer is not in the segment, nothing is copied on any rank, and ctx[ALL] becomes 0.
+    """
+    if ctx[ROUND] == 0:
+        announce_self(ctx)
+    while True:
+        waiting = meet(ctx)
+        if waiting:
+            return waiting
+        if ctx[ROUND] == 2:  # a buffer must not change before all have read it
+            return end_call(ctx)
+        different = compare(ctx)
+        if different:
+            return different
+        if not _all_in_segment(ctx):
+            ctx[ALL] = 0
+            return end_call(ctx)
+        for rank in range(ctx[RANKS]):
+            source = ctx[SEGMENT] + load_i64(call_of(ctx, rank) + 16) + ctx[table(ctx, SOURCES) + rank]
+            copy(ctx[table(ctx, TARGETS) + rank], source, ctx[table(ctx, SIZES) + rank])
+        next_round(ctx)
+
+
 @njit
 def _pair(ctx: Any, sender: Any, receiver: Any) -> Any:
     return ctx[PAIRS] + (sender * ctx[RANKS] + receiver) * (PAGE_BYTES + SLOTS * SLOT_BYTES)

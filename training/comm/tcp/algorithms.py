@@ -270,6 +270,20 @@ def broadcast_chain(rank: int, num_ranks: int, root: int, grid: Grid) -> Program
     return builder.program()
 
 
+def pairwise_exchange(rank: int, num_ranks: int, grid: Grid) -> Program:
+    """Part r to rank r, and from rank s part num_ranks + s: each byte is sent once, to the rank that it is for.
+
+    Each rank begins with the one after it, so that no rank is sent to by all others at first (pairwise exchange:
+    Thakur, Rabenseifner and Gropp, 2005). Frames are single cells, which both sides cut alike.
+    """
+    builder = Builder(grid._replace(cells_per_frame=1))
+    for hop in range(1, num_ranks):
+        to, source = (rank + hop) % num_ranks, (rank - hop) % num_ranks
+        builder.send(to, grid.parts[to], grid.parts[to + 1])
+        builder.receive(source, grid.parts[num_ranks + source], grid.parts[num_ranks + source + 1], "copy")
+    return builder.program()
+
+
 def send(peer: int, grid: Grid) -> Program:
     """All to `peer`."""
     builder = Builder(grid)

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from training.comm.tcp.algorithms import (
     Programs,
     default_choice,
     halving_all_gather,
+    pairwise_exchange,
     ring_all_gather,
 )
 from training.comm.tcp.engine import Engine
@@ -121,6 +123,22 @@ class TcpCommunicator(Communicator):
         program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
         self._run_call(_call_of("all_gather_ragged", program, flat))
         return [flat[start:stop] for start, stop in bounds]
+
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        sizes = self._agree_on_parts(parts)
+        outgoing, incoming = sizes[self.rank].tolist(), sizes[:, self.rank].tolist()
+        edges = np.cumsum([0, *outgoing, *incoming]).tolist()
+        bounds = list(pairwise(edges))
+        flat = np.empty(edges[-1], parts[0].dtype)
+        np.concatenate(parts, out=flat[: sum(outgoing)])
+        call = _call_of(
+            "all_to_all_ragged", pairwise_exchange(self.rank, self.num_ranks, grid_of(bounds, flat.itemsize)), flat
+        )
+        call.total = int(sizes.sum()) * flat.itemsize
+        self._run_call(call)
+        found = [flat[start:stop] for start, stop in bounds[self.num_ranks :]]
+        found[self.rank][:] = parts[self.rank]
+        return found
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)

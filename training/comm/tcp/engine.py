@@ -178,7 +178,7 @@ class Engine:
         return [peer for peer in call.program.peers if self._links[peer] is None]
 
     def _fields(self, call: Call, length: int, sequence: int) -> bytes:
-        return Expected(length, call.tag, self._generation, sequence, call.buf.nbytes, call.number).pack()
+        return Expected(length, call.tag, self._generation, sequence, call.total, call.number).pack()
 
     def _turn(self) -> None:
         """Poll once and serve all that is ready."""

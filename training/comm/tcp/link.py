@@ -82,6 +82,7 @@ class Call:
         "program",
         "raw",
         "tag",
+        "total",
         "ufunc",
         "what",
     )
@@ -91,6 +92,8 @@ class Call:
     ) -> None:
         self.what, self.tag, self.program, self.buf, self.ufunc = what, tag, program, buf, ufunc
         self.raw: NDArray[np.uint8] = buf.view(np.uint8)
+        self.total = buf.nbytes
+        """Bytes of the whole call, equal on all of its ranks; each frame states it."""
         self.counts = counts
         """Whether it is a collective, of all ranks."""
         self.number = 0

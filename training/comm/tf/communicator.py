@@ -27,6 +27,7 @@ from training.comm.base import (
     Op,
     check_buffer,
     check_group,
+    check_parts,
     check_peer,
     check_rank,
     divide_by_ranks,
@@ -152,6 +153,18 @@ class TensorflowCommunicator(Communicator):
         found = self._run(f"broadcast from {root} of {buf.dtype}", buf.size, operation)
         if self.rank != root:
             buf[:] = from_words(found, buf)
+
+    def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """From rank to rank on the ordinary communicator: TensorFlow's collectives take parts of one size only."""
+        check_parts(parts, self.num_ranks)
+        with self._lock:
+            self._check_open()
+            self.ordinary.deadline_s = self.deadline_s
+            try:
+                return self.ordinary.all_to_all_ragged(parts)
+            except BaseException as error:
+                self.abort(error.what if isinstance(error, CommunicationError) else repr(error))
+                raise
 
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
