@@ -13,6 +13,8 @@ from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
+from training.compression.method import ALLOWED as ALLOWED_COMPRESSION
+from training.compression.method import Compression
 
 if TYPE_CHECKING:
     from training.run.lineage import CheckpointRef
@@ -305,6 +307,9 @@ class TrainConfig:
     shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
     """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
     (docs/embeddings.md; default: each rank has all tables)."""
+    compression: Annotated[str, "METHOD"] = "none"
+    """How gradients are sent: none, bf16, fp16, int8, 1bit, qsgd:LEVELS, terngrad, topk:1%, dgc:0.1%, powersgd:2 or
+    auto, which compresses where it pays (docs/compression.md)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -360,6 +365,7 @@ class TrainConfig:
         self._check_data()
         self._check_step()
         self._check_strategy()
+        self._check_compression()
         self._check_checkpoints()
         self._check_ranks()
         if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
@@ -451,6 +457,27 @@ class TrainConfig:
         )
         self._check(name, self.non_finite == "stop", f"{usual} with --non-finite skip")
         self._check(name, self.backend not in UNAUTHENTICATED, f"{usual} with --backend {self.backend}")
+
+    def _check_compression(self) -> None:
+        try:
+            method = Compression.parse(self.compression)
+        except ValueError:
+            self._check("compression", False, ALLOWED_COMPRESSION)
+            return
+        if not method:
+            return
+        self._check("compression", not self.delay, "none with --delay")
+        self._check("compression", self.sync_every == 1, "none with --sync-every, which adds no gradients")
+        unkept = "none, bf16, fp16, int8, qsgd or terngrad"
+        self._check("compression", not self.canonical, "none with --canonical, whose sums are exact")
+        self._check("compression", self.precision != "float64", "none with --precision float64")
+        over = self.backend in UNAUTHENTICATED
+        self._check("compression", not over, f"none with --backend {self.backend}, whose sums stay on the device")
+        scaled = self.precision == "mixed_float16"
+        self._check("compression", not (method.keeps and scaled), f"{unkept} with --precision mixed_float16")
+        self._check("compression", not method.keeps or self.num_ranks > 1, f"{unkept} with one rank")
+        skips = self.non_finite == "skip"
+        self._check("compression", not (method.keeps and skips), f"{unkept} with --non-finite skip")
 
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")

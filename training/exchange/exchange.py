@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
+from training.compression.bucket_sum import Tensors
+from training.compression.method import NONE, Compression
 from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
 from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
 from training.exchange.compare_ranks import compare_tensors
+from training.exchange.compressed import CompressedBuckets
 from training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
@@ -157,8 +160,11 @@ class Exchange:
         *,
         scaled_loss: bool = False,
         non_finite: NonFinitePolicy = STOPS,
+        compression: Compression = NONE,
     ) -> None:
         self.communicator = communicator
+        self.compression = compression
+        """How dense float32 gradients are sent; statistics, control words and rows always travel whole."""
         self.scale = 1.0 / communicator.num_ranks if scale is None else scale
         self.skips_any = non_finite.skips and not scaled_loss
         """Whatever is not finite skips the step: the caller restores what the step has changed before its end."""
@@ -186,6 +192,22 @@ class Exchange:
         self._safe = True  # no sum can become infinite by this rank's part of the step
         self._here: list[str] = []  # names of this rank's values that are not finite
         self._inquiry = Inquiry(communicator, non_finite)
+        self._compressed = CompressedBuckets(communicator, compression)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent over the network so far, in all collectives."""
+        return self.communicator.sent_bytes
+
+    def state(self) -> Tensors:
+        """What compression keeps on this rank between steps, for a checkpoint."""
+        return self._compressed.state()
+
+    def restore(self, parts: Sequence[Tensors], *, divide: bool) -> None:
+        """Continue with the `state` of this rank among the tensors of `parts`, before the first step; `divide`: parts
+        are of all ranks of a run with another number of them.
+        """
+        self._compressed.restore(parts, divide=divide)
 
     @property
     def alone(self) -> bool:
@@ -243,6 +265,7 @@ class Exchange:
             )
             self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
             self._pools = [[] for _ in layout.sizes]
+            self._compressed.use(layout)
 
     def post(self, bucket: int, *gradients: Array) -> None:
         """Take the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
@@ -254,7 +277,11 @@ class Exchange:
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
-                self._reducer.sum(flat.data)  # every rank has checked its values while it copied them
+                # Every rank has checked its values while it copied them.
+                if self._compressed.has(bucket):
+                    self._reducer.run(partial(self._compressed.reduce, bucket, flat.data, self.step + 1))
+                else:
+                    self._reducer.sum(flat.data)
         except BaseException as error:
             self._fail(error)
             raise

@@ -182,6 +182,7 @@ class Fit(AbstractContextManager["Fit"]):
             self._comm,
             self._callbacks.callbacks,
             self._audit,
+            self._exchange,
             self._strategy,
             self._tables,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.storage.errors import ConfigError, LockstepError
 from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
+from training.compression.method import NONE, Compression
 from training.config import VALIDATION, StopRule, TrainConfig, check_metric, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
@@ -50,6 +51,8 @@ class Prepared:
     """Rows of a lane group if batch statistics are over lane groups."""
     learning_rate: Scaled | None
     """How the learning rate was changed; None if it was not."""
+    compression: Compression = NONE
+    """How gradients are sent."""
 
 
 def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
@@ -101,13 +104,35 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             warm_up_steps=round(config.warm_up_epochs * plan.total / plan.global_batch),
             calls_per_step=micro,
         )
+    compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
     if type(model).train_step is keras.Model.train_step:  # others may return other metrics
         names = metric_names(model, config)
         check_metric(config.keep_best, names)
         if config.early_stop is not None:
             check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
-    return Prepared(model, callbacks, group_rows, learning_rate)
+    return Prepared(model, callbacks, group_rows, learning_rate, compression)
+
+
+def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: Plan) -> Compression:
+    """The method of `config`; deep gradient compression takes momentum and clipping over from the optimizer."""
+    method = Compression.parse(config.compression, seed=config.seed)
+    if method.name != "dgc":
+        return method
+    others = [
+        name for name in ("nesterov", "clipvalue", "global_clipnorm", "use_ema") if getattr(optimizer, name, None)
+    ]
+    if type(optimizer) is not keras.optimizers.SGD or others or optimizer.built:
+        raise ConfigError(
+            "--compression dgc needs the momentum of SGD, which it adds up itself",
+            got=f"{type(optimizer).__name__}{' with ' if others else ''}{', '.join(others)}",
+            allowed="keras.optimizers.SGD, not built yet, with momentum and clipnorm only",
+            next_step="Compile the model with SGD(rate, momentum=0.9), or use --compression topk:1%.",
+        )
+    momentum, clip_norm = float(optimizer.momentum), optimizer.clipnorm
+    optimizer.momentum, optimizer.clipnorm = 0.0, None
+    steps = round(plan.total / plan.global_batch)  # an epoch, as in the source for its language model
+    return replace(method, momentum=momentum, clip_norm=clip_norm, warm_up_steps=steps)
 
 
 def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
@@ -151,7 +176,7 @@ def distributed(
     rows: int,
     groups: int | None,
     non_finite: NonFinitePolicy,
-    make_exchange: Callable[..., Exchange] = exchange_for,
+    make_exchange: Callable[..., Exchange] | None = None,
 ) -> RankStep | CanonicalStep:
     """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -186,7 +211,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
-        make_exchange=make_exchange,
+        make_exchange=make_exchange or partial(exchange_for, compression=prepared.compression),
     )
     return step
 
@@ -235,7 +260,7 @@ class RankModel:
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        make: Callable[..., Exchange] = LocalExchange if config.sync_every != 1 else exchange_for
+        make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
         if config.delay:
             make = partial(DelayedExchange, delay=config.delay)
         self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)

@@ -28,6 +28,7 @@ from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.protocol import json_safe
+from training.exchange.exchange import Exchange
 from training.rank import callback_state
 from training.rank.metrics import Saved
 from training.run import checkpoint_division
@@ -168,12 +169,13 @@ class Saver:
         communicator: Communicator,
         callbacks: list[Any],
         audit: AuditLog | None,
+        exchange: Exchange,
         strategy: EveryStep,
         tables: Tables | None = None,
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
-        self._strategy, self._tables = strategy, tables
+        self._exchange, self._strategy, self._tables = exchange, strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
@@ -219,6 +221,7 @@ class Saver:
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
             self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
+        self._exchange.restore(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
@@ -287,7 +290,7 @@ class Saver:
             spec = self._table_specs[piece.name]
             name = checkpoint_division.key_of(piece, spec)
             tensors[name] = part.reshape(spec.shape) if name == piece.name else part
-        return tensors | model_state.views_of(self._model, *own)
+        return tensors | model_state.views_of(self._model, *own) | self._exchange.state()
 
     def _table_parts(self) -> dict[Piece, NDArray[Any]]:
         return {} if self._tables is None else self._tables.parts()

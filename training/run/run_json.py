@@ -39,6 +39,7 @@ LATER_FIELDS: dict[str, Any] = {
     "sync_until_epoch": 0,
     "outer_learning_rate": 1.0,
     "outer_momentum": 0.0,
+    "compression": "none",
     "canonical": False,
     "augment": "",
     "bad_images": "refuse",

@@ -198,6 +198,7 @@ def test_a_step_that_is_not_finite_changes_no_row(data: str, tmp_path: Path) -> 
     [
         ("micro-batches", {"micro_batches": 2}),
         ("delay", {"delay": 1}),
+        ("compression", {"compression": "bf16"}),
         ("sync-every", {"sync_every": 4}),
         ("init-from", {"init_from": "@"}),
         ("an optimizer with clipnorm", {"model": f"{HERE}:clipped"}),

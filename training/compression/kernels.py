@@ -1,0 +1,149 @@
+"""Compiled loops of the codecs: one pass that finds a block's scale, one that rounds, and packed codes.
+
+A random number depends only on a key and the position, so that results do not depend on threads or on the order of
+calls: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lockstep.storage.kernels.jit import kernels
+
+SIGNLESS = np.int32(0x7FFFFFFF)
+LARGEST = np.int32(0x7F7FFFFF)  # bits of the largest finite float32
+_GOLDEN, _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_UNIT = np.float32(2.0**-24)
+_TINY = np.float32(1e-30)  # a block of smaller numbers counts as zeros: 127 / scale would be infinite
+
+
+@kernels(__name__)
+def largest_bits(bits: Any) -> Any:
+    """The largest absolute value of float32s given as `bits` (n,) int32, as bits; above LARGEST if one is no number."""
+    largest = np.int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & SIGNLESS)
+    return largest
+
+
+@kernels(__name__)
+def quantise(x: Any, bits: Any, block: Any, levels: Any, random: Any, key: Any, scales: Any, codes: Any) -> None:
+    """scales[b] = max|x| / levels of each block, codes = round(x / scale) + levels, 0 to 2 * levels.
+
+    `random`: rounds up with the probability of the fraction; else to the nearest, of two equally near to the even one.
+    A block with a number that is not finite has the scale NaN.
+    """
+    for b in range(scales.size):
+        first, last = b * block, min(x.size, (b + 1) * block)
+        largest = np.int32(0)
+        for i in range(first, last):
+            largest = max(largest, bits[i] & SIGNLESS)
+        most = np.int32(largest)
+        peak = np.float32(0)
+        if most <= LARGEST:
+            for i in range(first, last):
+                peak = max(peak, abs(x[i]))
+        if most > LARGEST or peak < _TINY:
+            scales[b] = np.float32(np.nan) if most > LARGEST else np.float32(0)
+            for i in range(first, last):
+                codes[i] = levels
+            continue
+        top = np.float32(levels)
+        scales[b] = peak / top
+        factor = top / peak
+        if random:
+            for i in range(first, last):
+                z = key + np.uint64(i + 1) * _GOLDEN
+                z = (z ^ (z >> np.uint64(30))) * _A
+                z = (z ^ (z >> np.uint64(27))) * _B
+                z = z ^ (z >> np.uint64(31))
+                draw = np.float32(np.int32(z >> np.uint64(40))) * _UNIT
+                code = np.floor(x[i] * factor + draw)
+                codes[i] = np.uint8(np.int32(min(max(code, -top), top)) + levels)
+        else:
+            for i in range(first, last):
+                code = np.rint(x[i] * factor)
+                codes[i] = np.uint8(np.int32(min(max(code, -top), top)) + levels)
+
+
+@kernels(__name__)
+def dequantise(codes: Any, block: Any, levels: Any, scales: Any, out: Any) -> None:
+    """out = (codes - levels) * scales of each block."""
+    for b in range(scales.size):
+        scale = scales[b]
+        for i in range(b * block, min(out.size, (b + 1) * block)):
+            out[i] = np.float32(np.int32(codes[i]) - levels) * scale
+
+
+@kernels(__name__)
+def split_signs(x: Any, block: Any, means: Any, codes: Any) -> None:
+    """codes = x >= 0; means[2 b] of the numbers of block b below 0, means[2 b + 1] of the others."""
+    for b in range(means.size // 2):
+        below, above, count = 0.0, 0.0, 0
+        first, last = b * block, min(x.size, (b + 1) * block)
+        for i in range(first, last):
+            value = np.float64(x[i])
+            positive = value >= 0.0
+            codes[i] = positive
+            count += int(positive)
+            above += value if positive else 0.0
+            below += 0.0 if positive else value
+        means[2 * b] = below / max(1, last - first - count)
+        means[2 * b + 1] = above / max(1, count)
+        if not np.isfinite(below + above):
+            means[2 * b] = means[2 * b + 1] = np.float32(np.nan)
+
+
+@kernels(__name__)
+def join_signs(codes: Any, block: Any, means: Any, out: Any) -> None:
+    """The inverse of `split_signs`: the mean of each element's sign."""
+    for b in range(means.size // 2):
+        below, above = means[2 * b], means[2 * b + 1]
+        for i in range(b * block, min(out.size, (b + 1) * block)):
+            out[i] = above if codes[i] else below
+
+
+@kernels(__name__)
+def pack(codes: Any, width: Any, out: Any) -> None:
+    """Codes of `width` bits (1, 2 or 4) into bytes, the first in the lowest bits."""
+    each = 8 // width
+    for i in range(out.size):
+        byte = np.uint8(0)
+        for j in range(each):
+            if i * each + j < codes.size:
+                byte |= np.uint8(codes[i * each + j] << np.uint8(j * width))
+        out[i] = byte
+
+
+@kernels(__name__)
+def unpack(packed: Any, width: Any, codes: Any) -> None:
+    """The inverse of `pack`."""
+    each, mask = 8 // width, np.uint8((1 << width) - 1)
+    for i in range(codes.size):
+        codes[i] = (packed[i // each] >> np.uint8(i % each * width)) & mask
+
+
+@kernels(__name__)
+def to_bfloat16(bits: Any, out: Any) -> None:
+    """float32 as `bits` (n,) uint32 to bfloat16 as uint16, to the nearest, of two equally near to the even one."""
+    for i in range(bits.size):
+        value = bits[i]
+        rounded = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        no_number = (value & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16(0x7FC0) if no_number else np.uint16(rounded)
+
+
+@kernels(__name__)
+def from_bfloat16(halves: Any, bits: Any) -> None:
+    """The inverse of `to_bfloat16`, exact."""
+    for i in range(bits.size):
+        bits[i] = np.uint32(halves[i]) << np.uint32(16)
+
+
+@kernels(__name__)
+def add_to(total: Any, part: Any) -> None:
+    """total += part, float32."""
+    for i in range(total.size):
+        total[i] += part[i]
