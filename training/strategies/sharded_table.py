@@ -6,7 +6,7 @@ over the ranks in order, so another number of ranks moves whole shards. A step s
 ranks that own their rows, and these send the rows back; gradients go the same way, are added in the order of the ranks,
 and are applied by their owner with row-wise Adagrad, one accumulator a row (Mudigere et al., "Software-Hardware
 Co-design for Fast and Scalable Training of Deep Learning Recommendation Models", 2022; FBGEMM's
-EXACT_ROWWISE_ADAGRAD). docs/embeddings.md.
+EXACT_ROWWISE_ADAGRAD). docs/embeddings.md, docs/decisions/070-tables-in-shards.md.
 """
 
 from __future__ import annotations
