@@ -32,6 +32,7 @@ from training.compression.method import Compression
 from training.exchange.agreement import CONTROL_WORDS
 from training.exchange.buckets import lay_out
 from training.exchange.exchange import Exchange
+from training.run.metrics import read_history
 from training.world import World
 
 METHODS = ("none", "bf16", "fp16", "int8", "1bit", "qsgd:4", "terngrad", "topk:1%", "dgc:0.1%", "powersgd:2")
@@ -99,8 +100,7 @@ def accuracy(args: argparse.Namespace) -> None:
             words += ["--seed", str(seed), "--compression", method, "--validate", "test"]
             words += ["--validate-every", str(args.epochs), *args.flags]
             subprocess.run([sys.executable, "-m", "jobs.train", *words], cwd=ROOT, check=True, capture_output=True)
-            with open(f"{run}/result.json", encoding="utf-8") as file:
-                scores.append(json.load(file)["metrics"])
+            scores.append(read_history(run).epochs[-1]["metrics"])
         columns = []
         for name in args.metrics:
             values = [score[name] for score in scores]
