@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -32,6 +34,11 @@ from training.steps.distribute import distribute, exchange_of, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
+from training.steps.reduction import exchange_for
+from training.strategies.delay import Delayed, DelayedExchange
+from training.strategies.every_step import EveryStep
+from training.strategies.local_steps import LocalExchange, LocalSteps
+from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         learning_rate=config.learning_rate,
         global_batch=plan.global_batch,
         steps=steps,
+        shard_embeddings=config.shard_embeddings,
         extra=config.extra,
     )
     model, callbacks = build(config.model, signature, options)
@@ -68,6 +76,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
         )
+    check_combination(config, model)
     model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
@@ -167,6 +176,7 @@ def distributed(
     rows: int,
     groups: int | None,
     non_finite: NonFinitePolicy,
+    make_exchange: Callable[..., Exchange] = exchange_for,
 ) -> RankStep | CanonicalStep:
     """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -201,7 +211,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
-        codes=prepared.compression,
+        make_exchange=make_exchange,
     )
     return step
 
@@ -245,18 +255,40 @@ class RankModel:
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
             control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite)
+        make: Callable[..., Exchange] = partial(exchange_for, compression=prepared.compression)
+        if config.sync_every != 1:
+            make = LocalExchange
+        elif config.delay:
+            make = partial(DelayedExchange, delay=config.delay)
+        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
+        self.strategy = EveryStep(self.communicator)
+        if isinstance(self.exchange, DelayedExchange):
+            self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, LocalExchange):
+            self.strategy = LocalSteps(
+                self.model,
+                self.exchange,
+                every=config.sync_every,
+                first_epoch=config.sync_until_epoch,
+                learning_rate=config.outer_learning_rate,
+                momentum=config.outer_momentum,
+            )
+        self.tables = Tables.of(self.model, self.communicator)
+        """The tables in shards; None if the model has none."""
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
         group = self.communicator.group(range(self.communicator.num_ranks))
         group.deadline_s = self._config.stall_limit_s
         self._step.install(self.model, group)
+        if self.tables is not None:
+            self.tables.install()
 
     def fit(
         self,
@@ -287,7 +319,8 @@ class RankModel:
         except Exception as error:
             # TensorFlow repeats only the text of an exception that Python code raised.
             failed_input = None if pipeline is None else pipeline.failure
-            cause = self.exchange.fault() or self._step.error or failed_input or error
+            of_tables = None if self.tables is None else self.tables.error
+            cause = self.exchange.fault() or self._step.error or of_tables or failed_input or error
             if cause is error:
                 raise
             raise cause from None

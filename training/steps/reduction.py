@@ -175,7 +175,7 @@ class Reduction:
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
     skipped: Any = None
-    """Of the step traced (or run, in eager mode) last: int32 (), 1 if the ranks have agreed to skip it."""
+    """Of the step traced (or run, in eager mode) last: int32 (), 1 if it applies nothing."""
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
@@ -193,7 +193,7 @@ class Reduction:
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
         contexts: list[Any] = []
-        alone = self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0
+        alone = self.exchange.alone
         if self.compression is not None and not alone:
             packed = [self.compression.compress(grad) for grad in dense]
             dense, contexts = [grad for grad, _ in packed], [context for _, context in packed]
@@ -210,7 +210,7 @@ class Reduction:
             [(_shape(value), _dtype(value)) for value in values],
             CONTROL_WORDS,
             self.bucket_bytes,
-            apart=bool(self.exchange.compression),
+            apart=bool(self.exchange.compression) or self.exchange.delay > 0,
         )
         self.exchange.use(layout, names + statistics, tables)
         if not present:
@@ -310,7 +310,7 @@ def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
 
 def _skipped(exchange: Exchange) -> np.ndarray:
     assert exchange.agreement is not None
-    return np.array(exchange.agreement.skipped, np.int32)
+    return np.array(not exchange.applies, np.int32)
 
 
 def _added_up(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
