@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv jars clean
+.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv torch-venv jars clean
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -14,7 +14,7 @@ help: ## this list
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
-test: venv airflow-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 17 minutes)
+test: venv airflow-venv torch-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 17 minutes)
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
@@ -28,7 +28,7 @@ check: venv lint ## checks, and the tests that start no process (under 3 minutes
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv airflow-venv jars ## long tests, every supported pair of versions, runs of an older revision (hours)
+soak: venv airflow-venv torch-venv jars ## long tests, every supported pair of versions, runs of an older revision (hours)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.
@@ -53,6 +53,9 @@ venv: ## .venv with the versions of constraints.txt, and a JDK if there is none
 
 airflow-venv: ## .venv-airflow, for the DAG's test and Airflow itself
 	@scripts/setup.sh airflow
+
+torch-venv: venv ## .venv-torch, PyTorch for CPUs on top of .venv, for tests of PyTorch's scripts
+	@scripts/setup.sh torch
 
 jars: venv
 	@$(WITH_JAVA) scripts/setup.sh jars

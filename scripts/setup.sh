@@ -2,6 +2,7 @@
 # Makes the environments that `make` needs. Says nothing and installs nothing where all is there.
 #   scripts/setup.sh venv      .venv from requirements-dev.txt with the versions of constraints.txt, a JDK 17 or 21, and iproute2 where apt can install it
 #   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
+#   scripts/setup.sh torch     .venv-torch: PyTorch for CPUs from requirements-torch.txt, on top of .venv
 #   scripts/setup.sh jars      the test cluster's jars
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,15 +44,32 @@ make_venv() {
     if ! "$folder/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
         "$python" -m venv --clear "$folder"
     fi
-    local constraints=()
+    local options=()
     if [ "$folder" = .venv ]; then
-        constraints=(--constraint constraints.txt)
+        options=(--constraint constraints.txt)
+    elif [ "$folder" = .venv-torch ]; then
+        options=(--no-deps)
     fi
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" "${constraints[@]}"
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" "${options[@]}"
     if [ "$folder" = .venv ]; then
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
     fi
+    if [ "$folder" = .venv-torch ]; then
+        complete_torch
+    fi
     echo "$digest" >"$folder/.stamp"
+}
+
+# .venv-torch imports what .venv has, and PyTorch without CUDA's libraries.
+complete_torch() {
+    local ours theirs site='import sysconfig; print(sysconfig.get_path("purelib"))'
+    if [ "$(uname)" = Linux ] && ! { command -v cc && command -v readelf; } >/dev/null; then
+        fail "PyTorch without CUDA needs a C compiler and readelf; install them (Debian: apt-get install gcc binutils)."
+    fi
+    ours=$(.venv/bin/python -c "$site")
+    theirs=$(.venv-torch/bin/python -c "$site")
+    echo "import site; site.addsitedir('$ours')" >"$theirs/lockstep_venv.pth"
+    .venv-torch/bin/python scripts/torch_without_cuda.py "$theirs"
 }
 
 java_works() {
@@ -101,6 +119,9 @@ venv)
 airflow)
     make_venv .venv-airflow requirements-airflow.txt requirements-airflow.txt
     ;;
+torch)
+    make_venv .venv-torch requirements-torch.txt requirements-torch.txt scripts/torch_without_cuda.py
+    ;;
 jars)
     .venv/bin/python -c 'from tests.cluster.jars import hadoop_jars; hadoop_jars()'
     ;;
@@ -108,6 +129,6 @@ java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | jars | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | jars | java-home"
     ;;
 esac

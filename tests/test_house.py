@@ -29,6 +29,8 @@ WITHOUT_TENSORFLOW = [
     "training.driver.train",
     "training.rank.__main__",
     "training.config",
+    "training.horovod",  # so that training.horovod.torch needs none either
+    "training.horovod.runtime",
     "training.launch",
     "training.launch.script_rank",
     "training.launch.script_driver",

@@ -82,7 +82,18 @@ def test_ci_runs_the_two_commands_and_nothing_else() -> None:
 
 def test_make_help_names_the_targets() -> None:
     told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
-    for target in ("demo", "test", "check", "soak", "cluster", "cluster-stop", "venv", "airflow-venv", "clean"):
+    for target in (
+        "demo",
+        "test",
+        "check",
+        "soak",
+        "cluster",
+        "cluster-stop",
+        "venv",
+        "airflow-venv",
+        "torch-venv",
+        "clean",
+    ):
         assert f"make {target} " in told
 
 

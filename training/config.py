@@ -292,9 +292,6 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
-    compression: Annotated[str, "METHOD"] = "none"
-    """How gradients are sent: none, bf16, fp16, int8, 1bit, qsgd:LEVELS, terngrad, topk:1%, dgc:0.1%, powersgd:2 or
-    auto, which compresses where it pays (docs/compression.md)."""
     delay: Annotated[int, "D"] = 0
     """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
     (docs/strategies.md)."""
@@ -310,6 +307,9 @@ class TrainConfig:
     shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
     """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
     (docs/embeddings.md; default: each rank has all tables)."""
+    compression: Annotated[str, "METHOD"] = "none"
+    """How gradients are sent: none, bf16, fp16, int8, 1bit, qsgd:LEVELS, terngrad, topk:1%, dgc:0.1%, powersgd:2 or
+    auto, which compresses where it pays (docs/compression.md)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -424,27 +424,6 @@ class TrainConfig:
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
 
-    def _check_compression(self) -> None:
-        try:
-            method = Compression.parse(self.compression)
-        except ValueError:
-            self._check("compression", False, ALLOWED_COMPRESSION)
-            return
-        if not method:
-            return
-        self._check("compression", self.delay == 0, "none with --delay")
-        self._check("compression", self.sync_every == 1, "none with --sync-every")
-        unkept = "none, bf16, fp16, int8, qsgd or terngrad"
-        self._check("compression", not self.canonical, "none with --canonical, whose sums are exact")
-        self._check("compression", self.precision != "float64", "none with --precision float64")
-        over = self.backend in UNAUTHENTICATED
-        self._check("compression", not over, f"none with --backend {self.backend}, whose sums stay on the device")
-        scaled = self.precision == "mixed_float16"
-        self._check("compression", not (method.keeps and scaled), f"{unkept} with --precision mixed_float16")
-        self._check("compression", not method.keeps or self.num_ranks > 1, f"{unkept} with one rank")
-        skips = self.non_finite == "skip"
-        self._check("compression", not (method.keeps and skips), f"{unkept} with --non-finite skip")
-
     def _check_strategy(self) -> None:
         self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
         if self.delay:
@@ -478,6 +457,27 @@ class TrainConfig:
         )
         self._check(name, self.non_finite == "stop", f"{usual} with --non-finite skip")
         self._check(name, self.backend not in UNAUTHENTICATED, f"{usual} with --backend {self.backend}")
+
+    def _check_compression(self) -> None:
+        try:
+            method = Compression.parse(self.compression)
+        except ValueError:
+            self._check("compression", False, ALLOWED_COMPRESSION)
+            return
+        if not method:
+            return
+        self._check("compression", not self.delay, "none with --delay")
+        self._check("compression", self.sync_every == 1, "none with --sync-every, which adds no gradients")
+        unkept = "none, bf16, fp16, int8, qsgd or terngrad"
+        self._check("compression", not self.canonical, "none with --canonical, whose sums are exact")
+        self._check("compression", self.precision != "float64", "none with --precision float64")
+        over = self.backend in UNAUTHENTICATED
+        self._check("compression", not over, f"none with --backend {self.backend}, whose sums stay on the device")
+        scaled = self.precision == "mixed_float16"
+        self._check("compression", not (method.keeps and scaled), f"{unkept} with --precision mixed_float16")
+        self._check("compression", not method.keeps or self.num_ranks > 1, f"{unkept} with one rank")
+        skips = self.non_finite == "skip"
+        self._check("compression", not (method.keeps and skips), f"{unkept} with --non-finite skip")
 
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")

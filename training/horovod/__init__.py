@@ -1,5 +1,7 @@
 """Horovod's verbs under their known names, over Lockstep's ranks: `import training.horovod as hvd`.
 
+For PyTorch it is `import training.horovod.torch as hvd`; so this loads TensorFlow only with a name that needs it.
+
 A script for Horovod with TensorFlow 2 or Keras runs after this change of its import; under jobs.launch on N ranks, by
 itself on one. docs/models.md lists the supported names and the differences; a missing name is refused with an
 alternative. docs/decisions/048-any-script.md.
@@ -7,26 +9,12 @@ alternative. docs/decisions/048-any-script.md.
 
 from __future__ import annotations
 
+import importlib
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from training.horovod import callbacks
-from training.horovod.collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    Sum,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_variables,
-    grouped_allreduce,
-)
+from training.horovod.arrays import Adasum, Average, Max, Min, Sum
 from training.horovod.objects import allgather_object, barrier, broadcast_object
-from training.horovod.optimizer import DistributedGradientTape, DistributedOptimizer, load_model
 from training.horovod.runtime import (
     absent,
     cross_rank,
@@ -42,6 +30,28 @@ from training.horovod.runtime import (
     shutdown,
     size,
 )
+
+if TYPE_CHECKING:
+    from training.horovod import callbacks
+    from training.horovod.collectives import (
+        Compression,
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        broadcast_variables,
+        grouped_allreduce,
+    )
+    from training.horovod.optimizer import DistributedGradientTape, DistributedOptimizer, load_model
+
+_CALLS = (
+    *("Compression", "allgather", "allreduce", "alltoall", "broadcast", "broadcast_variables"),
+    "grouped_allreduce",
+)
+_WITH_TENSORFLOW = {
+    **dict.fromkeys(_CALLS, "training.horovod.collectives"),
+    **dict.fromkeys(("DistributedGradientTape", "DistributedOptimizer", "load_model"), "training.horovod.optimizer"),
+}
 
 # Scripts call these before they choose one of Horovod's backends.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built
@@ -121,15 +131,23 @@ ABSENT = {
             *("broadcast_parameters", "broadcast_optimizer_state", "synchronize", "poll"),
             *("allreduce_", "allreduce_async", "allreduce_async_", "allgather_async", "broadcast_async"),
         ),
-        "That is Horovod for PyTorch, and here are its names for TensorFlow and Keras. jobs.launch runs PyTorch's own "
-        "ranks: it sets what torch.distributed.init_process_group reads.",
+        "That is Horovod for PyTorch: import training.horovod.torch as hvd.",
     ),
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in ABSENT:
-        absent(f"`{name}`", f"hvd.{name}", ABSENT[name])
-    near = get_close_matches(name, [*__all__, *ABSENT], 1)
+def refuse(module: str, name: str, names: list[str], missing: dict[str, str]) -> NoReturn:
+    """Raise ConfigError for a name of Horovod that is `missing` here, AttributeError naming a close one for others."""
+    if name in missing:
+        absent(f"`{name}`", f"hvd.{name}", missing[name])
+    near = get_close_matches(name, [*names, *missing], 1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/models.md lists what is there")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}; {meant}docs/models.md lists what is there")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return importlib.import_module("training.horovod.callbacks")
+    if name in _WITH_TENSORFLOW:
+        return getattr(importlib.import_module(_WITH_TENSORFLOW[name]), name)
+    refuse(__name__, name, __all__, ABSENT)

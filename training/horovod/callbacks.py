@@ -10,7 +10,8 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.collectives import Average, Min, allreduce, broadcast_variables
+from training.horovod.arrays import Average, Min
+from training.horovod.collectives import allreduce, broadcast_variables
 from training.horovod.runtime import absent, check, rank, size
 from training.steps.optimizers import CorrectedSGD
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import DTYPES, FLOATS, Communicator, Op
-from training.horovod.runtime import absent, call, check, run, runtime
+from training.horovod.arrays import (
+    Array,
+    Average,
+    ReduceOp,
+    Sum,
+    broadcast_arrays,
+    check_dtype,
+    exchange_rows,
+    gather_arrays,
+    op_of,
+    reduce_arrays,
+)
+from training.horovod.runtime import absent, check, runtime
 
 
 class Compressor:
@@ -62,24 +70,6 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
-
-
-Array = NDArray[Any]
-# The wider dtype for integers that the communicator does not know; sums wrap when they are converted back.
-_WIDER = {np.dtype(name): np.dtype(np.int64) for name in ("int8", "int16", "uint16", "uint32")}
-
-
-class ReduceOp(Enum):
-    """How the values of all ranks are combined."""
-
-    Average = "mean"
-    Sum = "sum"
-    Min = "min"
-    Max = "max"
-    Adasum = "adasum"
-
-
-Average, Sum, Min, Max, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Adasum
 
 
 def allreduce(
@@ -130,7 +120,7 @@ def grouped_allreduce(
     how = op_of(op, average)
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
     for tensor in dense:
-        _check_dtype(np.dtype(tensor.dtype.as_numpy_dtype))
+        check_dtype(np.dtype(tensor.dtype.as_numpy_dtype))
     if not dense:
         return []
 
@@ -140,7 +130,7 @@ def grouped_allreduce(
         small = [tensor for tensor, _ in packed]
 
         def reduced(*arrays: Array) -> list[Array]:
-            return _reduce_arrays(arrays, how, prescale_factor, postscale_factor, name)
+            return reduce_arrays(arrays, how, prescale_factor, postscale_factor, name)
 
         results = run(reduced, small, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in small])
 
@@ -171,7 +161,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     def gather(rows: tf.Tensor) -> Any:
         shape = tf.TensorShape([None, *rows.shape[1:]]) if rows.shape.rank is not None else None
         specs = [tf.TensorSpec(shape, rows.dtype), tf.TensorSpec((), tf.int64)]
-        joined, start = run(partial(_gather, name or ""), [rows], specs)
+        joined, start = run(partial(gather_arrays, name or ""), [rows], specs)
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'allgather'}")
@@ -200,10 +190,10 @@ def alltoall(
     def exchange(rows: tf.Tensor) -> Any:
         shape = tf.TensorShape([None, *rows.shape[1:]])
         specs = [tf.TensorSpec(shape, rows.dtype), tf.TensorSpec((None,), tf.int64)]
-        received, sources = run(partial(_exchange, name or "", splits is None), [rows, counts], specs)
+        received, sources = run(partial(exchange_rows, name or "", splits is None), [rows, counts], specs)
 
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
-            back = partial(_exchange, f"gradient of {name or 'alltoall'}", False)
+            back = partial(exchange_rows, f"gradient of {name or 'alltoall'}", False)
             return run(back, [upstream, sources], specs)[0]
 
         return (received, sources), backward
@@ -223,7 +213,7 @@ def broadcast(
     @tf.custom_gradient
     def send(mine: tf.Tensor) -> Any:
         spec = tf.TensorSpec(mine.shape, mine.dtype)
-        (theirs,) = run(partial(_broadcast_arrays, root_rank, name or ""), [mine], [spec])
+        (theirs,) = run(partial(broadcast_arrays, root_rank, name or ""), [mine], [spec])
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'broadcast'}")
@@ -251,79 +241,9 @@ def broadcast_variables(
     names = ", ".join("/".join(path[-2:]) for path in paths)
     text = f"variables ({len(found)}: {names}...)"
     specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-    theirs = run(partial(_broadcast_arrays, root_rank, text), values, specs)
+    theirs = run(partial(broadcast_arrays, root_rank, text), values, specs)
     for variable, value in zip(found, theirs, strict=True):
         variable.assign(value)
-
-
-def op_of(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """The operation that `op` or `average` names. Raises ConfigError for both at once and for Adasum."""
-    if op is not None and average is not None:
-        raise ConfigError(
-            "allreduce got both `op` and `average`",
-            got=f"average={average} and op={op}",
-            allowed="one of them; op is the newer",
-            next_step="Leave `average` out.",
-        )
-    how = op if op is not None else (Sum if average is False else Average)
-    if how is Adasum:
-        absent("op=Adasum", instead="Use op=hvd.Average with a learning rate scaled by hvd.size().")
-    return ReduceOp(how)
-
-
-def _check_dtype(dtype: np.dtype[Any]) -> None:
-    if dtype not in DTYPES and dtype not in _WIDER:
-        raise ConfigError(
-            "allreduce got a dtype that it cannot sum",
-            got=str(dtype),
-            allowed=", ".join(str(known) for known in (*DTYPES, *_WIDER)),
-            next_step="Cast the tensor first.",
-        )
-
-
-def _reduce_arrays(
-    arrays: Sequence[Array], how: ReduceOp, before: float, after: float, name: str | None
-) -> list[Array]:
-    shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    text = f"allreduce {name or ''} of {shapes} by {how.name}, factors {before:g} and {after:g}"
-
-    def reduce(communicator: Communicator, _: list[int]) -> list[Array]:
-        results: list[Array | None] = [None] * len(arrays)
-        for dtype in dict.fromkeys(array.dtype for array in arrays):
-            mine = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-            flat = _buffer(communicator, sum(arrays[i].size for i in mine), _WIDER.get(dtype, dtype))
-            place = 0
-            for i in mine:
-                flat[place : place + arrays[i].size] = arrays[i].reshape(-1)
-                place += arrays[i].size
-            _scale(flat, before)
-            whole = flat.dtype not in FLOATS and how is Average
-            communicator.all_reduce(flat, cast(Op, (Sum if whole else how).value))
-            if whole:
-                flat[:] = np.trunc(flat / communicator.num_ranks)
-            _scale(flat, after)
-            place = 0
-            for i in mine:  # copies: the buffer is reused, and a tensor may keep an array's memory
-                results[i] = flat[place : place + arrays[i].size].astype(dtype).reshape(arrays[i].shape)
-                place += arrays[i].size
-        return results  # type: ignore[return-value]  # every place is filled above
-
-    reduced: list[Array] = call(text, 0, reduce)
-    return reduced
-
-
-def _buffer(communicator: Communicator, size: int, dtype: np.dtype[Any]) -> Array:
-    """A buffer that is kept, since training reduces the same number of elements at every step."""
-    buffers = runtime().buffers
-    found = buffers.get(dtype)
-    if found is None or found.size != size:
-        found = buffers[dtype] = communicator.allocate(size, dtype)
-    return found
-
-
-def _scale(flat: Array, factor: float) -> None:
-    if factor != 1.0:
-        flat[:] = flat * flat.dtype.type(factor) if flat.dtype in FLOATS else np.trunc(flat * factor)
 
 
 def _reduce_slices(
@@ -338,72 +258,6 @@ def _reduce_slices(
     return tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, slices.dense_shape)
 
 
-def _broadcast_arrays(root: int, name: str, *arrays: Array) -> list[Array]:
-    """Rank `root`'s arrays on all ranks, sent as bytes."""
-    if not 0 <= root < runtime().world.num_ranks:
-        raise ConfigError(
-            "broadcast got a root rank that does not exist",
-            got=f"root_rank={root}",
-            allowed=f"0 to {runtime().world.num_ranks - 1}",
-            next_step="Correct root_rank.",
-        )
-    shapes = "; ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-
-    def send(communicator: Communicator, _: list[int]) -> list[Array]:
-        flat = np.concatenate([_bytes_of(array) for array in arrays])
-        communicator.broadcast(flat, root)
-        results, start = [], 0
-        for array in arrays:
-            results.append(flat[start : start + array.nbytes].copy().view(array.dtype).reshape(array.shape))
-            start += array.nbytes
-        return results
-
-    found: list[Array] = call(f"broadcast {name} of {shapes} from rank {root}", 0, send)
-    return found
-
-
-def _gather(name: str, array: Array) -> list[Array]:
-    rest = array.shape[1:]
-    text = f"allgather {name} of {array.dtype}{['rows', *rest]}"
-
-    def gather(communicator: Communicator, rows: list[int]) -> list[Array]:
-        joined = np.concatenate(communicator.all_gather_ragged(_bytes_of(array)))
-        whole = joined.view(array.dtype) if math.prod(rest) and sum(rows) else np.empty(0, array.dtype)
-        start = np.int64(sum(rows[: communicator.rank]))
-        return [whole.reshape(sum(rows), *rest), np.asarray(start)]
-
-    found: list[Array] = call(text, len(array), gather)
-    return found
-
-
-def _exchange(name: str, equal: bool, array: Array, splits: NDArray[np.int64]) -> list[Array]:
-    rest, ranks = array.shape[1:], runtime().world.num_ranks
-    if equal:
-        splits = np.full(ranks, len(array) // ranks)
-    if splits.shape != (ranks,) or (splits < 0).any() or splits.sum() != len(array):
-        raise ConfigError(
-            "alltoall got splits that do not fit its tensor",
-            got=f"{len(array)} rows, " + (f"in {ranks} equal parts" if equal else f"splits {splits.tolist()}"),
-            allowed=f"one number from 0 up for each of {ranks} ranks, which add up to the rows",
-            next_step="Correct splits.",
-        )
-    parts = [_bytes_of(part) for part in np.split(array, np.cumsum(splits)[:-1])]
-    row_bytes = math.prod(rest) * array.itemsize
-
-    def exchange(communicator: Communicator, _: list[int]) -> list[Array]:
-        found = communicator.all_to_all_ragged(parts)
-        sources = np.array([part.size // max(1, row_bytes) for part in found], np.int64)
-        rows = np.concatenate(found).view(array.dtype).reshape(int(sources.sum()), *rest)
-        return [rows, sources]
-
-    found: list[Array] = call(f"alltoall {name} of {array.dtype}{['rows', *rest]}", len(array), exchange)
-    return found
-
-
-def _bytes_of(array: Array) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 def _check_numbers(what: str, value: tf.Tensor) -> None:
     if value.dtype in (tf.string, tf.resource, tf.variant):
         raise ConfigError(
@@ -412,3 +266,36 @@ def _check_numbers(what: str, value: tf.Tensor) -> None:
             allowed="numbers and booleans",
             next_step="For strings use hvd.broadcast_object or hvd.allgather_object.",
         )
+
+
+_turns: list[tf.Variable] = []
+
+
+def run(
+    function: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """`function(*arrays)`, which returns arrays of `specs`; runs at once in eager mode, else when the graph runs."""
+    if tf.executing_eagerly():
+        results = function(*map(np.asarray, tensors))  # views: functions do not write to their arguments
+        return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]
+
+    def taken(turn: Any, *arrays: Any) -> list[Any]:
+        return [turn + 1, *function(*arrays)]
+
+    order = _turn()
+    # Ranks wait here: this must not be on a device, whose kernels run in an order of their own.
+    with tf.device("CPU:0"):
+        turn, *results = tf.numpy_function(
+            taken, [order.read_value(), *tensors], [tf.int64, *(spec.dtype for spec in specs)], name="horovod"
+        )
+        order.assign(turn)
+    for result, spec in zip(results, specs, strict=True):
+        result.set_shape(spec.shape)
+    return results
+
+
+def _turn() -> tf.Variable:
+    if not _turns:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _turns.append(tf.Variable(0, trainable=False, dtype=tf.int64, name="horovod_turn"))
+    return _turns[0]

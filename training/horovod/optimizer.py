@@ -10,16 +10,8 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.collectives import (
-    Average,
-    Compression,
-    Compressor,
-    ReduceOp,
-    Sum,
-    allreduce,
-    grouped_allreduce,
-    op_of,
-)
+from training.horovod.arrays import Average, ReduceOp, Sum, op_of
+from training.horovod.collectives import Compression, Compressor, allreduce, grouped_allreduce
 from training.horovod.runtime import absent, check, runtime
 from training.steps.distribute import distribute, exchange_of
 

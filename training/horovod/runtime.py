@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError, TrainingFailedError, require
 from training.comm.base import Communicator, SoloCommunicator
@@ -85,21 +85,26 @@ def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
     )
 
 
+ShowGpus = Callable[[Sequence[Seat], Seat, MutableMapping[str, str]], None]
+
+
 class Runtime:
     """An initialised rank: its world, its hosts and the communicator that Horovod's calls share."""
 
-    def __init__(self, context: RankContext | None) -> None:
+    def __init__(self, context: RankContext | None, show_gpus: ShowGpus | None) -> None:
         self.context, self.process = context, os.getpid()
         self.world = World.local(0, 1) if context is None else context.world
         # First: joining a backend of TensorFlow starts TensorFlow, and then GPUs cannot be chosen any more.
-        seats = self._gather_seats()
+        seats = self._gather_seats(show_gpus)
         self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
         self.communicator = self.new_group()
         self.lock = threading.Lock()
-        self.calls = 0
+        self.calls = self.steps = 0
         self.error: BaseException | None = None
         self.exchanges: list[Any] = []
         self.buffers: dict[Any, Any] = {}
+        self.queue = ThreadPoolExecutor(1, "horovod")
+        """Makes PyTorch's calls one after another, in the order in which the script makes them."""
         hosts = list(dict.fromkeys(seat.host for seat in seats))  # in order of their first rank
         self.counts = [sum(seat.host == host for seat in seats) for host in hosts]
         # The hosts that have a rank of this one's local number, in order.
@@ -107,8 +112,8 @@ class Runtime:
         self.cross = [host for host in hosts if host in peers]
         self.cross_rank = self.cross.index(seats[self.world.rank].host)
 
-    def _gather_seats(self) -> list[Seat]:
-        """Every rank's seat; then this rank's GPU is at the index where scripts look for it. A collective."""
+    def _gather_seats(self, show_gpus: ShowGpus | None) -> list[Seat]:
+        """Every rank's seat; `show_gpus` puts this rank's GPU at the index where scripts look for it. A collective."""
         context = self.context
         if context is None:
             return [Seat(socket.gethostname(), 0)]
@@ -123,8 +128,8 @@ class Runtime:
         finally:
             if apart:
                 first.close()
-        if not _has_begun:  # TensorFlow lists its devices once; after hvd.shutdown() they are the same
-            line_up(seats, mine, os.environ)
+        if show_gpus is not None and not _has_begun:  # TensorFlow lists its devices once, also if this begins again
+            show_gpus(seats, mine, os.environ)
         return seats
 
     def new_group(self) -> Communicator:
@@ -134,7 +139,12 @@ class Runtime:
     def beat(self, phase: str) -> None:
         """Report this rank's progress to the driver."""
         if self.context is not None:
-            self.context.control.beat(self.calls, phase)
+            self.context.control.beat(self.calls + self.steps, phase)
+
+    def step(self) -> None:
+        """Report an optimizer step of PyTorch, which is no call."""
+        self.steps += 1
+        self.beat(HOROVOD)
 
 
 _runtime: Runtime | None = None
@@ -146,10 +156,15 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     A second call does nothing. Horovod's `comm` and `process_sets` are refused: all ranks always take part.
     """
-    global _runtime, _has_begun
     check("init", **{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs)
+    begin(line_up)
+
+
+def begin(show_gpus: ShowGpus | None) -> None:
+    """`init` for one framework, whose list of GPUs `show_gpus` puts in order."""
+    global _runtime, _has_begun
     if _runtime is None:
-        _runtime = Runtime(current.context())
+        _runtime = Runtime(current.context(), show_gpus)
         _runtime.beat(HOROVOD)
         if not _has_begun:
             current.report_faults_of(_fault)
@@ -160,6 +175,7 @@ def shutdown() -> None:
     """Leave the other ranks; later calls need `init` again. Does nothing before `init`."""
     global _runtime
     if _runtime is not None:
+        _runtime.queue.shutdown()
         for exchange in _runtime.exchanges:
             exchange.close()
         _runtime.communicator.close()
@@ -182,6 +198,19 @@ def runtime() -> Runtime:
             next_step="Call hvd.init() at the start of the script.",
         )
     return _runtime
+
+
+def own_runtime() -> Runtime:
+    """`runtime()`; raises ConfigError in a process that the rank has forked."""
+    here = runtime()
+    if os.getpid() != here.process:
+        raise ConfigError(
+            "a forked process has called other ranks",
+            got=f"process {os.getpid()}, a child of the rank's process {here.process}",
+            allowed="calls from the process that called hvd.init()",
+            next_step="Data workers should only read; call other ranks from the script itself.",
+        )
+    return here
 
 
 def rank() -> int:
@@ -229,14 +258,7 @@ def call(text: str, extra: int, function: Callable[[Communicator, list[int]], An
 
     `text` must be equal on all ranks. If it differs, raises TrainingFailedError on every rank, naming two of them.
     """
-    here = runtime()
-    if os.getpid() != here.process:
-        raise ConfigError(
-            "a forked process has called other ranks",
-            got=f"process {os.getpid()}, a child of the rank's process {here.process}",
-            allowed="calls from the process that called hvd.init()",
-            next_step="Data workers should only read; call other ranks from the script itself.",
-        )
+    here = own_runtime()
     with here.lock:
         here.calls += 1
         try:
@@ -279,36 +301,3 @@ class AllRanks:
 
 
 global_process_set = AllRanks()
-
-
-_turns: list[tf.Variable] = []
-
-
-def run(
-    function: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
-) -> list[tf.Tensor]:
-    """`function(*arrays)`, which returns arrays of `specs`; runs at once in eager mode, else when the graph runs."""
-    if tf.executing_eagerly():
-        results = function(*map(np.asarray, tensors))  # views: functions do not write to their arguments
-        return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]
-
-    def taken(turn: Any, *arrays: Any) -> list[Any]:
-        return [turn + 1, *function(*arrays)]
-
-    order = _turn()
-    # Ranks wait here: this must not be on a device, whose kernels run in an order of their own.
-    with tf.device("CPU:0"):
-        turn, *results = tf.numpy_function(
-            taken, [order.read_value(), *tensors], [tf.int64, *(spec.dtype for spec in specs)], name="horovod"
-        )
-        order.assign(turn)
-    for result, spec in zip(results, specs, strict=True):
-        result.set_shape(spec.shape)
-    return results
-
-
-def _turn() -> tf.Variable:
-    if not _turns:
-        with tf.init_scope(), tf.device("CPU:0"):
-            _turns.append(tf.Variable(0, trainable=False, dtype=tf.int64, name="horovod_turn"))
-    return _turns[0]

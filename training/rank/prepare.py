@@ -176,7 +176,7 @@ def distributed(
     rows: int,
     groups: int | None,
     non_finite: NonFinitePolicy,
-    make_exchange: Callable[..., Exchange] = exchange_for,
+    make_exchange: Callable[..., Exchange] | None = None,
 ) -> RankStep | CanonicalStep:
     """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -211,7 +211,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
-        make_exchange=make_exchange,
+        make_exchange=make_exchange or partial(exchange_for, compression=prepared.compression),
     )
     return step
 
@@ -260,10 +260,8 @@ class RankModel:
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        make: Callable[..., Exchange] = partial(exchange_for, compression=prepared.compression)
-        if config.sync_every != 1:
-            make = LocalExchange
-        elif config.delay:
+        make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
+        if config.delay:
             make = partial(DelayedExchange, delay=config.delay)
         self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)

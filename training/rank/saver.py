@@ -173,10 +173,9 @@ class Saver:
         strategy: EveryStep,
         tables: Tables | None = None,
     ) -> None:
-        self._exchange = exchange
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
-        self._strategy, self._tables = strategy, tables
+        self._exchange, self._strategy, self._tables = exchange, strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]

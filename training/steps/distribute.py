@@ -187,7 +187,7 @@ def distribute(
     `compression` makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: before the first
     sum ranks compare weights and the optimizer's settings, and check that their shares add up to 1; if false, the
     caller must do so. `non_finite`: what happens to a step that is not finite. `make_exchange` makes the exchange:
-    `exchange_for`, or one of `training.strategies`.
+    `exchange_for`, also with a compression of messages, or one of `training.strategies`.
 
     A collective if `communicator` already has an exchange: the new one gets a group of its own. `exchange_of` returns
     the exchange. Raises ConfigError for an optimizer that cannot be the outermost one, and for invalid arguments.

@@ -210,7 +210,7 @@ class Reduction:
             [(_shape(value), _dtype(value)) for value in values],
             CONTROL_WORDS,
             self.bucket_bytes,
-            apart=bool(self.exchange.compression) or self.exchange.delay > 0,
+            apart=self.exchange.delay > 0 or bool(self.exchange.compression),
         )
         self.exchange.use(layout, names + statistics, tables)
         if not present:

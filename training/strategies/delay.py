@@ -134,7 +134,7 @@ class DelayedExchange(Exchange):
             raise
         return list(self._late)
 
-    def restore(self, late: Sequence[LateSum]) -> None:
+    def resume_late(self, late: Sequence[LateSum]) -> None:
         """Continue with sums that `under_way` returned, before the first step."""
         self._late = deque(late)
 
@@ -228,7 +228,7 @@ class Delayed(EveryStep):
             # Copies: the file's memory is freed.
             rows = [Rows(tensors[f"{key}/indices"].copy(), tensors[f"{key}/values"].copy()) for key in tables]
             late.append(LateSum(step, names, [tensors[key].copy() for key in whole], dict(enumerate(rows))))
-        self._exchange.restore(late)
+        self._exchange.resume_late(late)
 
     def finish(self) -> None:
         while (late := self._exchange.taken()) is not None:
