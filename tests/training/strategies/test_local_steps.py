@@ -166,7 +166,9 @@ def test_no_step_between_meetings_calls_other_ranks(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(OrderedCalls, "call", refused)
     write_clicks(tmp_path / "data", records={"train": 96, "test": 30})
-    assert train(str(tmp_path / "data"), tmp_path / "run", 2, f"{OWN}:weighed_clicks", epochs=1, sync_every=3).steps == 4
+    assert (
+        train(str(tmp_path / "data"), tmp_path / "run", 2, f"{OWN}:weighed_clicks", epochs=1, sync_every=3).steps == 4
+    )
 
 
 def test_epochs_before_are_synchronous_and_other_ranks_can_continue(table: str, tmp_path: Path) -> None:
