@@ -135,13 +135,8 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
     except NotFoundError:
         stored = None
     except CorruptionError as error:
-        raise CorruptionError(
-            f"the evaluation of {fold} is damaged",
-            file=url,
-            got=error.got,
-            allowed=error.allowed,
-            next_step="Delete this file: the same call evaluates the fold again.",
-        ) from None
+        error.next_step = "Delete this file: the same call evaluates the fold again."
+        raise
     model, checkpoint = newest_of(run.run)
     if stored is not None and stored["model"] == (model or checkpoint):
         return stored

@@ -133,7 +133,7 @@ def test_the_same_call_resumes_at_the_fold_that_was_interrupted(tmp_path: Path) 
     assert cross_validate(config, third, hooks=hooks) == result and not third.entries
     assert (tmp_path / "cv" / "result.json").read_bytes() == stored
     (tmp_path / "cv" / "fold-0.json").write_bytes(b"{")
-    with pytest.raises(CorruptionError, match="the evaluation of fold-0 is damaged") as caught:
+    with pytest.raises(CorruptionError, match=r"fold-0\.json") as caught:
         cross_validate(config, third, hooks=hooks)
     assert caught.value.next_step.startswith("Delete this file") and not third.entries
     (tmp_path / "cv" / "fold-0.json").unlink()
