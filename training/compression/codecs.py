@@ -71,13 +71,13 @@ class Float16(Codec):
             finite = bool(np.isfinite(largest))
             power = max(int(np.frexp(largest)[1]) - 15, -126) if finite else 0  # of the scale; a normal number
             data[:4].view(np.float32)[0] = np.ldexp(np.float32(1), power) if finite else np.nan
-            with np.errstate(all="ignore"):
-                _as(data[4:], np.float16)[:] = x * np.float32(2.0**-power)
+            factor = np.float32(2.0**-power if finite else 0.0)
+            k.to_float16(x, factor, data[4:].view(np.uint16))
         return data
 
     def decode(self, data: Array, out: Array) -> None:
         if out.size:
-            np.multiply(_as(data[4:], np.float16), data[:4].view(np.float32)[0], out=out)
+            k.from_float16(_as(data[4:], np.uint16), _as(data[:4], np.float32)[0], out, out.view(np.uint32))
 
 
 class Levels(Codec):

@@ -83,7 +83,7 @@ class CompressedBuckets:
         return kept | common | chosen
 
     def restore(self, parts: Sequence[Tensors], *, divide: bool) -> None:
-        """Keep the state among `parts` until the layout is known; see `Exchange.restore`."""
+        """Keep the state among `parts` until the layout is known; see `Exchange.restore_compression`."""
         mine = [{n: v.copy() for n, v in part.items() if n.startswith(f"{KIND}/")} for part in parts]
         self._restored = (mine, divide) if any(mine) else None
 

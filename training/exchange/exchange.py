@@ -199,13 +199,14 @@ class Exchange:
         """Bytes that this rank has sent over the network so far, in all collectives."""
         return self.communicator.sent_bytes
 
-    def state(self) -> Tensors:
+    def compression_state(self) -> Tensors:
         """What compression keeps on this rank between steps, for a checkpoint."""
         return self._compressed.state()
 
-    def restore(self, parts: Sequence[Tensors], *, divide: bool) -> None:
-        """Continue with the `state` of this rank among the tensors of `parts`, before the first step; `divide`: parts
-        are of all ranks of a run with another number of them.
+    def restore_compression(self, parts: Sequence[Tensors], *, divide: bool) -> None:
+        """Continue with the `compression_state` among the tensors of `parts`, before the first step.
+
+        `divide`: `parts` are of all ranks of a run with another number of them; else of this rank.
         """
         self._compressed.restore(parts, divide=divide)
 

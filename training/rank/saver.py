@@ -221,7 +221,7 @@ class Saver:
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
             self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
-        self._exchange.restore(parts, divide=not same)
+        self._exchange.restore_compression(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
@@ -290,7 +290,7 @@ class Saver:
             spec = self._table_specs[piece.name]
             name = checkpoint_division.key_of(piece, spec)
             tensors[name] = part.reshape(spec.shape) if name == piece.name else part
-        return tensors | model_state.views_of(self._model, *own) | self._exchange.state()
+        return tensors | model_state.views_of(self._model, *own) | self._exchange.compression_state()
 
     def _table_parts(self) -> dict[Piece, NDArray[Any]]:
         return {} if self._tables is None else self._tables.parts()

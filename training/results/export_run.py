@@ -4,7 +4,6 @@ a TensorFlow SavedModel.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from training.batches.augmenting import labels_of
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
+from training.driver.ownership import staging_folder
 from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
 from training.launch.session import Launch, ended_in_order
@@ -65,7 +65,7 @@ def export_run(
     urls = checkpoints(fs, paths)
     ref = chosen(fs, paths, config, urls, checkpoint)
     manifest = read_checkpoint(fs, urls[ref], ref)
-    staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
+    staging = staging_folder(out, parent(output), "export")
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging, "form": form}
@@ -90,7 +90,7 @@ def export_run(
 
 
 def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
-    """Raise ConfigError for an output within the run, ExistsError for one that exists."""
+    """Raise ConfigError for an output within the run or another published folder, ExistsError for one that exists."""
     if f"{output}/".startswith(f"{paths.root}/"):
         raise ConfigError(
             "results cannot be written into its run",
@@ -100,6 +100,16 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
         )
     if fs.exists(output):
         raise occupied(output)
+    inner = output
+    while (folder := parent(inner)) != inner:
+        if fs.exists(join(folder, MANIFEST_NAME)) or fs.exists(RunPaths(folder).run_json):
+            raise ConfigError(
+                "results cannot be written into a dataset, a run or a model",
+                got=f"{output}, within {folder}",
+                allowed=f"a directory outside of {folder}, whose manifest lists all of its files",
+                next_step="Choose another --output.",
+            )
+        inner = folder
 
 
 def main(context: RankContext) -> dict[str, Any]:

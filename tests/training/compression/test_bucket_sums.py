@@ -14,7 +14,7 @@ from training.compression.bucket_sum import BucketSum
 from training.compression.choose import bucket_sum, measure
 from training.compression.low_rank_sum import LowRankSum
 from training.compression.method import Compression
-from training.compression.sparse_sum import SparseSum
+from training.compression.sparse_sum import SparseSum, largest
 
 SHAPES = ((0, (40, 50)), (2000, (500,)), (2500, (30, 50)))
 SIZE = 4000
@@ -167,3 +167,15 @@ class Slow(SoloCommunicator):
 def test_auto_compresses_where_it_pays(communicator: Communicator, allowed: list[str]) -> None:
     measured = measure(communicator, 1 << 18)
     assert measured.name in allowed and "int8" in measured.text and "Gbit/s" in measured.text
+
+
+@pytest.mark.parametrize("count", [1, 7, 500, 4000])
+def test_the_largest_are_found(count: int) -> None:
+    values = gradient(0, 1)
+    values[::3] = np.round(values[::3])  # equal ones
+    found = largest(values, count)
+    assert found.dtype == np.int32 and np.array_equal(found, np.unique(found)) and found.size == count
+    rest = np.delete(np.abs(values), found)
+    assert np.abs(values[found]).min() >= rest.max(initial=0.0)
+    values[5] = np.nan
+    assert 5 in largest(values, count)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from training.compression import kernels
 from training.compression.codecs import Codec, codec_of
 from training.compression.method import ALLOWED, NAMES, Compression
 
@@ -92,3 +93,17 @@ def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="qsgd:LEVELS"):
         Compression.parse(text)
     assert "dgc:0.1%" in ALLOWED
+
+
+def test_the_kernels_of_float16_are_numpys() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    halves = halves[np.isfinite(halves.view(np.float16)) & ((halves & 0x7FFF) < 0x7800)]  # below 2**15
+    exact, out = halves.view(np.float16).astype(np.float32), np.empty(halves.size, np.float32)
+    kernels.from_float16(halves, np.float32(1), out, out.view(np.uint32))
+    assert out.tobytes() == exact.tobytes()
+    steps = np.nextafter(exact, np.float32(1e9)) + np.random.default_rng(1).standard_normal(exact.size) * exact * 1e-3
+    for x in (exact, steps.astype(np.float32)):
+        x = x[np.abs(x) < 2.0**15]
+        mine = np.empty(x.size, np.uint16)
+        kernels.to_float16(x, np.float32(1), mine)
+        assert mine.tobytes() == x.astype(np.float16).tobytes()

@@ -116,6 +116,8 @@ def test_deep_gradient_compression_takes_momentum_over(table: str, tmp_path: Pat
         ("1bit", {"precision": "mixed_float16"}),
         ("1bit", {"non_finite": "skip"}),
         ("topk:1%", {"num_ranks": 1}),
+        ("bf16", {"delay": 1}),
+        ("bf16", {"sync_every": 4}),
         ("int9", {}),
     ],
 )
