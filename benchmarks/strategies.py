@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200)
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    print(f"{args.model} on {Path(args.dataset).name}, G {args.global_batch}, {args.ranks} ranks, {args.epochs} epochs")
+    ranks = args.ranks if args.what == "quality" else 2
+    print(f"{args.model} on {Path(args.dataset).name}, G {args.global_batch}, {ranks} ranks, {args.epochs} epochs")
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, load {load:.1f}", flush=True)
     (quality if args.what == "quality" else seconds)(args)
 

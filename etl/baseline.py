@@ -92,6 +92,9 @@ class BaselineConfig:
         good = {"--user", "--item"} <= {*given} if self.kind == "als" else not given
         allowed = "--user and --item, perhaps --rating" if self.kind == "als" else "none of them: they are for als"
         require(good, f"--kind {self.kind}", ", ".join(given), allowed)
+        names = self.train_split.split(",")
+        require(len({*names}) == len(names), "--train-split", self.train_split, "each split once: its rows count once")
+        require(-(2**63) <= self.seed < 2**63, "--seed", str(self.seed), "an integer from -2^63 to 2^63 - 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ STORIES = {
     ],
     "models": ["docs/ready-models.md", "docs/baselines.md"],
     "scripts": ["docs/models.md"],
+    "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],
 }
 WITH_COMMANDS = list(dict.fromkeys(page for pages in STORIES.values() for page in pages))

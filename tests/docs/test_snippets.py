@@ -17,7 +17,7 @@ from tests.docs.test_flags import PAGES
 
 SNIPPET = re.compile(r"^python - .*<<'EOF'\n(.*?)^EOF$|^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ROOMS = {"lockstep", "etl", "training", "pyspark_tfrecord", "jobs"}
-NEEDS_PYTORCH = "training.batches.torch_data"  # which the tests' environment has not
+NEEDS_PYTORCH = ("training.batches.torch_data", "training.horovod.torch")  # which the tests' environment has not
 
 
 def snippets(page: str) -> list[str]:
@@ -39,7 +39,7 @@ def imported(code: str) -> list[tuple[str, str]]:
 
 def absent(module: str, name: str) -> bool:
     """Whether `from module import name` fails; raises ImportError where there is no such module."""
-    if module == NEEDS_PYTORCH:
+    if module in NEEDS_PYTORCH:
         return importlib.util.find_spec(module) is None
     found = importlib.import_module(module)
     if not name or hasattr(found, name):

@@ -142,6 +142,8 @@ def test_each_kind_learns_what_decides_the_label(spark: SparkSession, folder: Pa
         ("visits", "logistic", {}, "logistic for the label `rating`, a number"),
         ("table", "gbt", {"split": "tset"}, "tset (perhaps `test`)"),
         ("table", "gbt", {"train_split": "train,validation"}, "validation"),
+        ("table", "gbt", {"train_split": "train,train"}, "train,train"),
+        ("table", "gbt", {"seed": 2**63}, str(2**63)),
         ("table", "gbt", {"settings": ("maxDept=3",)}, "maxDept (perhaps `maxDepth`)"),
         ("table", "gbt", {"settings": ("maxDepth=deep",)}, "Could not convert"),
         ("table", "gbt", {"settings": ("labelCol=a",)}, "labelCol"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import threading
 import time
@@ -88,6 +89,11 @@ def test_a_script_finds_its_place_under_known_names() -> None:
         "LOCAL_WORLD_SIZE": "2",
     }
     assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["LOCKSTEP_GENERATION"]) == ("a", "29500", "4")
+    assert (found["GROUP_RANK"], found["GROUP_WORLD_SIZE"], found["ROLE_RANK"]) == ("1", "2", "2")
+    assert (found["TORCHELASTIC_RESTART_COUNT"], found["TORCHELASTIC_RUN_ID"]) == ("3", "lockstep")
+    cluster = {"worker": ["a:29500", "b:1", "[::1]:2"]}
+    found = environment(World.from_hosts(2, ["a", "b", "b"], 4), [("a", 29500), ("b", 1), ("::1", 2)])
+    assert json.loads(found["TF_CONFIG"]) == {"cluster": cluster, "task": {"type": "worker", "index": 2}}
 
 
 def lines_of(*pieces: bytes) -> list[bytes]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import sweep_temporaries, write_file
@@ -227,6 +228,25 @@ def _start_time(pid: int) -> str | None:
     except OSError:
         return None
     return status.rpartition(")")[2].split()[19]
+
+
+def staging_folder(fs: FileSystem, directory: str, kind: str) -> str:
+    """The URL of a new folder in `directory`, where this process prepares an output; makes nothing.
+
+    Removes those of the same kind that killed processes of this host have left there: their names say which process
+    made them.
+    """
+    here = sha256_hex(f"{socket.gethostname()} {_boot_id()}".encode())[:12]
+    ours = re.compile(rf"_staging-{kind}-{here}-(?P<pid>[0-9]+)-(?P<started>[0-9]+)-[0-9a-f]{{8}}")
+    try:
+        found = [(entry.url, ours.fullmatch(entry.name)) for entry in fs.list(directory)]
+    except NotFoundError:
+        found = []
+    for url, match in found:
+        if match is not None and _start_time(int(match["pid"])) != match["started"]:
+            fs.discard(url)
+    pid = os.getpid()
+    return join(directory, f"_staging-{kind}-{here}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(4)}")
 
 
 class Ownership:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import runpy
 import signal
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.storage.errors import CommunicationError, LockstepError, TrainingFailedError
+from training.comm.hosts import local_addresses
 from training.control import context
 from training.control import context as current
 from training.control.client import ControlClient
@@ -189,7 +191,7 @@ def main(context: RankContext) -> dict[str, Any]:
     with _free_port(context.host) as port:
         table = control.rendezvous(context.host, port, context.payload["start_s"])
     os.environ.update(environment(world, table))
-    for name, value in {**QUIET, **_threads(world)}.items():
+    for name, value in {**QUIET, **_threads(world), **_interface(context.host)}.items():
         os.environ.setdefault(name, value)
     current.set_context(context)
     with _script_file(script) as path:
@@ -198,10 +200,12 @@ def main(context: RankContext) -> dict[str, Any]:
 
 
 def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
-    """Variables for the script: our names, and those that scripts for torchrun and Horovod read.
+    """Variables for the script: our names, and those that scripts for torchrun, Horovod and tf.distribute read.
 
-    `table` has rank 0's host and a port that was free a moment ago, for a library with its own rendezvous.
+    `table` has each rank's host and a port that was free a moment ago, for a library with its own rendezvous.
     """
+    hosts = list(dict.fromkeys(host for host, _ in table))
+    cluster = {"worker": [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in table]}
     ours = {
         "LOCKSTEP_RANK": world.rank,
         current.NUM_RANKS: world.num_ranks,
@@ -214,12 +218,21 @@ def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
         "WORLD_SIZE": world.num_ranks,
         "LOCAL_RANK": world.rank_of_node,
         "LOCAL_WORLD_SIZE": world.ranks_per_node,
+        "GROUP_RANK": hosts.index(table[world.rank][0]),
+        "GROUP_WORLD_SIZE": len(hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.num_ranks,
+        "TORCHELASTIC_RESTART_COUNT": world.generation - 1,
+        "TORCHELASTIC_RUN_ID": "lockstep",
         "HOROVOD_RANK": world.rank,
         "HOROVOD_SIZE": world.num_ranks,
         "HOROVOD_LOCAL_RANK": world.rank_of_node,
         "HOROVOD_LOCAL_SIZE": world.ranks_per_node,
         "MASTER_ADDR": table[0][0],
         "MASTER_PORT": table[0][1],
+        # Worker 0 is the chief where the cluster names none.
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": world.rank}}),
     }
     return {name: str(value) for name, value in {**ours, **known}.items()}
 
@@ -228,6 +241,12 @@ def _threads(world: World) -> dict[str, str]:
     share = max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node)
     # A collective blocks one inter-op thread while it waits; the other continues with graph and input.
     return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": "2"}
+
+
+def _interface(host: str) -> dict[str, str]:
+    """The interface with this rank's address, for Gloo, which else takes what the host's name resolves to."""
+    found = [name for name, addresses in local_addresses().items() if host in addresses]
+    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ a TensorFlow SavedModel.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from training.batches.augmenting import labels_of
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
+from training.driver.ownership import staging_folder
 from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
 from training.launch.session import Launch, ended_in_order
@@ -65,7 +65,7 @@ def export_run(
     urls = checkpoints(fs, paths)
     ref = chosen(fs, paths, config, urls, checkpoint)
     manifest = read_checkpoint(fs, urls[ref], ref)
-    staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
+    staging = staging_folder(out, parent(output), "export")
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging, "form": form}

@@ -9,7 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal_as
-from lockstep.storage.errors import ExistsError, LockstepError, NotFoundError, TrainingFailedError, require
+from lockstep.storage.errors import (
+    CorruptionError,
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    TrainingFailedError,
+    require,
+)
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
@@ -153,5 +160,9 @@ def _write(fs: FileSystem, folder: str, ref: CheckpointRef, result: dict[str, An
 
 def _read(fs: FileSystem, folder: str, ref: CheckpointRef) -> dict[str, Any]:
     url = join(folder, f"{ref}.json")
-    document = unseal_as("evaluation", fs.read_bytes(url), url)
+    try:
+        document = unseal_as("evaluation", fs.read_bytes(url), url)
+    except CorruptionError as error:
+        error.next_step = "Delete this file: `python -m jobs.evaluate --follow` evaluates the checkpoint again."
+        raise
     return {name: document[name] for name in ("step", "generation", "result")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from training.control.failures import LauncherGoneError, RankFailedError
 from training.control.protocol import is_final
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
+from training.driver.ownership import staging_folder
 from training.launch.session import Launch, Launches, ended_in_order
 from training.plan.datasets import rows_of
 from training.rank import runtime
@@ -84,7 +84,7 @@ def predict(
     rows = rows_of(manifest, split)
     parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
     model, weights = weights_of(run, config, checkpoint)
-    staging = join(parent(output), f"_staging-predict-{secrets.token_hex(4)}")
+    staging = staging_folder(fs, parent(output), "predict")
     payload = {
         "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,
         "model": model, "checkpoint": weights, "directory": staging,

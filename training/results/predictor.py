@@ -125,11 +125,12 @@ class Predictor:
 
     def __call__(self, rows: Any, batch: int = BATCH) -> Any:
         """The model's outputs for all rows, as `model.predict(x, batch_size=batch)` returns them for encoded ones."""
+        whole = isinstance(batch, int) and batch >= 1
+        require(whole, "a batch", repr(batch), "a whole number of rows, 1 or more", "Correct batch.")
         import keras
 
-        require(batch >= 1, "a batch", str(batch), "1 row or more", "Correct batch.")
         table = raw_batch(rows, self._columns)
-        parts = list(self._parts(table, batch))
+        parts = list(self._parts(table, min(batch, max(1, len(table)))))
         return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
 
     def _parts(self, table: pa.RecordBatch, batch: int) -> Iterator[Any]:

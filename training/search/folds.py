@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.documents import seal, unseal_as
-from lockstep.storage.errors import ConfigError, NotFoundError, require
+from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
@@ -134,6 +134,9 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
         stored = unseal_as("evaluation", fs.read_bytes(url), url, version=FORMAT_VERSION)
     except NotFoundError:
         stored = None
+    except CorruptionError as error:
+        error.next_step = "Delete this file: the same call evaluates the fold again."
+        raise
     model, checkpoint = newest_of(run.run)
     if stored is not None and stored["model"] == (model or checkpoint):
         return stored

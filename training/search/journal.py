@@ -52,10 +52,8 @@ class Journal:
             try:
                 events.append(unseal_as("search event", data, entry.url, version=FORMAT_VERSION))
             except CorruptionError as error:
-                what = error.what.partition(":")[0]
-                raise CorruptionError(
-                    what, file=entry.url, offset=error.offset, got=error.got, allowed=error.allowed, next_step=RESTORE
-                ) from None
+                error.next_step = RESTORE
+                raise
         self._written = len(events)
         return events
 

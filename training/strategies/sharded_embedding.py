@@ -160,9 +160,10 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
     clipping = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(model.optimizer, name, None)]
     reasons = {
         "--init-from": config.init_from is not None and "first rows are drawn by the ranks that own them",
+        "--delay": config.delay and "rows are updated in the step of their gradients",
+        "--sync-every": config.sync_every != 1 and "a row is on one rank only, so no copies can drift apart",
+        "--compression": config.compression != "none" and "the word of a row that is not finite must arrive as it is",
         "--micro-batches": config.micro_batches > 1 and "rows are updated once a step",
-        "--delay": config.delay > 0 and "rows are updated in their own step",
-        "--sync-every": config.sync_every != 1 and "rows of each step are exchanged in it",
         "--canonical": config.canonical and "gradients of rows are added in the order of ranks, not in one tree",
         "--precision mixed_float16": inner is not None and "gradients of rows have no loss scale",
         f"--backend {config.backend}": config.backend in ("tensorflow", "nccl") and "rows are in host memory",

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from jobs import evaluate as job
-from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
+from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.control.task import RankTask
 from training.launch.local import run_local
 from training.results.evaluate import evaluate
-from training.results.follow import follow
+from training.results.follow import follow, followed
+from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths, checkpoint_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,6 +97,15 @@ def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
     shutil.rmtree(RunPaths(run).results)
     with pytest.raises(TrainingFailedError, match="neither a result nor a driver"):
         follow(run, data, "test", unused, look_s=0.01, idle_s=0.1)
+
+
+def test_a_damaged_evaluation_says_that_it_may_be_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluations" / "test-0"
+    folder.mkdir(parents=True)
+    (folder / f"{CheckpointRef(6, 1)}.json").write_bytes(b'{"digest')
+    with pytest.raises(CorruptionError, match=r"0006\.g0001\.json") as caught:
+        followed(filesystem(str(tmp_path)), RunPaths(str(tmp_path)))
+    assert caught.value.next_step.startswith("Delete this file")
 
 
 def test_what_cannot_be_followed(tmp_path: Path) -> None:

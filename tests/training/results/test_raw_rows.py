@@ -14,7 +14,7 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._visits import SCHEMA, visits
-from training.results.predictor import ExportedModel, prediction_column, raw_batch
+from training.results.predictor import ExportedModel, Predictor, prediction_column, raw_batch
 
 FIELDS = tuple(field for field in SCHEMA.features if field.name != "ip")
 
@@ -115,6 +115,16 @@ def test_missing_columns_nulls_and_other_rows_are_refused() -> None:
         raw_batch({"count": [1, 2], "age": [1]}, (SCHEMA["count"], SCHEMA["age"]))
     with pytest.raises(ConfigError, match="no rows"):
         raw_batch([1, 2], FIELDS)
+
+
+def test_a_batch_is_a_whole_number_of_rows() -> None:
+    unused: Any = None
+    predictor = Predictor(unused, FIELDS, unused)
+    batches: tuple[Any, ...] = (0, -1, 1.5, "8", None)
+    for batch in batches:
+        with pytest.raises(ConfigError, match="a batch is invalid") as caught:
+            predictor(visits(2), batch)
+        assert caught.value.got == repr(batch)
 
 
 def test_outputs_are_doubles_or_lists_or_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jobs.cross_validate import main, parser
 from lockstep.storage.documents import unseal_as
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, CorruptionError
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 from training.config import TrainConfig
@@ -132,6 +132,12 @@ def test_the_same_call_resumes_at_the_fold_that_was_interrupted(tmp_path: Path) 
     assert unseal_as("cross_validation", stored, "result.json") == result
     assert cross_validate(config, third, hooks=hooks) == result and not third.entries
     assert (tmp_path / "cv" / "result.json").read_bytes() == stored
+    (tmp_path / "cv" / "fold-0.json").write_bytes(b"{")
+    with pytest.raises(CorruptionError, match=r"fold-0\.json") as caught:
+        cross_validate(config, third, hooks=hooks)
+    assert caught.value.next_step.startswith("Delete this file") and not third.entries
+    (tmp_path / "cv" / "fold-0.json").unlink()
+    assert cross_validate(config, third, hooks=hooks) == result and third.entries == ["results"]
     # Each fold is an ordinary run, and its numbers are those of jobs.evaluate on the fold held out.
     single = evaluate(str(tmp_path / "cv" / "fold-1"), str(tmp_path / "data"), "fold-1", run_threads)
     assert result["folds"][1]["metrics"] == single["metrics"]

@@ -11,7 +11,7 @@ import pytest
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring
-from tests.training._tiny import write_table
+from tests.training._tiny import write_clicks, write_table
 from tests.training.rank.test_fit import assert_no_bit_differs, train
 from training.comm import Communicator
 from training.config import TrainConfig
@@ -155,6 +155,20 @@ def test_a_restart_changes_no_bit(table: str, tmp_path: Path) -> None:
     assert sorted(_threads.rows_of(str(tmp_path / "whole"), "step")) == list(range(1, 26)), "no loss is left out"
     written = set(_threads.rows_of(str(tmp_path / "whole"), "checkpoint"))
     assert written and written <= {5, 8, 10, 15, 16, 20, 25}, "only at meetings"
+
+
+def test_no_step_between_meetings_calls_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of weights divides the loss: ranks that train together add it up in each step."""
+    from training.steps.ordered import OrderedCalls  # imports TensorFlow
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("a call in a step")
+
+    monkeypatch.setattr(OrderedCalls, "call", refused)
+    write_clicks(tmp_path / "data", records={"train": 96, "test": 30})
+    assert (
+        train(str(tmp_path / "data"), tmp_path / "run", 2, f"{OWN}:weighed_clicks", epochs=1, sync_every=3).steps == 4
+    )
 
 
 def test_epochs_before_are_synchronous_and_other_ranks_can_continue(table: str, tmp_path: Path) -> None:

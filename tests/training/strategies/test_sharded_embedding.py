@@ -87,6 +87,13 @@ def spoiled(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def clipped(signature: Signature, options: ModelOptions) -> keras.Model:
+    """`two-tower` with an optimizer that clips gradients."""
+    model = two_tower(signature, options)
+    model.compile(optimizer=keras.optimizers.Adam(clipnorm=1.0), loss="binary_crossentropy")
+    return model
+
+
 def train(data: str, url: Path, num_ranks: int, model: str = "two-tower", **more: Any) -> RunResult:
     options: dict[str, Any] = {
         "global_batch": 24, "lanes": 8, "batchnorm": "local", "epochs": 2, "checkpoint_every": 1000, "seed": 7,
@@ -190,6 +197,11 @@ def test_a_step_that_is_not_finite_changes_no_row(data: str, tmp_path: Path) -> 
     ("words", "options"),
     [
         ("micro-batches", {"micro_batches": 2}),
+        ("delay", {"delay": 1}),
+        ("compression", {"compression": "bf16"}),
+        ("sync-every", {"sync_every": 4}),
+        ("init-from", {"init_from": "@"}),
+        ("an optimizer with clipnorm", {"model": f"{HERE}:clipped"}),
         ("canonical", {"canonical": True, "num_ranks": 2}),
         ("mixed_float16", {"precision": "mixed_float16"}),
         ("decay=0", {"extra": {"decay": 0.1}}),
