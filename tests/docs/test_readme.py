@@ -20,6 +20,7 @@ STORIES = {
         "docs/guarantees.md",
         "docs/validation.md",
         "docs/strategies.md",
+        "docs/compression.md",
         "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",

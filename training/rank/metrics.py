@@ -43,7 +43,7 @@ class StepClock:
     `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
     step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
     the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs. `sent_bytes`: over the
-    network, in all collectives since the row before; 0 within one host's memory.
+    network, in all collectives since the first step began or the row before; 0 within one host's memory.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class StepClock:
         self._control, self._rank, self._exchange, self._now = control, rank, exchange, now
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
-        self._steps = self._last_step = self._sent = 0
+        self._steps = self._last_step = 0
+        self._sent: int | None = None  # before the first step: what ranks sent to join and to restore is no step's
         self._start_row()
 
     def batch_is_ready(self, number: int) -> None:
@@ -65,6 +66,7 @@ class StepClock:
 
     def begins(self) -> None:
         """A step begins, and waits for its batch if it is not ready yet."""
+        self._sent = self._exchange.sent_bytes if self._sent is None else self._sent
         self._begun = self._now()
 
     def ends(self, step: int) -> None:
@@ -107,7 +109,7 @@ class StepClock:
             rounded = {name: round(seconds, 6) for name, seconds in self._sums.items()}
             row: dict[str, Any] = {"kind": "time", "rank": self._rank, "step": self._last_step, "steps": self._steps}
             sent = self._exchange.sent_bytes
-            row["sent_bytes"], self._sent = sent - self._sent, sent
+            row["sent_bytes"], self._sent = sent - (sent if self._sent is None else self._sent), sent
             self._control.notify("metrics", rows=[row | rounded])
             self._start_row()
 
