@@ -13,6 +13,8 @@ from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
+from training.compression.method import ALLOWED as ALLOWED_COMPRESSION
+from training.compression.method import Compression
 
 if TYPE_CHECKING:
     from training.run.lineage import CheckpointRef
@@ -290,6 +292,24 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
+    delay: Annotated[int, "D"] = 0
+    """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
+    (docs/strategies.md)."""
+    sync_every: Annotated[int, "K"] = 1
+    """Steps after which ranks meet: 1 adds gradients in each step; K averages the models of ranks that trained by
+    themselves for K steps; 0 averages once, at the end of the run (docs/strategies.md)."""
+    sync_until_epoch: Annotated[int, "E"] = 0
+    """Epochs that add gradients in each step before --sync-every begins."""
+    outer_learning_rate: float = 1.0
+    """With --sync-every, the rate of a step along the averaged change since the last meeting; 1 is the average."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of that step."""
+    shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
+    """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
+    (docs/embeddings.md; default: each rank has all tables)."""
+    compression: Annotated[str, "METHOD"] = "none"
+    """How gradients are sent: none, bf16, fp16, int8, 1bit, qsgd:LEVELS, terngrad, topk:1%, dgc:0.1%, powersgd:2 or
+    auto, which compresses where it pays (docs/compression.md)."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
 
@@ -344,6 +364,8 @@ class TrainConfig:
             self._check(name, getattr(self, name) in choices, " or ".join(choices))
         self._check_data()
         self._check_step()
+        self._check_strategy()
+        self._check_compression()
         self._check_checkpoints()
         self._check_ranks()
         if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
@@ -397,8 +419,65 @@ class TrainConfig:
         self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check_count("micro_batches")
+        least = self.shard_embeddings
+        self._check("shard_embeddings", least is None or 0 <= least < 2**63, "bytes from 0 up")
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
+
+    def _check_strategy(self) -> None:
+        self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
+        if self.delay:
+            self._check_alone("delay", "0")
+        self._check("sync_every", 0 <= self.sync_every < 2**31, "an integer from 0 up")
+        local, several = self.sync_every != 1, self.sync_every > 1
+        if local:
+            self._check_alone("sync_every", "1")
+            self._check("sync_every", self.delay == 0, "1 with --delay")
+            self._check("sync_every", self.batchnorm != "sync", "1 with --batchnorm sync, which meets in each step")
+            whole = self.max_steps is None or (several and self.max_steps % self.sync_every == 0)
+            self._check("max_steps", whole, "a multiple of --sync-every; unset with --sync-every 0")
+            once = self.sync_every == 0 and (self.validate or self.keep_best)
+            self._check("sync_every", not once, "1 or more with --validate or --keep-best: ranks differ until the end")
+        epochs = 0 <= self.sync_until_epoch < self.epochs and (local or self.sync_until_epoch == 0)
+        self._check("sync_until_epoch", epochs, "from 0 to fewer than epochs; 0 unless --sync-every is given")
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        self._check(
+            "outer_learning_rate", 0 < rate < math.inf and (several or rate == 1), "above 0; 1 without meetings"
+        )
+        self._check(
+            "outer_momentum", 0 <= momentum < 1 and (several or momentum == 0), "from 0 to 1; 0 without meetings"
+        )
+
+    def _check_alone(self, name: str, usual: str) -> None:
+        """Another way to exchange than one sum in each step cannot be combined with what assumes one."""
+        self._check(name, not self.canonical, f"{usual} with --canonical")
+        self._check(name, self.micro_batches == 1, f"{usual} with --micro-batches")
+        self._check(
+            name, self.precision != "mixed_float16", f"{usual} with --precision mixed_float16, whose scale changes"
+        )
+        self._check(name, self.non_finite == "stop", f"{usual} with --non-finite skip")
+        self._check(name, self.backend not in UNAUTHENTICATED, f"{usual} with --backend {self.backend}")
+
+    def _check_compression(self) -> None:
+        try:
+            method = Compression.parse(self.compression)
+        except ValueError:
+            self._check("compression", False, ALLOWED_COMPRESSION)
+            return
+        if not method:
+            return
+        self._check("compression", not self.delay, "none with --delay")
+        self._check("compression", self.sync_every == 1, "none with --sync-every, which adds no gradients")
+        unkept = "none, bf16, fp16, int8, qsgd or terngrad"
+        self._check("compression", not self.canonical, "none with --canonical, whose sums are exact")
+        self._check("compression", self.precision != "float64", "none with --precision float64")
+        over = self.backend in UNAUTHENTICATED
+        self._check("compression", not over, f"none with --backend {self.backend}, whose sums stay on the device")
+        scaled = self.precision == "mixed_float16"
+        self._check("compression", not (method.keeps and scaled), f"{unkept} with --precision mixed_float16")
+        self._check("compression", not method.keeps or self.num_ranks > 1, f"{unkept} with one rank")
+        skips = self.non_finite == "skip"
+        self._check("compression", not (method.keeps and skips), f"{unkept} with --non-finite skip")
 
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")

@@ -253,8 +253,10 @@ class Cluster:
             return json.load(answer)
 
     def under_replicated(self) -> int:
-        """How many blocks have fewer replicas than they should, as the NameNode counts them."""
-        return int(str(self._bean("namenode-http", "service=NameNode,name=FSNamesystemState")["UnderReplicatedBlocks"]))
+        """How many blocks have fewer replicas than they should, or wait for a copy that the NameNode has ordered."""
+        state = self._bean("namenode-http", "service=NameNode,name=FSNamesystemState")
+        # A block whose copy is ordered is no longer counted as under-replicated, though it still has one replica.
+        return sum(int(str(state[name])) for name in ("UnderReplicatedBlocks", "PendingReplicationBlocks"))
 
     def _bean(self, role: str, query: str) -> dict[str, object]:
         beans = self._get(role, f"/jmx?qry=Hadoop:{query}")["beans"]

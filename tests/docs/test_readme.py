@@ -19,6 +19,7 @@ STORIES = {
         "docs/batches.md",
         "docs/guarantees.md",
         "docs/validation.md",
+        "docs/strategies.md",
         "docs/evaluate.md",
         "docs/performance.md",
         "docs/python.md",

@@ -112,6 +112,14 @@ def clicks(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def weighed_clicks(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Log-odds with a loss that the sum of the weights divides."""
+    model = clicks(signature, options)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    model.compile("adam", loss, jit_compile=False)
+    return model
+
+
 @keras.saving.register_keras_serializable("tests")
 def distance(y_true: Any, y_pred: Any) -> Any:
     """A metric of a user's own, made for labels (n,)."""

@@ -93,6 +93,13 @@ class Communicator(ABC):
         """
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent over the network so far, its groups' and all headers included; what goes
+        through the memory of a host is not counted.
+        """
+        return 0
+
+    @property
     def on_host(self) -> Communicator:
         """The communicator for small arrays in host memory: this one, unless this one works on a device's memory."""
         return self

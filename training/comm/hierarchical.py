@@ -135,6 +135,10 @@ class HierarchicalCommunicator(Communicator):
             level.close()
         self._carrier.shutdown(wait=False)
 
+    @property
+    def sent_bytes(self) -> int:
+        return sum(level.sent_bytes for level in self._levels())
+
     def _in_turn(self, buf: NDArray[Any], op: Op) -> None:
         if self._inner is not None:
             self._inner.all_reduce(buf, op)

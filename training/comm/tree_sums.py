@@ -47,6 +47,10 @@ class TreeSums(Communicator):
     def deadline_s(self, seconds: float) -> None:
         self._all.deadline_s = seconds
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._all.sent_bytes
+
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
         if op != "sum":

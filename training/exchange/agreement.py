@@ -39,6 +39,12 @@ class Agreement:
     """Something was not finite, and the step was skipped: no rank has changed its weights."""
     batches: int = 1
     """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
+    losses: tuple[float, ...] = ()
+    """Of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
+    agreed: bool = True
+    """Whether this is of all ranks; else of this rank, which trains by itself (training.strategies.local_steps)."""
+    equal: bool = True
+    """Whether all ranks have equal weights."""
 
 
 SHOWN_SAMPLES = 16  # of each rank, in an error's message; its log has them all
@@ -112,7 +118,7 @@ class Inquiry:
         if here and self.policy.fed is not None:
             mine |= self.policy.fed.of_step(step, rows)
         if here:
-            self._report(step, mine, skipped)
+            self.report(step, mine, skipped=skipped)
         short = mine | {"samples": mine.get("samples", [])[:SHOWN_SAMPLES], "count": len(mine.get("samples", []))}
         short["what"] = [*mine["what"][:SHOWN_NAMES], *["..."] * (len(mine["what"]) > SHOWN_NAMES)]
         parts = everyones(self.communicator.on_host, short)
@@ -121,7 +127,8 @@ class Inquiry:
             return "finite on each rank, but not their sum"
         return "; ".join([*found[:SHOWN_RANKS], *["..."] * (len(found) > SHOWN_RANKS)])
 
-    def _report(self, step: int, mine: dict[str, Any], skipped: bool) -> None:
+    def report(self, step: int, mine: dict[str, Any], *, skipped: bool) -> None:
+        """Log and report what was not finite on this rank: {what, lanes, samples}."""
         samples = mine.get("samples", [])
         words = f"; lanes {mine['lanes'][0]} to {mine['lanes'][1]}, samples {' '.join(samples)}" if samples else ""
         log.warning("step %d: not finite on this rank: %s%s", step, ", ".join(mine["what"]), words)

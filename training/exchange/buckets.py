@@ -63,15 +63,25 @@ Spec = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 def lay_out(
-    gradients: Sequence[Spec], statistics: Sequence[Spec], control_words: int, bucket_bytes: int = BUCKET_BYTES
+    gradients: Sequence[Spec],
+    statistics: Sequence[Spec],
+    control_words: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    apart: bool = False,
 ) -> Layout:
-    """Place `gradients` and `statistics` ((shape, dtype) each) and the control words."""
+    """Place `gradients` and `statistics` ((shape, dtype) each) and the control words.
+
+    `apart`: statistics and control words share no bucket with gradients.
+    """
     dtypes: list[np.dtype[Any]] = []
     sizes: list[int] = []
 
     def place(shape: tuple[int, ...], dtype: np.dtype[Any], grow: bool) -> Slot:
         size = math.prod(shape)
-        fits = sizes and dtypes[-1] == dtype and (grow or (sizes[-1] + size) * dtype.itemsize <= bucket_bytes)
+        fits = (
+            len(sizes) > least and dtypes[-1] == dtype and (grow or (sizes[-1] + size) * dtype.itemsize <= bucket_bytes)
+        )
         if not fits:
             dtypes.append(dtype)
             sizes.append(0)
@@ -80,10 +90,12 @@ def lay_out(
         sizes[-1] = start + -(-size // align) * align
         return Slot(len(sizes) - 1, start, size, shape)
 
+    least = 0  # buckets that take no more tensors
     placed = [place(shape, dtype, grow=False) for shape, dtype in reversed(gradients)]
+    least = len(sizes) if apart else 0
     statistic_slots = tuple(place(shape, dtype, grow=True) for shape, dtype in statistics)
     # Never a dtype of two bytes: the loss would lose digits.
-    wide = dtypes[-1] if dtypes and dtypes[-1].itemsize >= 4 else np.dtype(np.float32)
+    wide = dtypes[-1] if len(sizes) > least and dtypes[-1].itemsize >= 4 else np.dtype(np.float32)
     control = place((control_words,), wide, grow=True)
     return Layout(tuple(dtypes), tuple(sizes), tuple(reversed(placed)), statistic_slots, control)
 

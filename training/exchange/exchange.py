@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
+from training.compression.bucket_sum import Tensors
+from training.compression.method import NONE, Compression
 from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
 from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
 from training.exchange.compare_ranks import compare_tensors
+from training.exchange.compressed import CompressedBuckets
 from training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
@@ -145,6 +148,11 @@ class Exchange:
     scales the loss, so that a gradient that is not finite skips the step instead of ending the run.
     """
 
+    delay = 0
+    """Steps after which a step's sum is returned."""
+    apart = False
+    """Whether each rank applies its own gradients, as if it were the only one."""
+
     def __init__(
         self,
         communicator: Communicator,
@@ -152,8 +160,11 @@ class Exchange:
         *,
         scaled_loss: bool = False,
         non_finite: NonFinitePolicy = STOPS,
+        compression: Compression = NONE,
     ) -> None:
         self.communicator = communicator
+        self.compression = compression
+        """How dense float32 gradients are sent; statistics, control words and rows always travel whole."""
         self.scale = 1.0 / communicator.num_ranks if scale is None else scale
         self.skips_any = non_finite.skips and not scaled_loss
         """Whatever is not finite skips the step: the caller restores what the step has changed before its end."""
@@ -181,6 +192,33 @@ class Exchange:
         self._safe = True  # no sum can become infinite by this rank's part of the step
         self._here: list[str] = []  # names of this rank's values that are not finite
         self._inquiry = Inquiry(communicator, non_finite)
+        self._compressed = CompressedBuckets(communicator, compression)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent over the network so far, in all collectives."""
+        return self.communicator.sent_bytes
+
+    def compression_state(self) -> Tensors:
+        """What compression keeps on this rank between steps, for a checkpoint."""
+        return self._compressed.state()
+
+    def restore_compression(self, parts: Sequence[Tensors], *, divide: bool) -> None:
+        """Continue with the `compression_state` among the tensors of `parts`, before the first step.
+
+        `divide`: `parts` are of all ranks of a run with another number of them; else of this rank.
+        """
+        self._compressed.restore(parts, divide=divide)
+
+    @property
+    def alone(self) -> bool:
+        """Whether gradients stay in the graph: there is nothing to add."""
+        return self.apart or (self.communicator.num_ranks == 1 and self.scale == 1.0)
+
+    @property
+    def applies(self) -> bool:
+        """Whether the step that the ranks have just agreed on has sums to apply."""
+        return self.agreement is not None and not self.agreement.skipped
 
     def resume(self, step: int) -> None:
         """Continue to count from `step`, the last one of a restored run."""
@@ -228,6 +266,7 @@ class Exchange:
             )
             self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
             self._pools = [[] for _ in layout.sizes]
+            self._compressed.use(layout)
 
     def post(self, bucket: int, *gradients: Array) -> None:
         """Take the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
@@ -239,7 +278,11 @@ class Exchange:
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
-                self._reducer.sum(flat.data)  # every rank has checked its values while it copied them
+                # Every rank has checked its values while it copied them.
+                if self._compressed.has(bucket):
+                    self._reducer.run(partial(self._compressed.reduce, bucket, flat.data, self.step + 1))
+                else:
+                    self._reducer.sum(flat.data)
         except BaseException as error:
             self._fail(error)
             raise
@@ -248,7 +291,8 @@ class Exchange:
         """Take the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
             values = scaled(values, self.scale)
-            self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values))
+            # The lists of this step: if its sums come late, the next step has begun its own.
+            self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values, self._rows, self._here))
         except BaseException as error:
             self._fail(error)
             raise
@@ -347,7 +391,7 @@ class Exchange:
                 allowed="finite numbers; all ranks stop at this step, and none has applied it",
                 next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
             )
-        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
+        flags: dict[str, Any] = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
         self.step = step
         self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 
@@ -393,12 +437,12 @@ class Exchange:
         names = (*self._names, *(table.name for table in self._tables))
         return [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
 
-    def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
+    def _reduce_rows(self, number: int, indices: Array, values: Array, found: dict[int, Rows], here: list[str]) -> bool:
         rows = sum_rows(self.communicator, self._tables[number], indices, values)
-        self._rows[number] = rows
+        found[number] = rows
         finite = all_finite(rows.values.reshape(-1))
         if not finite and not np.isfinite(values).all():
-            self._here.append(self._tables[number].name)
+            here.append(self._tables[number].name)
         return finite
 
 

@@ -42,6 +42,8 @@ class ModelOptions:
     """Rows of one optimizer step over all ranks."""
     steps: int = 1
     """Optimizer steps of the whole run."""
+    shard_embeddings: int | None = None
+    """Tables of at least so many bytes are to be layers ShardedEmbedding; None: none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What `--set NAME=VALUE` gives (`lockstep.train(..., extra={...})`): int, float, bool or str by name."""
 

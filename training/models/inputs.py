@@ -4,13 +4,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
+from training.models import ModelOptions
+from training.strategies.sharded_embedding import ShardedEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Which tables are divided over the ranks."""
+
+    from_bytes: int
+    seed: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, options: ModelOptions, learning_rate: float) -> Sharding | None:
+        """What the run's options ask for; None: no table is divided."""
+        least = options.shard_embeddings
+        return None if least is None else cls(least, options.seed, learning_rate)
+
+
+def table_of(
+    name: str, rows: int, width: int, decay: float, start: Any = "uniform", sharding: Sharding | None = None
+) -> Any:
+    """The layer of a table: Keras' Embedding, or a table in shards whose first values have the variance of `start`.
+
+    Raises ConfigError for a `decay` of a table in shards.
+    """
+    nbytes = rows * width * np.dtype(keras.config.floatx()).itemsize
+    if sharding is None or nbytes < sharding.from_bytes:
+        penalty = penalty_of(decay)
+        return keras.layers.Embedding(
+            rows, width, embeddings_initializer=start, embeddings_regularizer=penalty, name=name
+        )
+    if decay:
+        raise ConfigError(
+            f"the table {name} cannot have a penalty and be in shards",
+            got=f"decay={decay} and {nbytes} bytes, with --shard-embeddings {sharding.from_bytes}",
+            allowed="decay=0: a penalty would touch every row in each step",
+            next_step="Add --set decay=0.",
+        )
+    known = {"uniform": 0.05, "zeros": 0.0}
+    spread = known[start] if isinstance(start, str) else math.sqrt(3) * start.stddev
+    return ShardedEmbedding(
+        rows, width, seed=sharding.seed, spread=spread, learning_rate=sharding.learning_rate, name=name
+    )
+
 
 # No field can have a name that begins with `_`: an input and a layer must not share one.
 
@@ -41,7 +88,13 @@ def joined(parts: list[Any]) -> Any:
 
 
 def weighted_sum(
-    inputs: Mapping[str, Any], ids: Mapping[str, int], *, name: str, activation: str | None, decay: float
+    inputs: Mapping[str, Any],
+    ids: Mapping[str, int],
+    *,
+    name: str,
+    activation: str | None,
+    decay: float,
+    sharding: Sharding | None = None,
 ) -> Any:
     """A bias and a weight for each number and each id but id 0, which begin at zero: (n, 1), after `activation`.
 
@@ -55,7 +108,7 @@ def weighted_sum(
         )
         return last(joined(numbers))
     together = joined(numbers) if numbers else None
-    parts = [_sum_of_ids({one: inputs[one] for one in ids}, ids, penalty)]
+    parts = [_sum_of_ids({one: inputs[one] for one in ids}, ids, decay, sharding)]
     if together is not None:
         plain = keras.layers.Dense(
             1, use_bias=False, kernel_initializer="zeros", kernel_regularizer=penalty, name="_numbers"
@@ -65,7 +118,7 @@ def weighted_sum(
     return keras.layers.Activation(activation or "linear", name=name, dtype=floatx)(total)
 
 
-def _sum_of_ids(tensors: dict[str, Any], sizes: Mapping[str, int], penalty: Any) -> Any:
+def _sum_of_ids(tensors: dict[str, Any], sizes: Mapping[str, int], decay: float, sharding: Sharding | None) -> Any:
     """The sum of the weights of all ids of a row, and of a bias that all rows have: (n, k) int64 each -> (n, 1)."""
     indices, counted, start = [], [], 0
     for name, tensor in tensors.items():
@@ -75,14 +128,14 @@ def _sum_of_ids(tensors: dict[str, Any], sizes: Mapping[str, int], penalty: Any)
     always = ops.zeros_like(indices[0][:, :1]) + start
     indices.append(always)
     counted.append(ops.cast(always > 0, keras.config.floatx()))
-    table = keras.layers.Embedding(
-        start + 1, 1, embeddings_initializer="zeros", embeddings_regularizer=penalty, name="_ids"
-    )
+    table = table_of("_ids", start + 1, 1, decay, "zeros", sharding)
     weights = ops.squeeze(table(ops.concatenate(indices, axis=1)), axis=-1)  # (n, k, 1) -> (n, k)
     return ops.sum(weights * ops.concatenate(counted, axis=1), axis=1, keepdims=True)
 
 
-def embedded(inputs: Mapping[str, Any], ids: Mapping[str, int], width: int, decay: float) -> Any:
+def embedded(
+    inputs: Mapping[str, Any], ids: Mapping[str, int], width: int, decay: float, sharding: Sharding | None = None
+) -> Any:
     """All features as (n, k) floats: numbers unchanged, pixels (uint8) from 0 to 1, and for each feature of ids a
     learned vector of `width` numbers, of several ids their mean.
     """
@@ -94,15 +147,13 @@ def embedded(inputs: Mapping[str, Any], ids: Mapping[str, int], width: int, deca
     for name, size in ids.items():
         there = ops.cast(inputs[name] > 0, keras.config.floatx())  # (n, length)
         count = ops.maximum(ops.sum(there, axis=1, keepdims=True), 1)
-        parts.append(ops.sum(vectors(inputs[name], f"_{name}_vectors", size, width, decay), axis=1) / count)
+        table = table_of(f"_{name}_vectors", size, width, decay, sharding=sharding)
+        parts.append(ops.sum(vectors(inputs[name], table), axis=1) / count)
     return joined(parts)
 
 
-def vectors(tensor: Any, name: str, size: int, width: int, decay: float, start: str = "uniform") -> Any:
-    """The learned vector of each id, zeros for id 0: (n, length) int64 -> (n, length, width)."""
-    table = keras.layers.Embedding(
-        size, width, embeddings_initializer=start, embeddings_regularizer=penalty_of(decay), name=name
-    )
+def vectors(tensor: Any, table: Any) -> Any:
+    """The learned vector of each id in a layer of `table_of`, zeros for id 0: (n, k) int64 -> (n, k, width)."""
     found = table(tensor)
     return found * ops.expand_dims(ops.cast(tensor > 0, found.dtype), -1)
 

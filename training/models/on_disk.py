@@ -31,7 +31,7 @@ from training import models
 from training.config import TrainConfig, lane_groups
 from training.models import ModelOptions
 from training.plan.datasets import what_differs
-from training.run.checkpoint import read_manifest, write_bytes
+from training.run.checkpoint import Tensors, TensorSpec, read_manifest, write_bytes
 from training.run.checkpoint_division import read_whole
 from training.run.weights_source import (
     FITTED_PREFIX,
@@ -47,6 +47,7 @@ from training.steps.batchnorm import GhostBatchNormalization
 from training.steps.distribute import own_class
 from training.steps.optimizers import CorrectedSGD, WarmUp
 from training.steps.patching import swapped
+from training.strategies.sharded_embedding import TABLES, check_fits, plain_weights
 
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
@@ -183,11 +184,26 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     # Any dataset of a mixture has the schema and fitted files of all.
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
         raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
+    specs = {
+        name: TensorSpec(tuple(entry["shape"]), entry["dtype"])
+        for name, entry in manifest.get("tensors", {}).items()
+        if name.startswith(f"{TABLES}/")
+    }
+    check_fits(specs, f"the tables of {url}")
+    return plain_model(config, signature, read_whole(url, manifest, (model_state.WEIGHTS, TABLES)), url)
+
+
+def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, where: str) -> keras.Model:
+    """The model of `config` with the whole weights in `tensors`, and Embedding layers in place of tables in shards.
+
+    Raises DataError naming `where` for tensors of another model.
+    """
     groups = lane_groups(config)
     rows = config.global_batch // groups if groups else None
     options = ModelOptions(seed=config.seed, group_rows=rows, extra=config.extra)
     model = models.build(config.model, signature, options).model
-    model_state.load(model, read_whole(url, manifest, (model_state.WEIGHTS,)), (model_state.WEIGHTS,), url)
+    kinds = (model_state.WEIGHTS,)
+    model_state.load(model, plain_weights(tensors, model_state.specs_of(model, *kinds)), kinds, where)
     return model
 
 

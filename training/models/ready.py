@@ -46,6 +46,7 @@ DROPOUT = Setting(0.1, "share of values that a training step sets to 0", below=1
 LAYERS = Setting(2, "hidden layers", least=1)
 WIDTH = Setting(128, "neurons of a hidden layer", least=1)
 EMBEDDING = Setting(16, "numbers of the vector that each id gets", least=1)
+TABLE_RATE = Setting(0.05, "learning rate of tables in shards, by row-wise Adagrad (--shard-embeddings)")
 SEQUENCE = Setting("", "the column of ids in order (default: the only one)")
 
 
@@ -75,7 +76,14 @@ READY: dict[str, Ready] = {
     "wide-deep": Ready(
         function="wide_deep:wide_deep",
         help="a weighted sum and dense layers, trained as one; label yes or no, or a number",
-        settings={"layers": LAYERS, "width": WIDTH, "dropout": DROPOUT, "embedding": EMBEDDING, "decay": DECAY},
+        settings={
+            "layers": LAYERS,
+            "width": WIDTH,
+            "dropout": DROPOUT,
+            "embedding": EMBEDDING,
+            "decay": DECAY,
+            "table_rate": TABLE_RATE,
+        },
     ),
     "two-tower": Ready(
         function="two_tower:two_tower",
@@ -86,6 +94,7 @@ READY: dict[str, Ready] = {
             "embedding": Setting(32, "numbers of the vector of each user and item", least=1),
             # MovieLens 100K, fold-0, 15 epochs: RMSE 0.914; 3e-5 0.930 (it overfits).
             "decay": Setting(1e-4, DECAY.help),
+            "table_rate": TABLE_RATE,
         },
     ),
     "gru": Ready(

@@ -8,7 +8,7 @@ from keras import ops
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import column_of, ids_of, inputs_of, vectors
+from training.models.inputs import Sharding, column_of, ids_of, inputs_of, table_of, vectors
 from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
 from training.models.ready import settings_of
 
@@ -26,12 +26,14 @@ def two_tower(signature: Signature, options: ModelOptions) -> keras.Model:
     label = label_of("two-tower", signature, NUMBER, YES_NO)
     chosen, ids = settings_of("two-tower", options.extra), ids_of(signature)
     pair = _pair([name for name in ids if signature.features[name].shape == (1,)], chosen["user"], chosen["item"])
-    inputs, decay = inputs_of(signature), chosen["decay"]
+    inputs, decay, sharding = inputs_of(signature), chosen["decay"], Sharding.of(options, chosen["table_rate"])
     bias = keras.layers.Embedding(1, 1, embeddings_initializer="zeros", name="_bias")
     score, towers = bias(ops.zeros_like(inputs[pair[0]][:, 0])), []
     for name in pair:
-        score = score + vectors(inputs[name], f"_{name}_bias", ids[name], 1, decay, "zeros")[:, 0]
-        towers.append(vectors(inputs[name], f"_{name}_vector", ids[name], chosen["embedding"], decay, START)[:, 0])
+        biases = table_of(f"_{name}_bias", ids[name], 1, decay, "zeros", sharding)
+        score = score + vectors(inputs[name], biases)[:, 0]
+        table = table_of(f"_{name}_vector", ids[name], chosen["embedding"], decay, START, sharding)
+        towers.append(vectors(inputs[name], table)[:, 0])
     score = score + ops.sum(towers[0] * towers[1], axis=1, keepdims=True)
     name, activation = NAMED[label]
     output = keras.layers.Activation(activation or "linear", name=name, dtype=keras.config.floatx())(score)

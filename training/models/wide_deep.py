@@ -6,7 +6,7 @@ import keras
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import dense_layers, embedded, ids_of, inputs_of, weighted_sum
+from training.models.inputs import Sharding, dense_layers, embedded, ids_of, inputs_of, weighted_sum
 from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
 from training.models.ready import settings_of
 
@@ -21,8 +21,9 @@ def wide_deep(signature: Signature, options: ModelOptions) -> keras.Model:
     """
     label = label_of("wide-deep", signature, YES_NO, NUMBER)
     chosen, inputs, ids = settings_of("wide-deep", options.extra), inputs_of(signature), ids_of(signature)
-    wide = weighted_sum(inputs, ids, name="_wide", activation=None, decay=chosen["decay"])
-    deep = dense_layers(embedded(inputs, ids, chosen["embedding"], chosen["decay"]), chosen)
+    decay, sharding = chosen["decay"], Sharding.of(options, chosen["table_rate"])
+    wide = weighted_sum(inputs, ids, name="_wide", activation=None, decay=decay, sharding=sharding)
+    deep = dense_layers(embedded(inputs, ids, chosen["embedding"], decay, sharding), chosen)
     floatx = keras.config.floatx()
     total = keras.layers.Add(name="_sum", dtype=floatx)(
         [wide, keras.layers.Dense(1, use_bias=False, name="_deep", dtype=floatx)(deep)]

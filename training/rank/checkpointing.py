@@ -125,6 +125,7 @@ class Checkpoints:
         self._keeps_best = config.keep_best is not None
         self._skipped = 0
         self._was_in_flight = False
+        self._due = False  # since a step after which ranks were not equal
 
     def step_ends(self) -> None:
         """Take a committed checkpoint, and set the next step's control word. Raises the error of a failed write."""
@@ -133,6 +134,8 @@ class Checkpoints:
         self._was_in_flight = self._saver.in_flight
         if self._was_in_flight:
             self._exchange.want("busy")
+        else:
+            self._exchange.withdraw("busy")  # of a step that no agreement has followed
         if self._reports is not None and self._schedule.wishes:
             self._exchange.want("checkpoint")
 
@@ -142,7 +145,10 @@ class Checkpoints:
 
     def begin_if_due(self, agreement: Agreement, progress: Progress, *, in_epoch: bool = False) -> None:
         """Begin the checkpoint of this step, if one is scheduled and none is in flight. Call it after `step_ends`."""
-        due = self._schedule.due_at(agreement.step)
+        self._due = self._due or self._schedule.due_at(agreement.step)
+        if not agreement.equal:
+            return
+        due, self._due = self._due, False
         if not (due or agreement.checkpoint):
             return
         if not agreement.busy:

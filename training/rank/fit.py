@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
 from training.batches.audit_log import sample_hex
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.feed import Batch
@@ -22,9 +24,9 @@ from training.comm.base import Communicator
 from training.config import StopRule, TrainConfig, lane_groups, of_validation
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
-from training.exchange.agreement import FedBatches, NonFinitePolicy
+from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
-from training.models.on_disk import export, load_initial
+from training.models.on_disk import export, load_initial, plain_model
 from training.plan.mixture import Plan, steps_asked
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
@@ -38,8 +40,19 @@ from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
 from training.steps.distribute import finalize
 from training.steps.distribute_checks import compare_start
-from training.steps.model_state import METRICS, as_floats, derive_seeds, model_identity, variables_of
+from training.steps.model_state import (
+    METRICS,
+    WEIGHTS,
+    as_floats,
+    derive_seeds,
+    model_identity,
+    tensors_of,
+    variables_of,
+)
 from training.steps.own_fit import of_all_ranks, only_on_leader
+from training.strategies.sharded_embedding import Tables, check_fits
+
+log = logging.getLogger(__name__)
 
 
 def compare_ranks(
@@ -78,6 +91,12 @@ def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
     if step != plan.first_step(epochs):
         return []
     return [sample_hex(sample) for _, sample in data.left_over(plan, epochs)]
+
+
+def losses_of(agreement: Agreement) -> list[tuple[int, float]]:
+    """Each step that the ranks have agreed on now, and its loss; none for a step that a rank did by itself."""
+    losses = (agreement.losses or (agreement.loss,)) if agreement.agreed else ()
+    return list(enumerate(losses, agreement.step - len(losses) + 1))
 
 
 class LabelCounts:
@@ -133,8 +152,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
         self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
-        self._model, self._comm = self._rank_model.model, self._rank_model.communicator
-        self._exchange = self._rank_model.exchange
+        self._model, self._exchange = self._rank_model.model, self._rank_model.exchange
+        self._strategy = self._rank_model.strategy
+        self._comm = self._strategy.communicator
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._rank_model.callbacks]
         self._early_stop: EarlyStop | None = None
@@ -154,10 +174,23 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None and self._rank_model.learning_rate is not None:
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, self._exchange)
-        self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
+        self._tables = self._rank_model.tables
+        self._saver = Saver(
+            context,
+            config,
+            self._model,
+            self._comm,
+            self._callbacks.callbacks,
+            self._audit,
+            self._exchange,
+            self._strategy,
+            self._tables,
+        )
         self._validation: Validation | None = None
         if held_out is not None:
-            self._validation = Validation(held_out, config, self._model, self._comm, context.control, self._callbacks)
+            self._validation = Validation(
+                held_out, config, self._model, self._comm, context.control, self._callbacks, self._tables
+            )
         self._validated: dict[str, Any] | None = None  # at the end of this epoch
         self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch
         self._progress = Progress(step=0, stopped=False, metrics={})
@@ -205,15 +238,19 @@ class Fit(AbstractContextManager["Fit"]):
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.monotonic() - began - validation_s
+        self._strategy.end()
         self._checkpoints.finish(self._progress)
         self._clock.flush()
+        self._strategy.finish()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
+        exported = model if self._tables is None else self._plain(self._tables)
         if self._reports is not None:
             self._reports.flush()
             control.beat(step, "export")
-            export_model(self._context, self._config, self._split, model, self._signature, self._saver.staging)
+            if exported is not None:
+                export_model(self._context, self._config, self._split, exported, self._signature, self._saver.staging)
             left_over = left_over_ids(self._split, plan, step)
         return {
             "steps": step,
@@ -226,6 +263,24 @@ class Fit(AbstractContextManager["Fit"]):
             "left_over": left_over,
             "class_counts": self._class_counts,
         }
+
+    def _plain(self, tables: Tables) -> keras.Model | None:
+        """On rank 0 the model with Embedding layers, on others None; None if it does not fit there. A collective."""
+        self._context.control.beat(self._progress.step, "gather the tables")
+        unfit = np.zeros(1, np.uint8)
+        if self._context.world.is_leader:
+            try:
+                check_fits(tables.specs(), "the tables of the trained model")
+            except ConfigError as error:
+                log.warning("the run ends with a checkpoint and no exported model: %s", error)
+                unfit[0] = 1
+        self._comm.broadcast(unfit)
+        if unfit[0] or (whole := tables.whole()) is None:
+            return None
+        tensors = tensors_of(self._model, WEIGHTS) | whole
+        plain = plain_model(self._config, self._signature, tensors, "the trained model")
+        plain.optimizer.build(plain.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+        return plain
 
     def _stopped_by(self) -> str | None:
         if self._progress.step >= self._plan.steps(self._config.epochs):
@@ -246,6 +301,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._last_step(epoch)
+        self._strategy.begin_epoch(epoch)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
@@ -269,13 +325,16 @@ class Fit(AbstractContextManager["Fit"]):
     def step_ends(self, epoch: int) -> None:
         """Reports, agreements and checkpoints of a step."""
         agreement = agreement_on(self._exchange, self._progress.step + 1)
+        agreement = self._strategy.step_ends(agreement, epoch_ends=agreement.step == self._last_step(epoch))
         self._progress.step = agreement.step
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
-            self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
-        self._fed.forget(agreement.step)
-        self._weights.after(agreement.step)
+            for step, loss in losses_of(agreement):
+                self._reports.step(step, epoch, loss, skipped=agreement.skipped)
+        self._fed.forget(agreement.step - self._config.delay)
+        if agreement.equal:
+            self._weights.after(agreement.step)
         if self._model.stop_training:
             # A callback of one rank: all ranks must stop after the same step, so they agree first.
             self._model.stop_training, self._stop_wanted = False, True

@@ -31,14 +31,19 @@ class Waiting(Protocol):
     def waited_s(self) -> float:
         """Seconds that the last step waited for the all-reduce."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent over the network so far."""
+
 
 class StepClock:
-    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, validation_s, other_s} of one
-    rank, in seconds.
+    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, validation_s, other_s,
+    sent_bytes} of one rank, in seconds.
 
     `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
     step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
-    the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs.
+    the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs. `sent_bytes`: over the
+    network, in all collectives since the row before; 0 within one host's memory.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class StepClock:
         self._control, self._rank, self._exchange, self._now = control, rank, exchange, now
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
-        self._steps = self._last_step = 0
+        self._steps = self._last_step = self._sent = 0
         self._start_row()
 
     def batch_is_ready(self, number: int) -> None:
@@ -101,6 +106,8 @@ class StepClock:
             self._sums["other_s"] = max(0.0, elapsed - sum(self._sums.values()))
             rounded = {name: round(seconds, 6) for name, seconds in self._sums.items()}
             row: dict[str, Any] = {"kind": "time", "rank": self._rank, "step": self._last_step, "steps": self._steps}
+            sent = self._exchange.sent_bytes
+            row["sent_bytes"], self._sent = sent - self._sent, sent
             self._control.notify("metrics", rows=[row | rounded])
             self._start_row()
 

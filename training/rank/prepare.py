@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ from lockstep.storage.errors import ConfigError, LockstepError
 from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
+from training.compression.method import NONE, Compression
 from training.config import VALIDATION, StopRule, TrainConfig, check_metric, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
@@ -31,6 +34,11 @@ from training.steps.distribute import distribute, exchange_of, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
+from training.steps.reduction import exchange_for
+from training.strategies.delay import Delayed, DelayedExchange
+from training.strategies.every_step import EveryStep
+from training.strategies.local_steps import LocalExchange, LocalSteps
+from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class Prepared:
     """Rows of a lane group if batch statistics are over lane groups."""
     learning_rate: Scaled | None
     """How the learning rate was changed; None if it was not."""
+    compression: Compression = NONE
+    """How gradients are sent."""
 
 
 def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
@@ -55,6 +65,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         learning_rate=config.learning_rate,
         global_batch=plan.global_batch,
         steps=steps,
+        shard_embeddings=config.shard_embeddings,
         extra=config.extra,
     )
     model, callbacks = build(config.model, signature, options)
@@ -65,6 +76,7 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
         )
+    check_combination(config, model)
     model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
@@ -92,13 +104,35 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             warm_up_steps=round(config.warm_up_epochs * plan.total / plan.global_batch),
             calls_per_step=micro,
         )
+    compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
     if type(model).train_step is keras.Model.train_step:  # others may return other metrics
         names = metric_names(model, config)
         check_metric(config.keep_best, names)
         if config.early_stop is not None:
             check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
-    return Prepared(model, callbacks, group_rows, learning_rate)
+    return Prepared(model, callbacks, group_rows, learning_rate, compression)
+
+
+def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: Plan) -> Compression:
+    """The method of `config`; deep gradient compression takes momentum and clipping over from the optimizer."""
+    method = Compression.parse(config.compression, seed=config.seed)
+    if method.name != "dgc":
+        return method
+    others = [
+        name for name in ("nesterov", "clipvalue", "global_clipnorm", "use_ema") if getattr(optimizer, name, None)
+    ]
+    if type(optimizer) is not keras.optimizers.SGD or others or optimizer.built:
+        raise ConfigError(
+            "--compression dgc needs the momentum of SGD, which it adds up itself",
+            got=f"{type(optimizer).__name__}{' with ' if others else ''}{', '.join(others)}",
+            allowed="keras.optimizers.SGD, not built yet, with momentum and clipnorm only",
+            next_step="Compile the model with SGD(rate, momentum=0.9), or use --compression topk:1%.",
+        )
+    momentum, clip_norm = float(optimizer.momentum), optimizer.clipnorm
+    optimizer.momentum, optimizer.clipnorm = 0.0, None
+    steps = round(plan.total / plan.global_batch)  # an epoch, as in the source for its language model
+    return replace(method, momentum=momentum, clip_norm=clip_norm, warm_up_steps=steps)
 
 
 def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
@@ -142,6 +176,7 @@ def distributed(
     rows: int,
     groups: int | None,
     non_finite: NonFinitePolicy,
+    make_exchange: Callable[..., Exchange] | None = None,
 ) -> RankStep | CanonicalStep:
     """The train step of a rank of `rows` rows; also distributes the model's optimizer over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -176,6 +211,7 @@ def distributed(
         finalizes=False,  # one fit call is one epoch
         same_start=False,  # the run compares its ranks when it has restored the model
         non_finite=non_finite,
+        make_exchange=make_exchange or partial(exchange_for, compression=prepared.compression),
     )
     return step
 
@@ -219,18 +255,38 @@ class RankModel:
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
             control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         control.beat(0, "join the ranks")
         self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
         self.communicator.deadline_s = config.stall_limit_s
-        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite)
+        make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
+        if config.delay:
+            make = partial(DelayedExchange, delay=config.delay)
+        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
+        self.strategy = EveryStep(self.communicator)
+        if isinstance(self.exchange, DelayedExchange):
+            self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, LocalExchange):
+            self.strategy = LocalSteps(
+                self.model,
+                self.exchange,
+                every=config.sync_every,
+                first_epoch=config.sync_until_epoch,
+                learning_rate=config.outer_learning_rate,
+                momentum=config.outer_momentum,
+            )
+        self.tables = Tables.of(self.model, self.communicator)
+        """The tables in shards; None if the model has none."""
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
         group = self.communicator.group(range(self.communicator.num_ranks))
         group.deadline_s = self._config.stall_limit_s
         self._step.install(self.model, group)
+        if self.tables is not None:
+            self.tables.install()
 
     def fit(
         self,
@@ -261,7 +317,8 @@ class RankModel:
         except Exception as error:
             # TensorFlow repeats only the text of an exception that Python code raised.
             failed_input = None if pipeline is None else pipeline.failure
-            cause = self.exchange.fault() or self._step.error or failed_input or error
+            of_tables = None if self.tables is None else self.tables.error
+            cause = self.exchange.fault() or self._step.error or of_tables or failed_input or error
             if cause is error:
                 raise
             raise cause from None

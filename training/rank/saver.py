@@ -28,6 +28,7 @@ from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.protocol import json_safe
+from training.exchange.exchange import Exchange
 from training.rank import callback_state
 from training.rank.metrics import Saved
 from training.run import checkpoint_division
@@ -41,9 +42,11 @@ from training.run.checkpoint import (
     upload,
     write_bytes,
 )
-from training.run.checkpoint_division import read_parts, whole_tensors
+from training.run.checkpoint_division import Piece, deal, read_parts, read_parts_and_own, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
+from training.strategies.every_step import EveryStep
+from training.strategies.sharded_embedding import TABLES, Tables
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -147,6 +150,8 @@ class Found:
     manifest: dict[str, Any]
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
+    own: dict[int, Tensors] = field(default_factory=dict)
+    """With tables in shards: their parts in the files that this rank has read, which `parts` lacks."""
 
 
 class Saver:
@@ -164,12 +169,17 @@ class Saver:
         communicator: Communicator,
         callbacks: list[Any],
         audit: AuditLog | None,
+        exchange: Exchange,
+        strategy: EveryStep,
+        tables: Tables | None = None,
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._exchange, self._strategy, self._tables = exchange, strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._table_specs = {} if tables is None else tables.specs()
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -185,6 +195,8 @@ class Saver:
         if url is None:
             return None
         manifest = read_resumable(url, self._context.payload["plan"])
+        if self._tables is not None:
+            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -195,7 +207,10 @@ class Saver:
         world, saved, url = self._context.world, found.manifest["state"], found.url
         kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
         model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
+        if self._tables is not None:
+            deal(url, found.manifest, found.own, self._comm, self._tables.parts(), self._table_specs)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
         if same:
             parts = [found.parts[world.rank]]
@@ -206,6 +221,7 @@ class Saver:
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
             self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
+        self._exchange.restore_compression(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
@@ -232,7 +248,7 @@ class Saver:
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)
-            tensors |= arrays
+            tensors |= arrays | self._strategy.state()
             document = {
                 "in_epoch": in_epoch,
                 "stopped": progress.stopped,
@@ -270,7 +286,14 @@ class Saver:
             name = checkpoint_division.key_of(piece, self._specs[piece.name])
             whole = views[piece.name]
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
-        return tensors | model_state.views_of(self._model, *own)
+        for piece, part in self._table_parts().items():
+            spec = self._table_specs[piece.name]
+            name = checkpoint_division.key_of(piece, spec)
+            tensors[name] = part.reshape(spec.shape) if name == piece.name else part
+        return tensors | model_state.views_of(self._model, *own) | self._exchange.compression_state()
+
+    def _table_parts(self) -> dict[Piece, NDArray[Any]]:
+        return {} if self._tables is None else self._tables.parts()
 
     def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], report: Report) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
@@ -291,7 +314,9 @@ class Saver:
             self._config.stall_limit_s,
             step=step,
             files=[written],
-            tensors=checkpoint_division.report(self._share, self._specs),
+            tensors=checkpoint_division.report(
+                [*self._share, *self._table_parts()], {**self._specs, **self._table_specs}
+            ),
             audit=audit,
             state=document,
         )

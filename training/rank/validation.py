@@ -23,6 +23,7 @@ from training.scoring.score_split import Outputs, score
 from training.scoring.scores import BATCH_ROWS
 from training.steps.model_state import METRICS, SEEDS, variables_of
 from training.steps.patching import swapped
+from training.strategies.sharded_embedding import Tables
 
 BEAT_EVERY_S = 1.0
 
@@ -48,11 +49,13 @@ class Validation:
         communicator: Communicator,
         control: ControlClient,
         callbacks: RunCallbacks,
+        tables: Tables | None,
     ) -> None:
         self._split, self._config, self._model = split, config, model
         self._comm, self._control, self._callbacks = communicator, control, callbacks
         self._signature = labels_of(config, split.encoder.signature)
         self._outputs = Outputs(model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
+        self._tables = tables
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
         """Of all validations since this process began."""
@@ -75,6 +78,7 @@ class Validation:
                 outputs=self._outputs,
                 callbacks=self._callbacks,
                 skip_bad_images=self._config.bad_images == "skip",
+                serve=self._serve,
             )
             self._test_function = self._model.test_function
         # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
@@ -95,6 +99,10 @@ class Validation:
                 "seconds": round(seconds, 6),
             },
         )
+
+    def _serve(self) -> None:
+        if self._tables is not None:
+            self._tables.serve(self._signature)
 
 
 class Beats:

@@ -90,7 +90,7 @@ def export_run(
 
 
 def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
-    """Raise ConfigError for an output within the run, ExistsError for one that exists."""
+    """Raise ConfigError for an output within the run or another published folder, ExistsError for one that exists."""
     if f"{output}/".startswith(f"{paths.root}/"):
         raise ConfigError(
             "results cannot be written into its run",
@@ -100,6 +100,16 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
         )
     if fs.exists(output):
         raise occupied(output)
+    inner = output
+    while (folder := parent(inner)) != inner:
+        if fs.exists(join(folder, MANIFEST_NAME)) or fs.exists(RunPaths(folder).run_json):
+            raise ConfigError(
+                "results cannot be written into a dataset, a run or a model",
+                got=f"{output}, within {folder}",
+                allowed=f"a directory outside of {folder}, whose manifest lists all of its files",
+                next_step="Choose another --output.",
+            )
+        inner = folder
 
 
 def main(context: RankContext) -> dict[str, Any]:

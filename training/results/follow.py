@@ -20,6 +20,7 @@ from training.run.lineage import CheckpointRef, chain_of, newest_claimed
 from training.run.paths import RunPaths, checkpoint_of
 
 LOOK_S = 5.0  # between two looks at the run; its lease is rewritten as often
+MAX_WAIT_S = 366 * 86400.0
 IDLE_S = 600.0  # without a sign of the run's driver: it has ended without a result
 
 
@@ -48,7 +49,7 @@ def follow(
     `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign of life for `idle_s`.
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):
-        require(seconds >= 0, name, f"{seconds} s", "0 s or more")
+        require(0 <= seconds <= MAX_WAIT_S, name, f"{seconds} s", f"0 to {MAX_WAIT_S:.0f} s")
     run, dataset = absolute(run), absolute(dataset)
     fs, paths = filesystem(run), RunPaths(run)
     digest = checked_dataset(dataset, split, slices).digest

@@ -212,7 +212,8 @@ def _reader(rows: Any) -> tuple[list[str], Any]:
         parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
         return [field.name for field in rows.type], parts.__getitem__
     if isinstance(rows, Mapping):
-        return list(rows), rows.__getitem__
+        given, columns = [str(name) for name in rows], list(rows.values())
+        return given, lambda name: columns[given.index(name)]
     import pandas as pd
 
     if not isinstance(rows, pd.DataFrame):
@@ -234,15 +235,17 @@ def _arrow(field: Field, values: Any) -> pa.Array:
         if field.is_tensor:
             values = _tensors(field, values)
         elif not isinstance(values, pa.Array):
-            values = pa.array(values, from_pandas=field.nullable)
+            values = _from_python(field, values)
         if not _alike(values.type, field.arrow_type):  # Arrow casts moments to numbers and texts to anything
             raise TypeError(f"a column of {values.type}")
+        if field.dtype == "uint64":
+            values = values.cast(field.record_type)  # the decimals of the next cast hold other numbers too
         array = values if values.type == field.arrow_type else values.cast(field.arrow_type)
         if (
             field.dtype == "float32" and array is not values and _infinities(array) > _infinities(values)
         ):  # Arrow casts 1e300 to infinity
             raise ValueError("a number beyond float32")
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, TypeError) as error:
+    except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the column `{field.name}` cannot be read as the model's training data",
             got=str(error).splitlines()[0][:300],
@@ -257,6 +260,16 @@ def _arrow(field: Field, values: Any) -> pa.Array:
             next_step="Drop or fill those rows; an empty list stands for nothing.",
         )
     return array
+
+
+def _from_python(field: Field, values: Any) -> pa.Array:
+    """A column of Python's values, NumPy's or pandas'. Raises what Arrow raises."""
+    try:
+        return pa.array(values, from_pandas=field.nullable)
+    except OverflowError:  # Arrow takes whole numbers for int64
+        if field.dtype != "uint64":
+            raise
+        return pa.array(values, field.record_type, from_pandas=field.nullable)
 
 
 def _infinities(values: pa.Array) -> int:
@@ -288,9 +301,15 @@ def _tensors(field: Field, values: Any) -> pa.Array:
 
 def _tensors_of_arrays(field: Field, rows: list[Any]) -> pa.Array:
     found = np.stack([np.asarray(row) for row in rows])
-    stored = found.astype(np.dtype(field.dtype).newbyteorder("<"))
-    if found.shape[1:] != field.shape or (stored.dtype.kind in "iu" and not np.array_equal(stored, found)):
+    numbers = found.dtype.kind in "biufO" and not (found.dtype.kind == "O" and None in found.ravel().tolist())
+    if found.shape[1:] != field.shape or not numbers:
         raise ValueError(f"arrays of {found.dtype}, shape {found.shape[1:]}")
+    with np.errstate(over="ignore", invalid="ignore"):  # compared below
+        stored = found.astype(np.dtype(field.dtype).newbyteorder("<"))
+    if stored.dtype.kind in "iu" and not np.array_equal(stored, found):
+        raise ValueError(f"arrays of {found.dtype}, which do not fit")
+    if np.isinf(stored).sum() > np.isinf(found.astype(np.float64)).sum():
+        raise ValueError(f"a number beyond {field.dtype}")
     return pa.array([row.tobytes() for row in stored], pa.binary())
 
 

@@ -42,7 +42,7 @@ _TIME_WORDS = {
 
 
 def time_rows(history: History) -> list[tuple[str, str]]:
-    """How each rank's time was spent, over all generations."""
+    """How each rank's time was spent over all generations, and what it sent over the network."""
     rows = []
     for rank in sorted({row["rank"] for row in history.times}):
         sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
@@ -50,7 +50,10 @@ def time_rows(history: History) -> list[tuple[str, str]]:
             del sums["validation_s"]
         total = sum(sums.values())
         shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
-        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
+        mine = [row for row in history.times if row["rank"] == rank]
+        sent, steps = _sum(mine, "sent_bytes"), _sum(mine, "steps")
+        text = f"; {sent / steps / 1e6:.3g} MB sent a step" if sent and steps else ""
+        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s{text}"))
     return rows
 
 

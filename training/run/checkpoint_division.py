@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.storage import documents
-from lockstep.storage.errors import CorruptionError
+from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.safetensors import check_whole, part_name, read_divided
 from lockstep.storage.urls import join
 from training.comm.base import Communicator
 from training.run.checkpoint import (
+    HostBuffer,
     Tensors,
     TensorSpec,
     file_info,
@@ -165,6 +167,70 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
         communicator.broadcast(file, writer % ranks)
         parts[writer] = tensors_in(file, join(url, file_name(writer)))
     return parts
+
+
+def read_parts_and_own(
+    url: str, manifest: Mapping[str, Any], communicator: Communicator, kind: str
+) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
+    """`read_parts` without the tensors of `kind`, and the tensors of `kind` in the files that this rank has read.
+
+    No rank holds more of the latter than its share of the files. A collective, with the errors of `read_parts`.
+    """
+    writers, ranks = manifest["num_ranks"], communicator.num_ranks
+    parts: dict[int, Tensors] = {}
+    own: dict[int, Tensors] = {}
+    common: dict[int, NDArray[np.uint8]] = {}
+    for writer in range(communicator.rank, writers, ranks):
+        found = read_rank_file(url, writer, manifest)
+        own[writer] = {name: value for name, value in found.items() if name.split("/")[0] == kind}
+        common[writer] = HostBuffer().fill({name: value for name, value in found.items() if name not in own[writer]})
+    for writer in range(writers):
+        file = common.pop(writer, np.empty(0, np.uint8))
+        size = np.array([file.size])
+        communicator.broadcast(size, writer % ranks)
+        if writer not in own:
+            file = np.empty(int(size[0]), np.uint8)
+        communicator.broadcast(file, writer % ranks)
+        parts[writer] = tensors_in(file, join(url, file_name(writer)))
+    return parts, own
+
+
+def deal(
+    url: str,
+    manifest: Mapping[str, Any],
+    own: Mapping[int, Tensors],
+    communicator: Communicator,
+    wanted: Mapping[Piece, NDArray[Any]],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Fill the arrays of `wanted`, this rank's pieces of tensors of `specs`, from what `read_parts_and_own` has read.
+
+    Parts go from the rank that has read them to the ranks that own their elements now, at any number of ranks. A
+    collective: `wanted` has the same tensors in the same order on every rank. Raises DataError for tensors that the
+    checkpoint does not have, or of another shape or dtype, CorruptionError as `assemble` does.
+    """
+    stored = documents.mapping(manifest.get("tensors"), where=f"{url}: tensors")
+    for piece, target in wanted.items():
+        spec, entry = specs[piece.name], stored.get(piece.name)
+        divided = None if entry is None else read_divided(piece.name, entry, url)
+        if divided is None or TensorSpec(tuple(divided.shape), divided.dtype) != spec:
+            raise DataError(
+                f"the checkpoint {url} does not fit the model",
+                got=f"no tensor {piece.name}" if divided is None else f"{piece.name}: {divided.dtype} {divided.shape}",
+                allowed=f"{piece.name}: {spec.dtype} {spec.shape}",
+                next_step="Resume with the model and options that the run began with, or begin a new run.",
+            )
+        bounds = communicator.all_gather(np.array([piece.start, piece.stop])).tolist()
+        for writer, start, stop in divided.parts:
+            flat = np.empty(0, spec.dtype)
+            if writer in own:
+                flat = _part(own, writer, Piece(piece.name, start, stop), spec, url).reshape(-1)
+            cuts = [[min(max(edge, start), stop) - start for edge in pair] for pair in bounds]
+            received = communicator.all_to_all_ragged([flat[first:last] for first, last in cuts])
+            first = max(piece.start, start) - piece.start
+            part = received[writer % communicator.num_ranks]
+            if part.size:
+                target[first : first + part.size] = part
 
 
 def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Tensors], kinds: Sequence[str]) -> Tensors:

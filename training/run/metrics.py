@@ -99,7 +99,7 @@ class PartWriter:
 
 
 PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
-_LATER_PARTS = {"validation_s": 0.0}  # absent in rows of older versions
+_LATER_PARTS = {"validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"

@@ -34,6 +34,12 @@ LATER_FIELDS: dict[str, Any] = {
     "base_batch": None,
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
+    "delay": 0,
+    "sync_every": 1,
+    "sync_until_epoch": 0,
+    "outer_learning_rate": 1.0,
+    "outer_momentum": 0.0,
+    "compression": "none",
     "canonical": False,
     "augment": "",
     "bad_images": "refuse",
@@ -43,6 +49,7 @@ LATER_FIELDS: dict[str, Any] = {
     "validate_every": 1,
     "early_stop": None,
     "extra": {},
+    "shard_embeddings": None,
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }

@@ -75,6 +75,7 @@ def score(
     members: Sequence[tuple[str, Outputs]] = (),
     callbacks: keras.callbacks.CallbackList | None = None,
     skip_bad_images: bool = False,
+    serve: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
 
@@ -85,6 +86,7 @@ def score(
     if there are `details`: those of an earlier score save tracing its test step again. `members` are names and outputs
     of the models that `model` averages, from their own scores: then `comparisons` are those of
     training.scoring.scores.compared, of `mean` and `members`. `callbacks` get the test hooks of this rank's part.
+    `serve` is called after this rank's last batch: a model whose ranks need each other answers the others until theirs.
     """
     beat(0, "evaluate")
     watched = _Watched(split.encoder, skip_bad_images)
@@ -108,6 +110,7 @@ def score(
         except Exception as error:
             if not isinstance(pipeline.failure, _NoBatchLeft):
                 raise pipeline.failure or error from None
+    serve()
     beat(1, "put the ranks' rows together")
     samples = np.array([share.samples], np.int64)
     comm.all_reduce(samples)

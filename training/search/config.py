@@ -16,6 +16,7 @@ from training.run.run_json import refuse_strange_directory
 from training.search.space import OPERATIONAL, Parameter
 
 FORMAT_VERSION = 1
+MOST_POINTS = 100_000  # of a grid, which is in memory
 Sampler = Literal["random", "grid", "tpe"]
 Pruner = Literal["none", "median", "hyperband"]
 
@@ -49,7 +50,12 @@ class SearchConfig:
             words = get_args(kinds)
             require(getattr(self, name) in words, f"--{name}", getattr(self, name), " or ".join(words))
         if self.sampler == "grid":
-            points = math.prod(len(parameter.grid()) for parameter in self.space)
+            points = math.prod(parameter.points() for parameter in self.space)
+            few, step = (
+                f"a grid of {MOST_POINTS} points at most",
+                "Raise a step, give choices, or use --sampler random.",
+            )
+            require(points <= MOST_POINTS, "--sampler grid", f"a grid of {points} points", few, step)
             allowed = f"1 to {points}, the points of the grid, or no --trials for all of them"
             require(self.trials is None or self.trials <= points, "--trials", str(self.trials), allowed)
             object.__setattr__(self, "trials", points if self.trials is None else self.trials)

@@ -20,6 +20,8 @@ FORMAT_VERSION = 1
 ASKED, EPOCH, PRUNED, ENDED = "asked", "epoch", "pruned", "ended"
 """Parameters were proposed; an epoch's value was judged, and the trial continues, or ends; a trial has ended."""
 
+RESTORE = "Restore the file from a copy, or begin another search in a --run that does not exist yet."
+
 
 class Journal:
     """The events of the search at `root`, in order: JSON objects with `event` and `trial`."""
@@ -39,8 +41,21 @@ class Journal:
         events = []
         for number, entry in enumerate(sorted(entries, key=lambda one: one.name), 1):
             if entry.name != _name(number):
-                raise CorruptionError("an event of a search is missing", file=join(self._directory, _name(number)))
-            events.append(unseal_as("search event", self._fs.read_bytes(entry.url), entry.url, version=FORMAT_VERSION))
+                raise CorruptionError(
+                    "an event of a search is missing",
+                    file=join(self._directory, _name(number)),
+                    got=f"{entry.name} in its place",
+                    allowed="000001.json, 000002.json, ... without a gap, and no other file",
+                    next_step=RESTORE,
+                )
+            data = self._fs.read_bytes(entry.url)
+            try:
+                events.append(unseal_as("search event", data, entry.url, version=FORMAT_VERSION))
+            except CorruptionError as error:
+                what = error.what.partition(":")[0]
+                raise CorruptionError(
+                    what, file=entry.url, offset=error.offset, got=error.got, allowed=error.allowed, next_step=RESTORE
+                ) from None
         self._written = len(events)
         return events
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.storage.errors import nearest, require
@@ -24,6 +26,7 @@ OPERATIONAL = frozenset({
 FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every"})
 SEARCHED = tuple(field.name for field in fields(TrainConfig) if field.name not in OPERATIONAL | FIXED)
 KEYS = ("low", "high", "step", "log", "choices")
+MOST_STEPS = 2**53  # of a range: beyond, neighbouring doubles are further apart than the step
 EXAMPLES = "{low = 0.001, high = 1.0, log = true}, {low = 8, high = 64, step = 8} or {choices = [64, 128]}"
 
 
@@ -48,16 +51,22 @@ class Parameter:
             return self.choices
         return (self.low, self.high)
 
+    def points(self) -> int:
+        """The number of all values. Raises ConfigError for a range of real numbers without a step."""
+        if self.low is None or self.high is None:
+            return len(self.choices)
+        step = self.step if self.step is not None or isinstance(self.low, float) else 1
+        allowed = "choices, integers, or a range with a step"
+        require(step is not None, f"`{self.name}` in a grid search", "a range without a step", allowed, "Add a step.")
+        return int(_steps(self.low, self.high, step or 1)) + 1
+
     def grid(self) -> list[Value]:
         """All values. Raises ConfigError for a range of real numbers without a step."""
         if self.low is None or self.high is None:
             return list(self.choices)
-        step = self.step if self.step is not None or isinstance(self.low, float) else 1
-        allowed = "choices, integers, or a range with a step"
-        require(step is not None, f"`{self.name}` in a grid search", "a range without a step", allowed, "Add a step.")
-        count = int((Decimal(str(self.high)) - Decimal(str(self.low))) / Decimal(str(step)))
+        low, step = _exact(self.low), _exact(self.step or 1)
         kind = type(self.low)
-        return [kind(Decimal(str(self.low)) + number * Decimal(str(step))) for number in range(count + 1)]
+        return [kind(low + number * step) for number in range(self.points())]
 
     def to_json(self) -> dict[str, Any]:
         """The parameter as a JSON object, without what is not given."""
@@ -91,6 +100,16 @@ def space_of(document: Mapping[str, Any], where: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
+def _exact(number: int | float) -> Fraction:
+    """A number as it is written in decimals: 0.1 is a tenth."""
+    return Fraction(str(number))
+
+
+def _steps(low: int | float, high: int | float, step: int | float) -> Fraction:
+    """The number of steps from `low` to `high`."""
+    return (_exact(high) - _exact(low)) / _exact(step)
+
+
 def _kind(hint: Any) -> Any:
     """The type of a field's values other than None; a Literal as it is."""
     if get_origin(hint) in (Union, types.UnionType):
@@ -121,8 +140,11 @@ def _parameter(name: str, spec: Any, kind: Any, where: str) -> Parameter:
     check(log in (None, True, False) and type(log) is not int, "log = true or false", "Correct log.")
     check(not log or low > 0, "with log, low above 0", "Raise low, or leave log out.")
     check(step is None or not log, "log or step, not both", "Leave one of them out.")
-    fits = step is None or (step > 0 and (Decimal(str(high)) - Decimal(str(low))) % Decimal(str(step)) == 0)
+    check(math.isfinite(float(high) - float(low)), "a range whose width is a finite number", "Correct the range.")
+    fits = step is None or (step > 0 and _steps(low, high, step).denominator == 1)
     check(fits, "a step that leads from low to high exactly", "Correct step or high.")
+    few = step is None or _steps(low, high, step) <= MOST_STEPS
+    check(few, f"{MOST_STEPS} steps at most", "Raise step, or leave it out.")
     if kind is float or not whole:
         low, high, step = float(low), float(high), None if step is None else float(step)
     return Parameter(name=name, low=low, high=high, step=step, log=bool(log))
@@ -155,13 +177,23 @@ def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) 
     return replace(base, run=run, **changed)
 
 
+def _word(value: Value) -> str:
+    """A setting's value as --set reads it: a text in quotes if it would be read as another value without."""
+    if isinstance(value, str):
+        try:
+            tomllib.loads(f"value = {value}")
+        except tomllib.TOMLDecodeError:
+            return value
+        return json.dumps(value, ensure_ascii=False)  # also a text of TOML
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def flags_of(parameters: Mapping[str, Any]) -> list[str]:
     """The flags of jobs.train that give a run these parameters."""
     flags = []
     for name, value in parameters.items():
         if name.startswith(SETTING):
-            text = str(value).lower() if isinstance(value, bool) else value
-            flags += ["--set", f"{name.removeprefix(SETTING)}={text}"]
+            flags += ["--set", f"{name.removeprefix(SETTING)}={_word(value)}"]
         elif isinstance(value, bool):
             flags += [flag_of(name)] if value else []
         else:

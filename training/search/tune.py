@@ -77,7 +77,7 @@ def tune(
 def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
     """What starts the ranks of each of the trials that train at once."""
     if not isinstance(launch, SessionLauncher):
-        return [launch] * config.parallel
+        return [launch] * min(config.parallel, config.number)
     _check_slots(config, launch)
     return launch.divided(config.parallel, config.base.num_ranks)
 

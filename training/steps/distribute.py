@@ -174,6 +174,7 @@ def distribute(
     compression: Any = None,
     same_start: bool = True,
     non_finite: NonFinitePolicy = STOPS,
+    make_exchange: Callable[..., Exchange] = exchange_for,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
@@ -185,7 +186,8 @@ def distribute(
     `fit` is the end of the run, where `use_ema` makes the averages the weights; if false, call `finalize`.
     `compression` makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: before the first
     sum ranks compare weights and the optimizer's settings, and check that their shares add up to 1; if false, the
-    caller must do so. `non_finite`: what happens to a step that is not finite.
+    caller must do so. `non_finite`: what happens to a step that is not finite. `make_exchange` makes the exchange:
+    `exchange_for`, also with a compression of messages, or one of `training.strategies`.
 
     A collective if `communicator` already has an exchange: the new one gets a group of its own. `exchange_of` returns
     the exchange. Raises ConfigError for an optimizer that cannot be the outermost one, and for invalid arguments.
@@ -212,7 +214,7 @@ def distribute(
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
     scaled_loss = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
-    exchange = exchange_for(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
+    exchange = make_exchange(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
     report_faults_of(partial(_fault_of, ref(exchange)))
     reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
@@ -283,6 +285,12 @@ def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Va
     """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
     _state(optimizer)  # raises for a plain one
     super(_Distributed, optimizer).finalize_variable_values(variables)
+
+
+def apply_sums(optimizer: keras.optimizers.Optimizer, sums: Sequence[Any], variables: Sequence[Any]) -> None:
+    """One update with gradients that the ranks have summed already, outside of any step."""
+    _state(optimizer)  # raises for a plain one
+    super(_Distributed, optimizer).apply(list(sums), list(variables))
 
 
 class _State:
@@ -361,7 +369,7 @@ class _Distributed:
         if all(grad is None for grad in grads):
             reduce(grads)  # ranks that have gradients raise
             apply(grads, trainable_variables)  # raises Keras' own error
-        elif exchange.skips_any:
+        elif exchange.skips_any or exchange.delay:
             _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
         elif steps_of(counts) == 1:
             apply(reduce(grads), trainable_variables)

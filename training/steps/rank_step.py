@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
@@ -222,7 +223,7 @@ class RankStep:
         """Open during the forward pass, loss and gradients of one step, after `install`."""
         calls = self._calls
         assert calls is not None, "install() comes first"
-        several = calls.communicator.num_ranks > 1
+        several = calls.communicator.num_ranks > 1 and not exchange_of(model.optimizer).apart
         of_ranks = SyncMoments(calls, self._scale) if self._sync and several else None
         with calls.tracing(), batchnorm_as(model, group_rows=self._group_rows, of_ranks=of_ranks):
             if not several and self._micro_batches == 1:
@@ -234,7 +235,10 @@ class RankStep:
     def _draws(self, model: keras.Model, rank: int) -> AbstractContextManager[None]:
         if self._seed is None:
             return nullcontext()
-        return draws_of_step(self._seed, [step_of(model.optimizer), tf.constant(rank, tf.int64)])
+        step, exchange = step_of(model.optimizer), exchange_of(model.optimizer)
+        if exchange.delay:  # the optimizer counts updates, which come later
+            step = tf.reshape(tf.numpy_function(lambda: np.int64(exchange.step), [], tf.int64), ())
+        return draws_of_step(self._seed, [step, tf.constant(rank, tf.int64)])
 
     def _warn(self, model: keras.Model) -> None:
         """Warn of effects that the results do not show."""

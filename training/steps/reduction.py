@@ -14,10 +14,11 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.ops import collective_ops
 
-from lockstep.storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
 from training.comm.tf.cluster import RESTART
 from training.comm.tf.communicator import TensorflowCommunicator
+from training.compression.method import NONE, Compression
 from training.exchange.agreement import CONTROL_WORDS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
 from training.exchange.exchange import Exchange, SoloExchange
@@ -28,11 +29,32 @@ Array = NDArray[Any]
 
 
 def exchange_for(
-    communicator: Communicator, scale: float | None, *, scaled_loss: bool, non_finite: NonFinitePolicy
+    communicator: Communicator,
+    scale: float | None,
+    *,
+    scaled_loss: bool,
+    non_finite: NonFinitePolicy,
+    compression: Compression = NONE,
 ) -> Exchange:
-    """The exchange that fits the communicator: in the graph over TensorFlow's, else through host memory."""
+    """The exchange that fits the communicator: in the graph over TensorFlow's, else through host memory.
+
+    Raises ConfigError for a `compression` that cannot be combined with them.
+    """
     kind = GraphExchange if isinstance(communicator, TensorflowCommunicator) else Exchange
-    return kind(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
+    wrong = "the backends tensorflow and nccl" if compression and kind is GraphExchange else ""
+    if compression.keeps and scaled_loss:
+        wrong = "a scaled loss (mixed_float16), whose scale changes between steps"
+    if compression.keeps and non_finite.skips:
+        wrong = "skipped steps (--non-finite skip)"
+    if wrong:
+        raise ConfigError(
+            f"the compression {compression.name} cannot be combined with {wrong}",
+            got=compression.name,
+            allowed="any compression over TCP or shared memory; bf16, fp16, int8, qsgd and terngrad with a scaled loss "
+            "or skipped steps",
+            next_step="Choose another --compression, or none.",
+        )
+    return kind(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite, compression=compression)
 
 
 class GraphExchange(Exchange):
@@ -153,7 +175,7 @@ class Reduction:
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
     skipped: Any = None
-    """Of the step traced (or run, in eager mode) last: int32 (), 1 if the ranks have agreed to skip it."""
+    """Of the step traced (or run, in eager mode) last: int32 (), 1 if it applies nothing."""
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
@@ -171,7 +193,7 @@ class Reduction:
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
         contexts: list[Any] = []
-        alone = self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0
+        alone = self.exchange.alone
         if self.compression is not None and not alone:
             packed = [self.compression.compress(grad) for grad in dense]
             dense, contexts = [grad for grad, _ in packed], [context for _, context in packed]
@@ -188,6 +210,7 @@ class Reduction:
             [(_shape(value), _dtype(value)) for value in values],
             CONTROL_WORDS,
             self.bucket_bytes,
+            apart=self.exchange.delay > 0 or bool(self.exchange.compression),
         )
         self.exchange.use(layout, names + statistics, tables)
         if not present:
@@ -287,7 +310,7 @@ def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
 
 def _skipped(exchange: Exchange) -> np.ndarray:
     assert exchange.agreement is not None
-    return np.array(exchange.agreement.skipped, np.int32)
+    return np.array(not exchange.applies, np.int32)
 
 
 def _added_up(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

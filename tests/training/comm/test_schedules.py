@@ -202,19 +202,23 @@ def test_pairwise_exchange(num_ranks: int) -> None:
     """Each element is sent once, to the rank that it is for."""
     for seed, chunk_bytes in ((1, 4), (2, 12), (3, 1 << 20)):
         sizes = [[(3 * source + 5 * to) % 7 for to in range(num_ranks)] for source in range(num_ranks)]
-        programs, buffers = [], []
+        programs: list[Program] = []
+        buffers: list[Values] = []
         for rank in range(num_ranks):
-            out, into = sizes[rank], [row[rank] for row in sizes]
-            edges = [0, *itertools.accumulate([*out, *into])]
+            out, received = sizes[rank], [row[rank] for row in sizes]
+            edges = [0, *itertools.accumulate([*out, *received])]
             grid = grid_of(list(pairwise(edges)), 4, chunk_bytes)
             programs.append(algorithms.pairwise_exchange(rank, num_ranks, grid))
-            buffers.append([f"{rank}>{to}" for to, size in enumerate(out) for _ in range(size)] + [None] * sum(into))
+            buffers.append(
+                [f"{rank}>{to}" for to, size in enumerate(out) for _ in range(size)] + [None] * sum(received)
+            )
             sent = sum(send.stop - send.start for send in programs[-1].sends)
             assert sent == sum(out) - out[rank]
         simulate(programs, buffers, seed)
         for rank, found in enumerate(buffers):
-            into = [f"{source}>{rank}" for source in range(num_ranks) for _ in range(sizes[source][rank])]
-            mine = [name if name != f"{rank}>{rank}" else None for name in into]
+            mine: Values = []
+            for source in range(num_ranks):
+                mine += [None if source == rank else f"{source}>{rank}"] * sizes[source][rank]
             assert found[sum(sizes[rank]) :] == mine
 
 
@@ -222,7 +226,8 @@ def test_pairwise_exchange(num_ranks: int) -> None:
 def test_partners_meet_at_the_same_time(num_ranks: int) -> None:
     """A blocking exchange in this order ends: in every turn some pair is ready, and all pairs meet once."""
     left = [deque(partners(rank, num_ranks)) for rank in range(num_ranks)]
-    assert all(sorted(peers) == [r for r in range(num_ranks) if r != rank] for rank, peers in enumerate(left))
+    for rank, peers in enumerate(left):
+        assert sorted(peers) == [other for other in range(num_ranks) if other != rank]
     while any(left):
         ready = [(rank, peers[0]) for rank, peers in enumerate(left) if peers and left[peers[0]][0] == rank]
         assert ready, "all wait for each other"

@@ -14,7 +14,7 @@ from tests.training._threads import run
 from tests.training._tiny import write_table
 from training.config import TrainConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 STEPS = 37  # 400 rows in batches of 32, three epochs
 SEED = 3  # one rank dies at step 17, one of two at 25, one goes on to the end
 

@@ -87,6 +87,7 @@ def test_a_slow_storage_is_named_and_no_file_is_left(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_slow_encoding_is_named(images: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, slow_by_s = batches.RankFeed._next, 2 * slow_s()
 

@@ -39,6 +39,10 @@ class Exchange:
     def waited_s(self) -> float:
         return self.waits.pop(0)
 
+    @property
+    def sent_bytes(self) -> int:
+        return 1000 * (5 - len(self.waits))
+
 
 def test_a_row_sums_up_its_steps() -> None:
     clock, control, exchange = Clock(), Control(), Exchange([0.05, 0.30])
@@ -62,7 +66,8 @@ def test_a_row_sums_up_its_steps() -> None:
     timer.flush()
     first, second = control.rows
     assert first == {"kind": "time", "rank": 3, "step": 1, "steps": 1, "data_s": 0.0, "compute_s": 0.35,
-                     "exchange_s": 0.05, "checkpoint_s": 0.0, "validation_s": 0.0, "other_s": 1.0}  # fmt: skip
+                     "exchange_s": 0.05, "checkpoint_s": 0.0, "validation_s": 0.0, "other_s": 1.0,
+                     "sent_bytes": 4000}  # fmt: skip
     assert second["data_s"] == 0.25 and second["exchange_s"] == 0.3 and second["compute_s"] == 0.45
     assert len(control.rows) == 2, "a checkpoint alone makes no row"
 

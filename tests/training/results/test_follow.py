@@ -106,7 +106,13 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
     for call in (follow, evaluate):
         with pytest.raises(ConfigError, match="split `test` has no rows"):
             call(run, str(tmp_path / "no-rows"), "test", unused)
-    refused: list[dict[str, Any]] = [{"throttle_s": -1.0}, {"start_delay_s": -1.0}, {"slices": ["none"]}]
+    refused: list[dict[str, Any]] = [
+        {"throttle_s": -1.0},
+        {"start_delay_s": -1.0},
+        {"start_delay_s": float("inf")},
+        {"throttle_s": float("nan")},
+        {"slices": ["none"]},
+    ]
     for options in refused:
         with pytest.raises(ConfigError):
             follow(run, data, "test", unused, **options)

@@ -112,6 +112,10 @@ def test_each_row_once_at_any_number_of_ranks_and_through_a_killed_one(
     assert pd.read_parquet(tmp_path / "step").equals(frame), "the last checkpoint has the model's weights"
     with pytest.raises(ConfigError, match="no such checkpoint"):
         predict(result.run, dataset, "test", str(tmp_path / "new"), run_threads, checkpoint=3)
+    for inside in (f"{dataset}/predictions", f"{dataset}/split=test/predictions"):
+        with pytest.raises(ConfigError, match="cannot be written into a dataset") as caught:
+            predict(result.run, dataset, "test", inside, run_threads)
+        assert inside in caught.value.got and not Path(inside).exists()
     with pytest.raises(ExistsError):
         predict(result.run, dataset, "test", str(tmp_path / "of-1"), run_threads)
     for split, output in (("validation", str(tmp_path / "new")), ("test", f"{result.run}/new")):

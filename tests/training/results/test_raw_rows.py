@@ -44,6 +44,7 @@ def test_any_form_of_rows_gives_the_same_columns() -> None:
         (Field(name="x", dtype="int64"), np.array([1.0, 2.0]), [1, 2]),
         (Field(name="x", dtype="string"), pd.Series(["a", "b"], dtype="category"), ["a", "b"]),
         (Field(name="x", dtype="uint64"), np.array([2**64 - 1], np.uint64), [2**64 - 1]),
+        (Field(name="x", dtype="uint64"), [1, 2**64 - 1], [1, 2**64 - 1]),  # beyond the int64 that Arrow guesses
         (Field(name="x", dtype="float32", shape=(None,)), [[1, 2], []], [[1.0, 2.0], []]),
         (Field(name="x", dtype="string", shape=(None,)), pa.chunked_array([[["a"]], [[]]]), [["a"], []]),
         (Field(name="x", dtype="bytes"), pa.array([b"a"], pa.large_binary()), [b"a"]),
@@ -71,6 +72,14 @@ def test_a_column_is_cast_without_loss(field: Field, values: Any, found: list[An
         ("uint8", (2,), pa.array([b"12", b"123"])),
         ("float32", (), [1e300]),
         ("float32", (None,), [[1e300]]),
+        ("int64", (), [2**63]),
+        ("float64", (), [10**400]),
+        ("uint64", (), [-1]),
+        ("uint64", (), [2**64]),
+        ("float32", (2,), [[1e300, 0]]),
+        ("float32", (2,), [[1j, 0]]),
+        ("float32", (2,), [[None, 0]]),
+        ("float32", (2,), [[10**400, 0]]),
     ],
 )
 def test_a_column_of_another_type_is_named(dtype: str, shape: tuple[int, ...], values: Any) -> None:
@@ -83,6 +92,8 @@ def test_missing_columns_nulls_and_other_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="lack columns") as caught:
         raw_batch({"Count": [1]}, FIELDS)
     assert "count (perhaps `Count`)" in caught.value.got and "pixels" in caught.value.got
+    with pytest.raises(ConfigError, match="lack columns"):
+        raw_batch({1: [1]}, FIELDS)
     with pytest.raises(DataError, match="column `count` is null"):
         raw_batch({"count": [1, None]}, (SCHEMA["count"],))
     with pytest.raises(DataError, match="column `x` is null"):

@@ -41,6 +41,8 @@ REFUSED: dict[str, Any] = {
     "base_batch": 8,
     "warm_up_epochs": 1.5,
     "micro_batches": 2,
+    "delay": 1,
+    "sync_every": 4,
     "canonical": True,
     "backend": "tcp",
     "audit": True,
@@ -71,12 +73,15 @@ FREE: dict[str, Any] = {
     "heartbeat_limit_s": 60.0,
     "max_restarts": 9,
 }
+OF_MEETINGS = {"sync_every": 4, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {field.name for field in fields(TrainConfig)}
     several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
-    assert named - several == REFUSED.keys() | FREE.keys(), "a new field: may a later call change it?"
+    assert named - several == REFUSED.keys() | FREE.keys() | OF_MEETINGS.keys(), (
+        "a new field: may a later call change it?"
+    )
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
     given = TrainConfig(
         datasets=(str(tmp_path / "data"),),
@@ -98,15 +103,21 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_json, "epochs_asked", lambda _: given.epochs)
 
     def goes_on(config: TrainConfig) -> bool:
-        return run_json.check_run(fs, paths, config, plan_for(manifest, config))
+        return run_json.check_run(fs, RunPaths(config.run), config, plan_for(manifest, config))
+
+    def refuses(begun: TrainConfig, changes: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            with pytest.raises(ConfigError) as caught:
+                goes_on(replace(begun, **{name: value}))
+            assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
 
     assert goes_on(given)
+    refuses(given, REFUSED)
+    apart = replace(given, run=str(tmp_path / "apart"), sync_every=2)
+    run_json.open_run(fs, RunPaths(apart.run), apart, manifest, plan_for(manifest, apart))
+    refuses(apart, OF_MEETINGS)
     for name, value in FREE.items():
         assert goes_on(replace(given, **{name: value})), name
-    for name, value in REFUSED.items():
-        with pytest.raises(ConfigError) as caught:
-            goes_on(replace(given, **{name: value}))
-        assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
 
 
 @pytest.mark.parametrize("rotation", [None, 2])

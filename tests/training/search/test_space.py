@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs._train import setting
 from lockstep.storage.errors import ConfigError
 from tests.training.search._searches import search
 from training.search.space import Parameter, config_of_trial, corners, flags_of, space_of
@@ -60,6 +61,8 @@ def test_a_file_gives_parameters_in_its_order_with_the_types_of_the_fields() -> 
         ({"global_batch": {"choices": [8, True]}}, "values of type int"),
         ({"global_batch": {"choices": []}}, "a list of values"),
         ({"batchnorm": {"choices": ["ghost", "none"]}}, "ghost or sync or local"),
+        ({"learning_rate": {"low": 1e-30, "high": 1.0, "step": 1e-30}}, "steps at most"),
+        ({"set": {"x": {"low": -1.7e308, "high": 1.7e308}}}, "a range whose width is a finite number"),
         ({"batchnorm": {"low": 1, "high": 2}}, "choices, since it is no number"),
     ],
 )
@@ -84,6 +87,19 @@ def test_a_grid_goes_from_low_to_high_in_equal_steps(low: int, count: int, step:
 def test_a_range_of_real_numbers_has_no_grid_without_a_step() -> None:
     with pytest.raises(ConfigError, match="a range without a step"):
         search("tune", {"learning_rate": {"low": 0.1, "high": 1.0}}, sampler="grid", trials=None)
+
+
+def test_a_grid_beyond_memory_is_refused_before_it_is_made() -> None:
+    for space in ({"seed": {"low": 0, "high": 2**62}}, {"set.x": {"low": 0.0, "high": 1.0, "step": 1e-12}}):
+        with pytest.raises(ConfigError, match="--sampler grid") as caught:
+            search("tune", space, sampler="grid", trials=3)
+        assert "points at most" in caught.value.allowed
+
+
+def test_the_flag_of_a_text_gives_the_same_text() -> None:
+    for value in ("relu", "7", "true", "1e-3", "a b", 'a"b', '"7"', "[1]", "größe", "", 7, True, 1e-3):
+        ((name, read),) = [setting(flag) for flag in flags_of({"set.x": value})[1:]]
+        assert (name, read, type(read)) == ("x", value, type(value))
 
 
 def test_a_trial_is_the_base_with_its_parameters_and_its_flags_are_those_of_the_job() -> None:

@@ -90,11 +90,14 @@ def test_a_changed_or_missing_event_is_named(tmp_path: Path) -> None:
     event = tmp_path / "journal" / "000003.json"
     whole = event.read_bytes()
     event.write_bytes(whole.replace(b"asked", b"AsKED"))
-    with pytest.raises(CorruptionError, match="000003"):
+    with pytest.raises(CorruptionError, match="000003") as changed:
         study_of(tmp_path)
     event.unlink()
-    with pytest.raises(CorruptionError, match=r"000003\.json"):
+    with pytest.raises(CorruptionError, match=r"000003\.json") as missing:
         study_of(tmp_path)
+    for caught in (changed, missing):
+        parts = caught.value.got, caught.value.allowed, caught.value.next_step
+        assert all(parts) and "begin another search" in parts[2]
     event.write_bytes(whole)
     with pytest.raises(DataError, match="does not repeat: asked of trial 0"):
         study_of(tmp_path, seed=1)

@@ -325,7 +325,8 @@ class ShmCommunicator(Communicator):
         found = [np.empty(size, parts[0].dtype) for size in sizes[:, self.rank].tolist()]
         starts = np.cumsum(sizes, axis=1) - sizes  # (num_ranks, num_ranks): where a rank's part begins, in elements
         ctx, tables = self._calls.ctx, (k.SOURCES, k.TARGETS, k.SIZES)
-        values = (starts[:, self.rank] * item, [_address(part) for part in found], [part.nbytes for part in found])
+        sources = (starts[:, self.rank] * item).tolist()
+        values = (sources, [_address(part) for part in found], [part.nbytes for part in found])
         with self._calls.lock:
             self._calls.announce("all_to_all_ragged", "", parts[0].dtype, total, _address(self._outbox), total, 0)
             ctx[k.LOOSE] = 1

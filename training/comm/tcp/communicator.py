@@ -179,6 +179,10 @@ class TcpCommunicator(Communicator):
         return made
 
     @property
+    def sent_bytes(self) -> int:
+        return sum(one._engine.sent_bytes for one in self._family())
+
+    @property
     def has_ended(self) -> bool:
         """Whether it was closed or aborted, or has failed."""
         return self._ended is not None

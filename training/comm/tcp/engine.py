@@ -62,6 +62,8 @@ class Engine:
         self._calls: deque[Call] = deque()  # under way, in the order in which they began
         self._has_tls = False
         self._is_taking = False
+        self.sent_bytes = 0
+        """On all connections so far, headers included."""
         self.calls = 0
         """Collectives so far, modulo 2**32: by it ranks notice that they make calls in different orders."""
 
@@ -218,6 +220,7 @@ class Engine:
             except OSError as error:
                 raise self._lost(link) from error
             taken = count
+            self.sent_bytes += count
             while link.outgoing and count >= len(link.outgoing[0]):
                 count -= len(link.outgoing[0])
                 del link.outgoing[0]

@@ -1,0 +1,202 @@
+"""Fewer meetings: each rank trains by itself for K steps, then ranks average their models.
+
+K steps apart: local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). After epochs of one sum
+a step: post-local SGD (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020). One average at the end of
+the run: Zinkevich et al., "Parallelized Stochastic Gradient Descent" (NIPS 2010). With an outer learning rate and
+Nesterov momentum on the averaged difference: DiLoCo (Douillard et al., 2023). The optimizer's state is averaged with
+the weights, as Yu, Jin and Yang (ICML 2019) do with momentum; so ranks are equal after each meeting, and any number of
+ranks can continue from its checkpoint. docs/strategies.md.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.storage.errors import DataError
+from training.comm.base import FLOATS, Communicator
+from training.exchange.agreement import FLAGS, SHOWN_SAMPLES, Agreement
+from training.exchange.buckets import copy_scaled
+from training.exchange.compare_ranks import view_of
+from training.exchange.exchange import Array, Exchange
+from training.run.checkpoint import Tensors
+from training.steps.batchnorm import statistics_of
+from training.strategies.every_step import EveryStep
+
+
+class LocalExchange(Exchange):
+    """An exchange whose ranks can part: then a step applies the rank's own gradients, until `agree`."""
+
+    def __init__(self, communicator: Communicator, scale: float | None = None, **options: Any) -> None:
+        super().__init__(communicator, scale, **options)
+        self._losses: list[float] = []
+
+    def part(self) -> None:
+        """Add no gradients in the steps that are traced from now on."""
+        self.apart = True
+
+    def agree_alone(self, loss: Array, wrong: list[str], gradients: Any) -> None:
+        """End a step of this rank. Raises DataError, which ends the run, if something is not finite."""
+        if not self.apart:
+            super().agree_alone(loss, wrong, gradients)
+            return
+        try:
+            if self.error is not None:
+                raise self.error
+            if wrong or not np.isfinite(loss):
+                raise self._not_finite([*wrong, *(["the loss"] * (not np.isfinite(loss)))])
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.step, self.waited_s = self.step + 1, 0.0
+        self._losses.append(float(loss))
+        self.agreement = Agreement(self.step, float(loss), stop=False, checkpoint=False, agreed=False, equal=False)
+
+    def agree(self, *, equal: bool) -> Agreement:
+        """Add up the losses of all steps since the last call, and the flags: a collective.
+
+        `equal`: whether ranks have averaged their weights after this step.
+        """
+        assert self.agreement is not None, "a step comes first"
+        words = np.array([*(loss * self.scale for loss in self._losses), *(flag in self._wanted for flag in FLAGS)])
+        self._wanted.clear()
+        self.communicator.all_reduce(words)
+        count = len(self._losses)
+        losses = tuple(words[:count].tolist())
+        flags: dict[str, Any] = dict(zip(FLAGS, (bool(word > 0) for word in words[count:]), strict=True))
+        self._losses = []
+        self.agreement = replace(self.agreement, loss=losses[-1], losses=losses, agreed=True, equal=equal, **flags)
+        return self.agreement
+
+    def _not_finite(self, what: list[str]) -> DataError:
+        step, mine = self.step + 1, {"what": what}
+        if self._inquiry.policy.fed is not None:
+            mine |= self._inquiry.policy.fed.of_step(step)
+        self._inquiry.report(step, mine, skipped=False)
+        samples = mine.get("samples", [])
+        shown = f", of samples {' '.join(samples[:SHOWN_SAMPLES])}{' ...' * (len(samples) > SHOWN_SAMPLES)}"
+        return DataError(
+            f"step {step}: {what[-1]} is not finite on rank {self.communicator.rank}",
+            got=f"{', '.join(what)}{shown if samples else ''}",
+            allowed="finite numbers; this rank trained by itself since the last meeting, which the run loses",
+            next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
+        )
+
+
+KIND = "outer"
+
+
+class LocalSteps(EveryStep):
+    """Ranks meet after each step whose number is a multiple of `every`, and at the end of each epoch from `first_epoch`
+    on; with 0 once, at the end of the run.
+
+    At a meeting ranks average trained weights, moving averages and the optimizer's state, by their shares of the global
+    batch. Then `learning_rate` and `momentum` are those of an outer step along the change since the last meeting; 1 and
+    0 leave the average. A checkpoint has the outer momentum as outer/NUMBER/VARIABLE.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        exchange: LocalExchange,
+        *,
+        every: int,
+        first_epoch: int = 0,
+        learning_rate: float = 1.0,
+        momentum: float = 0.0,
+    ) -> None:
+        super().__init__(exchange.communicator)
+        self._model, self._exchange, self._every, self._first_epoch = model, exchange, every, first_epoch
+        self._rate, self._momentum = learning_rate, momentum
+        self._has_outer_step = (learning_rate, momentum) != (1.0, 0.0)
+        self._start: list[Array] = []  # trained weights after the last meeting
+        self._velocity: list[Array] = [np.zeros(v.shape, v.dtype) for v in self._trained()] if momentum else []
+
+    def begin_epoch(self, epoch: int) -> None:
+        if epoch >= self._first_epoch and not self._exchange.apart:
+            self._exchange.part()
+            self._model.train_function = None  # traced again, without sums
+        self._keep_start()
+
+    def step_ends(self, agreement: Agreement, *, epoch_ends: bool) -> Agreement:
+        if not self._exchange.apart:
+            return agreement
+        meets = self._every > 0 and (agreement.step % self._every == 0 or epoch_ends)
+        if not (meets or epoch_ends):
+            return agreement
+        began = time.perf_counter()
+        agreement = self._exchange.agree(equal=meets)
+        if meets:
+            self._meet()
+        self._exchange.waited_s = time.perf_counter() - began
+        return agreement
+
+    def end(self) -> None:
+        if self._exchange.apart and self._every == 0:
+            self._meet()
+
+    def state(self) -> Tensors:
+        paths = [variable.path for variable in self._trained()]
+        return {f"{KIND}/{i:06d}/{paths[i]}": value for i, value in enumerate(self._velocity)}
+
+    def load(self, tensors: Tensors, where: str) -> None:
+        stored = [tensors[name].copy() for name in sorted(tensors) if name.startswith(f"{KIND}/")]
+        if [value.shape for value in stored] != [value.shape for value in self._velocity]:
+            raise DataError(
+                f"the outer momentum in {where} does not fit the model",
+                got=f"{len(stored)} tensors",
+                allowed=f"the {len(self._velocity)} trained variables of the model",
+                next_step="Resume with the model and the options that the run began with.",
+            )
+        self._velocity = stored
+
+    def _trained(self) -> list[Any]:
+        return list(self._model.trainable_variables)
+
+    def _keep_start(self) -> None:
+        if self._has_outer_step and self._exchange.apart:
+            self._start = [np.array(view_of(variable)) for variable in self._trained()]
+
+    def _meet(self) -> None:
+        # The optimizer's scalars (its count of steps, rates) are equal on all ranks; rounding would change them.
+        slots = [v for v in self._model.optimizer.variables if len(v.shape) and np.dtype(v.dtype) in FLOATS]
+        average([*self._trained(), *statistics_of(self._model), *slots], self.communicator, self._exchange.scale)
+        if self._has_outer_step:
+            self._outer_step()
+        self._keep_start()
+
+    def _outer_step(self) -> None:
+        """SGD with Nesterov momentum, the difference since the last meeting being the gradient."""
+        for i, variable in enumerate(self._trained()):
+            start = self._start[i]
+            change = start - view_of(variable)
+            if self._momentum:
+                self._velocity[i] = (self._momentum * self._velocity[i] + change).astype(change.dtype)
+                change = change + self._momentum * self._velocity[i]
+            variable.assign((start - self._rate * change).astype(start.dtype))
+
+
+def average(variables: list[Any], communicator: Communicator, share: float) -> None:
+    """Replace float variables by their means over ranks, weighted by each rank's `share`, which add up to 1.
+
+    A collective: one sum a dtype, equal bit for bit on every rank.
+    """
+    for dtype in sorted({str(variable.dtype) for variable in variables}):
+        chosen = [variable for variable in variables if variable.dtype == dtype]
+        values = [np.ascontiguousarray(view_of(variable)).reshape(-1) for variable in chosen]
+        flat = communicator.allocate(sum(value.size for value in values), values[0].dtype)
+        start = 0
+        for value in values:
+            copy_scaled(value, share, flat[start : start + value.size], communicator.num_ranks)
+            start += value.size
+        del values
+        communicator.all_reduce(flat)
+        start = 0
+        for variable in chosen:
+            size = int(np.prod(variable.shape, dtype=np.int64))
+            variable.assign(flat[start : start + size].reshape(variable.shape).copy())
+            start += size
