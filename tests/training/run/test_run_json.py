@@ -43,6 +43,8 @@ REFUSED: dict[str, Any] = {
     "micro_batches": 2,
     "delay": 1,
     "sync_every": 4,
+    "compression": "bf16",
+    "shard_embeddings": 1,
     "canonical": True,
     "backend": "tcp",
     "audit": True,
