@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.input.files import Source, check_lines, find_sources, plan_ranges
-from etl.input.lines import Lines, read_lines
+from etl.input.lines import Lines, LongLine, read_lines
 from etl.logs.fields import TABLE_FORMATS, Column, Form, read_table
+from etl.logs.parse import LINE_TOO_LONG
 from etl.logs.plan import names_in
 from etl.logs.values import Reasons, as_values, without_bom
 from etl.write.config import LogsConfig
@@ -82,14 +83,16 @@ class _Table:
     """By the names of columns that not every file has once: the first file that has not."""
 
 
-def _lines(sources: Iterable[Source], *, quoted_newlines: bool, header: bool) -> Iterator[bytes]:
-    """The lines of files in order, without their headers."""
+def _lines(sources: Iterable[Source], unread: Counter[str], *, quoted_newlines: bool, header: bool) -> Iterator[bytes]:
+    """The lines of files in order, without their headers; lines that are too long are counted in `unread`."""
     for source in sources:
         for found in read_lines(plan_ranges([source], 1, whole=True)[0], quoted_newlines=quoted_newlines):
             if isinstance(found, Lines):
                 first = int(found.positions[0]) == 0
                 values = without_bom(found.values) if first else found.values
                 yield from values.slice(int(first and header)).to_pylist()
+            elif isinstance(found, LongLine):
+                unread[LINE_TOO_LONG] += 1
 
 
 def _text_table(sources: Sequence[Source], config: LogsConfig) -> _Table:
@@ -102,7 +105,8 @@ def _text_table(sources: Sequence[Source], config: LogsConfig) -> _Table:
     names = headers[sources[0].url]
     absent = {name: url for url in reversed(headers) for name in names if headers[url].count(name) != 1}
     alike = list(takewhile(lambda source: headers[source.url] == names, sources))
-    lines = list(islice(_lines(alike, quoted_newlines=config.quoted_newlines, header=header), ROWS + 1))
+    lost = Counter[str]()
+    lines = list(islice(_lines(alike, lost, quoted_newlines=config.quoted_newlines, header=header), ROWS + 1))
     whole = len(lines) <= ROWS and len(alike) == len(sources)
     del lines[ROWS:]
     reasons, drops = Reasons(len(lines)), Reasons(len(lines))
@@ -112,7 +116,7 @@ def _text_table(sources: Sequence[Source], config: LogsConfig) -> _Table:
     read = read_table(pa.array(lines, pa.binary()), form, places, columns, reasons, drops)
     good = reasons.good & drops.good
     typed = [_typed(read[place].filter(pa.array(good))) for place in places]
-    unread = ", ".join(f"{count} {reason}" for reason, count in reasons.counts().items())
+    unread = ", ".join(f"{count} {reason}" for reason, count in (lost + Counter(reasons.counts())).items())
     columns_read, notes = [values for values, _ in typed], [note for _, note in typed]
     return _Table(names, columns_read, notes, int(good.sum()), unread, whole, absent)
 
@@ -143,18 +147,18 @@ def _are(values: pa.Array, kind: pa.DataType) -> bool:
 
 
 def _json_table(sources: Sequence[Source]) -> _Table:
-    documents, unread = list[dict[str, Any]](), 0
-    lines = list(islice(_lines(sources, quoted_newlines=False, header=False), ROWS + 1))
+    documents, unread = list[dict[str, Any]](), Counter[str]()
+    lines = list(islice(_lines(sources, unread, quoted_newlines=False, header=False), ROWS + 1))
     for line in lines[:ROWS]:
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
             document = None
         documents += [document] if isinstance(document, dict) else []
-        unread += bool(line.strip()) and not isinstance(document, dict)
+        unread["not_json_object"] += bool(line.strip()) and not isinstance(document, dict)
     names = list(dict.fromkeys(name for document in documents for name in document))
     columns = [_array([document.get(name) for document in documents]) for name in names]
-    lost = f"{unread} not_json_object" if unread else ""
+    lost = ", ".join(f"{count} {reason}" for reason, count in unread.items() if count)
     return _Table(names, columns, [""] * len(names), len(documents), lost, len(lines) <= ROWS)
 
 

@@ -174,6 +174,8 @@ def test_names_that_no_dataset_has_are_comments(tmp_path: Path) -> None:
     [
         ("a,b\n", "csv", "no line after the header"),
         ("a,b\n1\n1,2,3\n", "csv", "too_few_fields"),
+        (f"a,b\n{'x' * (1 << 20)},1\n", "csv", "1 line_too_long"),
+        (f'{{"a": "{"x" * (1 << 20)}"}}\n', "json", "1 line_too_long"),
         ("[1]\nx\n", "json", "2 not_json_object"),
         ("a,b\n,\n", "csv", "no value"),
     ],
