@@ -1,4 +1,4 @@
-"""Two sequence models together find the next page more often than a table of which pages follow a page."""
+"""Sequence models find the next page more often than a table of which pages follow a page."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def pages(small: SparkSession, folder: Path) -> str:
 
 
 def test_hits_of_models_and_of_a_table_of_pairs(pages: str, folder: Path) -> None:
-    """A model alone is about as good as the table; the mean of both is better."""
+    """Each model finds more than the table; the mean of both finds most."""
     found = {}
-    for model, epochs in (("gru", 6), ("transformer", 8)):
+    for model, epochs in (("gru", 10), ("transformer", 10)):
         config = TrainConfig(
             datasets=(pages,), run=str(folder / f"pages-{model}"), model=model, num_ranks=1, global_batch=64,
             epochs=epochs, launcher="local",
@@ -50,5 +50,5 @@ def test_hits_of_models_and_of_a_table_of_pairs(pages: str, folder: Path) -> Non
         train = rows_of(pages, [one for one in FOLDS if one != held_out])
         of_table.append(scores(train, rows_of(pages, [held_out]))[1])
     print(f"{found}, both {np.mean(both):.4f}, table of pairs {np.mean(of_table):.4f}")
-    assert np.mean(both) > np.mean(of_table)
-    assert min(found.values()) > np.mean(of_table) - 0.015
+    assert np.mean(both) > max(found.values())
+    assert min(found.values()) > np.mean(of_table)

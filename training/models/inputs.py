@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.config import floatx
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
@@ -164,6 +165,16 @@ def last_of(x: Any, ids: Any) -> Any:
     later = ops.sum(there, axis=1, keepdims=True) - ops.cumsum(there, axis=1)
     last = there * ops.cast(ops.equal(later, 0), x.dtype)
     return ops.sum(x * ops.expand_dims(last, -1), axis=1)
+
+
+def pairs_of(ids: Any, size: int, units: int) -> Any:
+    """What each id alone says of the next: a learned row of `units` numbers, first 0, of the last of (n, length) ids.
+
+    (n, units), in floatx. `size`: ids are below it. A table of pairs, as counts of what follows what would be.
+    """
+    last = last_of(ops.expand_dims(ids, -1), ids)[:, 0]
+    table = keras.layers.Embedding(size, units, embeddings_initializer="zeros", name="_pairs", dtype=floatx())
+    return table(last)
 
 
 def dense_layers(x: Any, chosen: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import keras
+from keras.config import floatx
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
@@ -37,14 +38,23 @@ def label_of(model: str, signature: Signature, *allowed: str) -> str:
     return found
 
 
-def output_of(x: Any, label: str, signature: Signature) -> Any:
+def output_of(x: Any, label: str, signature: Signature, *, more: Any = None) -> Any:
     """The last layer over (n, k): a probability (n, 1), one of each class (n, classes), or a number (n, 1).
 
-    It has the digits of floatx: probabilities and loss need more than layers in mixed precision have.
+    It has the digits of floatx: probabilities and loss need more than layers in mixed precision have. `more`, of the
+    output's shape, is added before the activation.
     """
-    units = signature.num_classes if label == CLASSES else 1
     name, activation = NAMED[label]
-    return keras.layers.Dense(units, activation=activation, name=name, dtype=keras.config.floatx())(x)
+    if more is None:
+        return keras.layers.Dense(units_of(label, signature), activation=activation, name=name, dtype=floatx())(x)
+    x = keras.layers.Dense(units_of(label, signature), name="_scores", dtype=floatx())(x)
+    x = keras.layers.Add(name="_sum", dtype=floatx())([x, more])
+    return keras.layers.Activation(activation, name=name, dtype=floatx())(x)
+
+
+def units_of(label: str, signature: Signature) -> int:
+    """The width of the output: the number of classes, or 1."""
+    return (signature.num_classes or 1) if label == CLASSES else 1
 
 
 NAMED = {YES_NO: ("probability", "sigmoid"), CLASSES: ("classes", "softmax"), NUMBER: ("number", None)}
@@ -59,7 +69,7 @@ def compile_for(
     """
     loss, metrics = _loss_and_metrics(label, signature)
     # TensorFlow finds the ten largest of float32 only.
-    if hits and label == CLASSES and (signature.num_classes or 0) > HITS and keras.config.floatx() == "float32":
+    if hits and label == CLASSES and (signature.num_classes or 0) > HITS and floatx() == "float32":
         metrics.append(keras.metrics.SparseTopKCategoricalAccuracy(HITS, name=f"hit@{HITS}"))
     model.compile(optimizer=optimizer, loss=loss, metrics=metrics, jit_compile=False)
     return model

@@ -11,8 +11,8 @@ from keras import ops
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import ids_of, inputs_of, last_of, sequence_of
-from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
+from training.models.inputs import ids_of, inputs_of, last_of, pairs_of, sequence_of
+from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of, units_of
 from training.models.ready import settings_of
 
 LEARNING_RATE = 0.003
@@ -42,7 +42,8 @@ def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
     x = keras.layers.LayerNormalization(name="_norm")(x)
     x = keras.layers.Concatenate(name="_joined")([last_of(x, ids), last_of(found, ids)])
     x = keras.layers.Dropout(chosen["dropout"], name="_dropout_last")(x)
-    model = keras.Model(inputs, output_of(x, label, signature), name="transformer")
+    pairs = pairs_of(ids, ids_of(signature)[name], units_of(label, signature))
+    model = keras.Model(inputs, output_of(x, label, signature, more=pairs), name="transformer")
     return compile_for(
         model, label, signature, keras.optimizers.Adam(options.learning_rate or LEARNING_RATE), hits=True
     )

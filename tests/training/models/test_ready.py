@@ -202,3 +202,17 @@ def test_what_a_model_cannot_use_is_refused_by_name(model: str, label: str, extr
     with pytest.raises(ConfigError) as caught:
         build(model, signature_of(label), ModelOptions(extra=extra))
     assert words in str(caught.value)
+
+
+def test_pairs_are_a_row_of_the_last_id_alone() -> None:
+    import keras
+
+    from training.models.inputs import pairs_of
+
+    ids = np.array([[3, 2, 0], [1, 2, 0], [2, 1, 3], [0, 0, 0]])
+    given = keras.Input((3,), dtype="int64")
+    model = keras.Model(given, pairs_of(given, 4, 2))
+    assert not model.predict(ids, verbose=0).any()
+    (table,) = model.weights
+    table.assign(np.arange(8).reshape(4, 2))
+    assert model.predict(ids, verbose=0).tolist() == [[4, 5], [4, 5], [6, 7], [0, 1]]
