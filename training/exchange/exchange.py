@@ -307,14 +307,7 @@ class Exchange:
             layout = self._of_layout()
             if self.error is not None:
                 raise self.error
-            while len(self._current) < len(layout.sizes):
-                self._current.append(self._free_buffer(len(self._current)))
-            for number, (slot, value) in enumerate(zip(layout.statistics, statistics, strict=True)):
-                self._fill(self._current[slot.bucket], slot, value, len(layout.gradients) + number)
-            words = self._current[layout.control.bucket].view(layout.control)
-            words[:] = self._words(loss)
-            words[0] *= self.scale
-            words[1] = not self._safe
+            words = self._fill_rest(loss, statistics)
             for bucket in range(layout.first_tail, len(layout.sizes)):
                 self._reducer.sum(self._current[bucket].data)
             began = time.perf_counter()
@@ -355,6 +348,19 @@ class Exchange:
         """End the thread; the communicator stays open. Steps that were traced with this exchange raise `reason`."""
         self.error = reason or self.error
         self._reducer.close()
+
+    def _fill_rest(self, loss: Array, statistics: Sequence[Array]) -> Array:
+        """Put this step's statistics and control words into their buffers; returns the view of the words."""
+        layout = self._of_layout()
+        while len(self._current) < len(layout.sizes):
+            self._current.append(self._free_buffer(len(self._current)))
+        for number, (slot, value) in enumerate(zip(layout.statistics, statistics, strict=True)):
+            self._fill(self._current[slot.bucket], slot, value, len(layout.gradients) + number)
+        words = self._current[layout.control.bucket].view(layout.control)
+        words[:] = self._words(loss)
+        words[0] *= self.scale
+        words[1] = not self._safe
+        return words
 
     def _words(self, loss: np.ndarray) -> list[float]:
         """This rank's control words without the second: its mean loss over the step's batches, and its flags."""

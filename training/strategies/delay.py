@@ -149,14 +149,7 @@ class DelayedExchange(Exchange):
     def _agreed_words(self, loss: Array, statistics: Sequence[Array]) -> tuple[list[float], list[Array]]:
         """The sums over ranks of this step's control words and statistics."""
         layout = self._of_layout()
-        while len(self._current) < len(layout.sizes):
-            self._current.append(self._free_buffer(len(self._current)))
-        for number, (slot, value) in enumerate(zip(layout.statistics, statistics, strict=True)):
-            self._fill(self._current[slot.bucket], slot, value, len(layout.gradients) + number)
-        words = self._current[layout.control.bucket].view(layout.control)
-        words[:] = self._words(loss)
-        words[0] *= self.scale
-        words[1] = not self._safe
+        words = self._fill_rest(loss, statistics)
         for bucket in range(layout.first_tail, len(layout.sizes)):
             self.prompt.all_reduce(self._current[bucket].data)
         means = [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
