@@ -44,7 +44,11 @@ class TestTwoLevels(CommunicatorContract):
     @pytest.fixture
     def run_ranks(self) -> RunRanks:
         def run(num_ranks: int, work: Callable[[Communicator], Any]) -> list[Any]:
-            return run_hosts(LAYOUTS[num_ranks], lambda joined: work(joined.communicator), TWO_LEVELS)
+            def joined_by_all(joined: Joined) -> Any:
+                joined.communicator.barrier()  # a rank that fails at once would end the joining of a slower one
+                return work(joined.communicator)
+
+            return run_hosts(LAYOUTS[num_ranks], joined_by_all, TWO_LEVELS)
 
         return run
 
