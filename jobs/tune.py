@@ -23,7 +23,7 @@ from training.search.space import corners, space_of
 def parser() -> JobParser:
     """The command line: that of jobs.train, whose flags are the configuration of every trial."""
     job = _train.parser(__doc__ or "", "tune", without=("--run",))
-    group = job.add_argument_group("the search (docs/tuning.md)")
+    group = job.add_argument_group("the search (docs/validation.md)")
     add = group.add_argument
     add("--run", required=True, metavar="URL", help="Directory of the search; an existing search is resumed")
     add("--space", required=True, metavar="FILE.toml", help="Parameters: ranges or choices of jobs.train's options")
