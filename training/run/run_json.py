@@ -35,6 +35,8 @@ LATER_FIELDS: dict[str, Any] = {
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
     "delay": 0,
+    "strategy": "sync",
+    "staleness": None,
     "sync_every": 1,
     "sync_until_epoch": 0,
     "outer_learning_rate": 1.0,
