@@ -29,7 +29,7 @@ class Rounds:
     """Adds up flat buffers of all ranks in a thread, round by round, while ranks compute their next steps.
 
     A rank enters a round if it has added a step since its last one, or if it waits for others. So a round begins when
-    the slowest rank ends a step, and none begins while nobody has anything new.
+    the slowest rank ends a step, and none begins while no rank has a new step.
     """
 
     def __init__(self, communicator: Communicator, like: Sequence[Array], steps: int) -> None:
