@@ -298,6 +298,8 @@ class TrainConfig:
     they arrive, so that no bits are the same in two runs (docs/strategies.md)."""
     staleness: Annotated[int | None, "S"] = None
     """With --strategy async, the most steps that ranks are apart; 0 is sync."""
+    gradient_noise: Annotated[float, "ETA"] = 0.0
+    """With --strategy async, the variance ETA / (1 + step)**0.55 of Gaussian noise that is added to each gradient."""
     delay: Annotated[int, "D"] = 0
     """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
     (docs/strategies.md)."""
@@ -439,6 +441,10 @@ class TrainConfig:
         unset, late = self.staleness is None, self.strategy == "async"
         self._check("staleness", unset != late, "steps from 0 up with --strategy async; unset with sync")
         self._check("staleness", unset or 0 <= (self.staleness or 0) < 2**31, "an integer from 0 up")
+        noise = 0 <= self.gradient_noise < math.inf and (self.is_async or self.gradient_noise == 0)
+        self._check(
+            "gradient_noise", noise, "0 or more; 0 unless several ranks train with --strategy async --staleness S"
+        )
         if late:
             self._check_alone("strategy", "sync")
             self._check("strategy", self.delay == 0, "sync with --delay")

@@ -35,7 +35,7 @@ from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
 from training.steps.reduction import exchange_for
-from training.strategies.asynchronous import AsyncExchange, AsyncSteps
+from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
@@ -266,7 +266,8 @@ class RankModel:
             make = partial(DelayedExchange, delay=config.delay)
         elif config.is_async:
             every = CheckpointEvery.parse(config.checkpoint_every).steps
-            make = partial(AsyncExchange, staleness=config.staleness or 0, every=every)
+            noise = Noise(config.gradient_noise, config.seed, world.rank)
+            make = partial(AsyncExchange, staleness=config.staleness or 0, every=every, noise=noise)
         self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
         self.strategy = EveryStep(self.communicator)

@@ -37,6 +37,7 @@ LATER_FIELDS: dict[str, Any] = {
     "delay": 0,
     "strategy": "sync",
     "staleness": None,
+    "gradient_noise": 0.0,
     "sync_every": 1,
     "sync_until_epoch": 0,
     "outer_learning_rate": 1.0,

@@ -9,9 +9,11 @@ the clock: equal runs do not give equal bits. docs/strategies.md.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import keras
 import numpy as np
@@ -139,6 +141,27 @@ class Rounds:
             raise self._error
 
 
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """A rank's part of the Gaussian noise on a gradient, of variance eta / (1 + step)**0.55 over all ranks.
+
+    Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015).
+    """
+
+    eta: float
+    seed: int
+    rank: int
+
+    def add(self, flats: Sequence[Array], step: int, share: float) -> None:
+        """Add it to `flats` in place: a function of seed, rank and step. `share`: of the variance, 1 over all ranks."""
+        if not self.eta:
+            return
+        draws = np.random.Generator(np.random.Philox(key=[self.seed, self.rank], counter=[0, 0, 0, step]))
+        deviation = math.sqrt(share * self.eta / (1 + step) ** 0.55)
+        for flat in flats:
+            flat += (deviation * draws.standard_normal(flat.size)).astype(flat.dtype)
+
+
 class AsyncExchange(LocalExchange):
     """An exchange whose steps apply the rank's own gradient and what has arrived of others since the last step.
 
@@ -156,6 +179,7 @@ class AsyncExchange(LocalExchange):
         *,
         staleness: int,
         every: int | None,
+        noise: Noise,
         scaled_loss: bool,
         non_finite: NonFinitePolicy,
     ) -> None:
@@ -169,7 +193,7 @@ class AsyncExchange(LocalExchange):
             )
         super().__init__(communicator, scale, scaled_loss=False, non_finite=non_finite)
         self.apart = True
-        self._staleness, self._every = staleness, every
+        self._staleness, self._every, self._noise = staleness, every, noise
         self._group = communicator.group(range(communicator.num_ranks))
         self._group.deadline_s = communicator.deadline_s
         self._rounds: Rounds | None = None
@@ -189,6 +213,7 @@ class AsyncExchange(LocalExchange):
             layout = self._of_layout()
             self.agree_alone(loss, self._here, ())
             flats = [bucket.data for bucket in self._current]
+            self._noise.add(flats, self.step, self.scale)
             if self._rounds is None:
                 self._rounds = Rounds(self._group, flats, self.step - 1)
             asked_at = self._rounds.add(flats, asks=bool(self._wanted & {"stop", "checkpoint"}))

@@ -36,10 +36,10 @@ class Ranks:
         from training.exchange.agreement import STOPS
         from training.exchange.buckets import lay_out
         from training.exchange.exchange import Exchange
-        from training.strategies.asynchronous import AsyncExchange
+        from training.strategies.asynchronous import AsyncExchange, Noise
 
-        options: dict[str, Any] = {"staleness": staleness, "every": every, "scaled_loss": False, "non_finite": STOPS}
-        self.exchange: Exchange = AsyncExchange(comm, 1.0, **options)
+        options: dict[str, Any] = {"staleness": staleness, "every": every, "noise": Noise(0.0, 0, comm.rank)}
+        self.exchange: Exchange = AsyncExchange(comm, 1.0, scaled_loss=False, non_finite=STOPS, **options)
         self.exchange.last = last
         spec = ((comm.num_ranks,), np.dtype(np.float32))
         self.exchange.use(lay_out([spec], [], 5, apart=True), ["the gradient of it"])
@@ -78,12 +78,30 @@ def test_a_restart_loses_no_sample(table: str, tmp_path: Path) -> None:
     """Killed between two checkpoints; the bits depend on the clock, the audit does not."""
     from tests.training import _models  # imports TensorFlow
 
-    options: dict[str, Any] = {"checkpoint_every": 5, "audit": True, "epochs": 3, "strategy": "async", "staleness": 4}
+    options: dict[str, Any] = {"checkpoint_every": 5, "audit": True, "epochs": 3, "strategy": "async", "staleness": 4,
+                               "gradient_noise": 0.01}  # fmt: skip
     _models.FAIL_AT.update(step=13)
     broken = train(table, tmp_path / "broken", 2, f"{OWN}:with_callbacks", **options)
     assert not _models.FAIL_AT and broken.restarts == 1
     assert check_run_audit(str(tmp_path / "broken")).ok
     assert sorted(_threads.rows_of(str(tmp_path / "broken"), "step")) == list(range(1, 26)), "no loss is left out"
+
+
+def test_noise_is_drawn_by_seed_rank_and_step_and_falls_with_steps() -> None:
+    from training.strategies.asynchronous import Noise
+
+    def drawn(eta: float, seed: int, rank: int, step: int) -> np.ndarray:
+        flat = np.ones(50_000, np.float32)
+        Noise(eta, seed, rank).add([flat], step, 0.5)
+        return flat - 1
+
+    assert not drawn(0.0, 7, 0, 3).any()
+    assert (drawn(0.3, 7, 0, 3) == drawn(0.3, 7, 0, 3)).all()
+    others = [drawn(0.3, 7, 0, 3), drawn(0.3, 8, 0, 3), drawn(0.3, 7, 1, 3), drawn(0.3, 7, 0, 4)]
+    assert np.abs(np.corrcoef(others) - np.eye(4)).max() < 0.03
+    for step in (0, 99):
+        both = drawn(0.3, 7, 0, step) + drawn(0.3, 7, 1, step)
+        assert both.var() == pytest.approx(0.3 / (1 + step) ** 0.55, rel=0.03)
 
 
 def test_staleness_0_is_sync(table: str, tmp_path: Path) -> None:
@@ -110,3 +128,6 @@ def test_what_does_not_fit_is_refused(more: dict[str, Any]) -> None:
         TrainConfig(datasets=("data",), run="run", strategy="async", staleness=4, **{**options, **more})
     with pytest.raises(ConfigError, match="`staleness`"):
         TrainConfig(datasets=("data",), run="run", strategy="async", **options)
+    for sync in ({}, {"strategy": "async", "staleness": 0}):
+        with pytest.raises(ConfigError, match="`gradient_noise`"):
+            TrainConfig(datasets=("data",), run="run", gradient_noise=0.1, **sync, **options)
