@@ -31,6 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "--sync-every 64 --sync-until-epoch 1": {"sync_every": 64, "sync_until_epoch": 1},
     "--sync-every 64, outer 0.7 and 0.9": {"sync_every": 64, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
     "--sync-every 0": {"sync_every": 0},
+    **{f"--strategy async --staleness {s}": {"strategy": "async", "staleness": s} for s in (1, 4, 16)},
+    "async, S 4, --gradient-noise 1e-6": {"strategy": "async", "staleness": 4, "gradient_noise": 1e-6},
 }
 
 
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", default="", help="quality: only ways whose name has this text (default all)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
@@ -61,7 +64,7 @@ def quality(args: argparse.Namespace) -> None:
     from tests.training._threads import run, run_threads
     from training.results.evaluate import evaluate
 
-    for way, options in WAYS.items():
+    for way, options in ((way, options) for way, options in WAYS.items() if args.ways in way):
         scores: dict[str, list[float]] = {}
         for seed in range(args.seeds):
             with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +84,8 @@ def quality(args: argparse.Namespace) -> None:
 def meetings(steps: int, epochs: int, options: dict[str, Any]) -> int:
     """How often a rank sends what has the size of the model."""
     every, until = options.get("sync_every", 1), options.get("sync_until_epoch", 0)
+    if options.get("strategy") == "async":
+        return epochs  # beside the rounds of its gradients, whose number depends on the clock
     if every == 1:
         return steps
     before = steps * until // epochs

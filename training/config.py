@@ -154,6 +154,7 @@ ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
 BadImages = Literal["refuse", "skip"]
 Switch = Literal["on", "off"]
+Strategy = Literal["sync", "async"]
 Verify = Literal["start", "full"]
 NonFinite = Literal["stop", "skip"]
 
@@ -292,6 +293,13 @@ class TrainConfig:
     """Epochs during which the learning rate rises to its full value."""
     micro_batches: Annotated[int, "K"] = 1
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
+    strategy: Strategy = "sync"
+    """sync adds gradients of all ranks in each step; async lets each rank apply its own at once and those of others as
+    they arrive, so that no bits are the same in two runs (docs/strategies.md)."""
+    staleness: Annotated[int | None, "S"] = None
+    """With --strategy async, the most steps that ranks are apart; 0 is sync."""
+    gradient_noise: Annotated[float, "ETA"] = 0.0
+    """With --strategy async, the variance ETA / (1 + step)**0.55 of Gaussian noise that is added to each gradient."""
     delay: Annotated[int, "D"] = 0
     """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
     (docs/strategies.md)."""
@@ -424,7 +432,25 @@ class TrainConfig:
         stops = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
 
+    @property
+    def is_async(self) -> bool:
+        """Whether ranks take steps without waiting for each other's gradients: not with one rank, nor staleness 0."""
+        return self.strategy == "async" and bool(self.staleness) and self.num_ranks > 1
+
     def _check_strategy(self) -> None:
+        unset, late = self.staleness is None, self.strategy == "async"
+        self._check("staleness", unset != late, "steps from 0 up with --strategy async; unset with sync")
+        self._check("staleness", unset or 0 <= (self.staleness or 0) < 2**31, "an integer from 0 up")
+        noise = 0 <= self.gradient_noise < math.inf and (self.is_async or self.gradient_noise == 0)
+        self._check(
+            "gradient_noise", noise, "0 or more; 0 unless several ranks train with --strategy async --staleness S"
+        )
+        if late:
+            self._check_alone("strategy", "sync")
+            self._check("strategy", self.delay == 0, "sync with --delay")
+            self._check("strategy", self.sync_every == 1, "sync with --sync-every")
+            self._check("strategy", self.compression == "none", "sync with --compression")
+            self._check("strategy", self.batchnorm != "sync", "sync with --batchnorm sync, which meets in each step")
         self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
         if self.delay:
             self._check_alone("delay", "0")

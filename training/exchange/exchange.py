@@ -152,6 +152,8 @@ class Exchange:
     """Steps after which a step's sum is returned."""
     apart = False
     """Whether each rank applies its own gradients, as if it were the only one."""
+    takes_rows = True
+    """Whether a large table's gradient is sent by rows; else whole."""
 
     def __init__(
         self,
@@ -216,6 +218,11 @@ class Exchange:
         return self.apart or (self.communicator.num_ranks == 1 and self.scale == 1.0)
 
     @property
+    def divides_tail(self) -> bool:
+        """Whether statistics and control words share no bucket with gradients."""
+        return self.delay > 0 or bool(self.compression)
+
+    @property
     def applies(self) -> bool:
         """Whether the step that the ranks have just agreed on has sums to apply."""
         return self.agreement is not None and not self.agreement.skipped
@@ -278,11 +285,7 @@ class Exchange:
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
-                # Every rank has checked its values while it copied them.
-                if self._compressed.has(bucket):
-                    self._reducer.run(partial(self._compressed.reduce, bucket, flat.data, self.step + 1))
-                else:
-                    self._reducer.sum(flat.data)
+                self._send(bucket, flat.data)
         except BaseException as error:
             self._fail(error)
             raise
@@ -348,6 +351,13 @@ class Exchange:
         """End the thread; the communicator stays open. Steps that were traced with this exchange raise `reason`."""
         self.error = reason or self.error
         self._reducer.close()
+
+    def _send(self, bucket: int, flat: Array) -> None:
+        """Begin to sum a bucket of gradients; every rank has checked its values while it copied them."""
+        if self._compressed.has(bucket):
+            self._reducer.run(partial(self._compressed.reduce, bucket, flat, self.step + 1))
+        else:
+            self._reducer.sum(flat)
 
     def _fill_rest(self, loss: Array, statistics: Sequence[Array]) -> Array:
         """Put this step's statistics and control words into their buffers; returns the view of the words."""

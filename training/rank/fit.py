@@ -301,7 +301,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._last_step(epoch)
-        self._strategy.begin_epoch(epoch)
+        self._strategy.begin_epoch(epoch, last)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)

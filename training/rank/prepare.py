@@ -16,7 +16,7 @@ from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
 from training.compression.method import NONE, Compression
-from training.config import VALIDATION, StopRule, TrainConfig, check_metric, lane_groups
+from training.config import VALIDATION, CheckpointEvery, StopRule, TrainConfig, check_metric, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
 from training.exchange.exchange import Exchange
@@ -35,6 +35,7 @@ from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
 from training.steps.reduction import exchange_for
+from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
@@ -263,11 +264,17 @@ class RankModel:
         make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
         if config.delay:
             make = partial(DelayedExchange, delay=config.delay)
+        elif config.is_async:
+            every = CheckpointEvery.parse(config.checkpoint_every).steps
+            noise = Noise(config.gradient_noise, config.seed, world.rank)
+            make = partial(AsyncExchange, staleness=config.staleness or 0, every=every, noise=noise)
         self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
         self.strategy = EveryStep(self.communicator)
         if isinstance(self.exchange, DelayedExchange):
             self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, AsyncExchange):
+            self.strategy = AsyncSteps(self.model, self.exchange)
         elif isinstance(self.exchange, LocalExchange):
             self.strategy = LocalSteps(
                 self.model,

@@ -64,6 +64,8 @@ class GraphExchange(Exchange):
     a batch of another size still meets the others. The deadline is the communicator's when the graph is traced.
     """
 
+    takes_rows = False  # TensorFlow's collectives only take whole tensors
+
     def __init__(self, communicator: Communicator, scale: float | None = None, **options: Any) -> None:
         """`communicator` is TensorFlow's; `options` are those of `Exchange`."""
         assert isinstance(communicator, TensorflowCommunicator)
@@ -188,8 +190,8 @@ class Reduction:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         slices = [i for i in present if isinstance(grads[i], tf.IndexedSlices)]
         by_rows = [i for i in slices if self._is_large(variables[i], _dtype(grads[i].values))]
-        if isinstance(self.exchange, GraphExchange):
-            by_rows = []  # TensorFlow's collectives only take whole tensors
+        if not self.exchange.takes_rows:
+            by_rows = []
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
         contexts: list[Any] = []
@@ -210,7 +212,7 @@ class Reduction:
             [(_shape(value), _dtype(value)) for value in values],
             CONTROL_WORDS,
             self.bucket_bytes,
-            apart=self.exchange.delay > 0 or bool(self.exchange.compression),
+            apart=self.exchange.divides_tail,
         )
         self.exchange.use(layout, names + statistics, tables)
         if not present:

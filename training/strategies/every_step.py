@@ -17,8 +17,10 @@ class EveryStep:
         self.communicator = communicator
         """For collectives between steps."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """The next step is the first of epoch `epoch`, or of the rest of it that this process trains."""
+    def begin_epoch(self, epoch: int, last: int) -> None:
+        """The next step is the first of epoch `epoch`, or of the rest of it that this process trains; `last` is the
+        number of its last step.
+        """
 
     def step_ends(self, agreement: Agreement, *, epoch_ends: bool) -> Agreement:
         """What ranks agree on after a step, of which `agreement` is what its exchange found."""

@@ -116,7 +116,7 @@ class LocalSteps(EveryStep):
         self._start: list[Array] = []  # trained weights after the last meeting
         self._velocity: list[Array] = [np.zeros(v.shape, v.dtype) for v in self._trained()] if momentum else []
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, last: int) -> None:
         if epoch >= self._first_epoch and not self._exchange.apart:
             self._exchange.part()
             self._model.train_function = None  # traced again, without sums
@@ -162,9 +162,7 @@ class LocalSteps(EveryStep):
             self._start = [np.array(view_of(variable)) for variable in self._trained()]
 
     def _meet(self) -> None:
-        # The optimizer's scalars (its count of steps, rates) are equal on all ranks; rounding would change them.
-        slots = [v for v in self._model.optimizer.variables if len(v.shape) and np.dtype(v.dtype) in FLOATS]
-        average([*self._trained(), *statistics_of(self._model), *slots], self.communicator, self._exchange.scale)
+        average_state(self._model, self.communicator, self._exchange.scale)
         if self._has_outer_step:
             self._outer_step()
         self._keep_start()
@@ -178,6 +176,13 @@ class LocalSteps(EveryStep):
                 self._velocity[i] = (self._momentum * self._velocity[i] + change).astype(change.dtype)
                 change = change + self._momentum * self._velocity[i]
             variable.assign((start - self._rate * change).astype(start.dtype))
+
+
+def average_state(model: keras.Model, communicator: Communicator, share: float) -> None:
+    """Average trained weights, moving averages and the optimizer's state over ranks, as `average`."""
+    # The optimizer's scalars (its count of steps, rates) are equal on all ranks; rounding would change them.
+    slots = [v for v in model.optimizer.variables if len(v.shape) and np.dtype(v.dtype) in FLOATS]
+    average([*model.trainable_variables, *statistics_of(model), *slots], communicator, share)
 
 
 def average(variables: list[Any], communicator: Communicator, share: float) -> None:

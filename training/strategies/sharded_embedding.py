@@ -162,6 +162,7 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
         "--init-from": config.init_from is not None and "first rows are drawn by the ranks that own them",
         "--delay": config.delay and "rows are updated in the step of their gradients",
         "--sync-every": config.sync_every != 1 and "a row is on one rank only, so no copies can drift apart",
+        "--strategy async": config.strategy != "sync" and "rows are updated in the step of their gradients",
         "--compression": config.compression != "none" and "the word of a row that is not finite must arrive as it is",
         "--micro-batches": config.micro_batches > 1 and "rows are updated once a step",
         "--canonical": config.canonical and "gradients of rows are added in the order of ranks, not in one tree",

@@ -49,7 +49,7 @@ def on_two_ranks(gradients: Any, *, steps: int, inner: float = 0.0, **options: A
         exchange = exchange_of(model.optimizer)
         assert isinstance(exchange, LocalExchange)
         strategy = LocalSteps(model, exchange, **options)
-        strategy.begin_epoch(0)
+        strategy.begin_epoch(0, steps)
         agreed = []
         for step in range(1, steps + 1):
             model.optimizer.scale_loss(keras.ops.convert_to_tensor(float(10 * step + rank)))
