@@ -85,7 +85,7 @@ def meetings(steps: int, epochs: int, options: dict[str, Any]) -> int:
     """How often a rank sends what has the size of the model."""
     every, until = options.get("sync_every", 1), options.get("sync_until_epoch", 0)
     if options.get("strategy") == "async":
-        return epochs  # beside the rounds of its gradients, whose number depends on the clock
+        return epochs  # and rounds of gradients, whose number depends on the clock
     if every == 1:
         return steps
     before = steps * until // epochs

@@ -76,14 +76,14 @@ FREE: dict[str, Any] = {
     "max_restarts": 9,
 }
 OF_MEETINGS = {"sync_every": 4, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+OF_ASYNC = {"staleness": 3, "gradient_noise": 0.1}
 
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {field.name for field in fields(TrainConfig)}
     several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
-    assert named - several == REFUSED.keys() | FREE.keys() | OF_MEETINGS.keys(), (
-        "a new field: may a later call change it?"
-    )
+    answered = REFUSED.keys() | FREE.keys() | OF_MEETINGS.keys() | OF_ASYNC.keys() | {"strategy"}
+    assert named - several == answered, "a new field: may a later call change it?"
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
     given = TrainConfig(
         datasets=(str(tmp_path / "data"),),
@@ -118,6 +118,11 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     apart = replace(given, run=str(tmp_path / "apart"), sync_every=2)
     run_json.open_run(fs, RunPaths(apart.run), apart, manifest, plan_for(manifest, apart))
     refuses(apart, OF_MEETINGS)
+    late = replace(given, run=str(tmp_path / "late"), strategy="async", staleness=2)
+    run_json.open_run(fs, RunPaths(late.run), late, manifest, plan_for(manifest, late))
+    refuses(late, OF_ASYNC)
+    with pytest.raises(ConfigError, match="begun with another"):
+        goes_on(replace(late, strategy="sync", staleness=None))
     for name, value in FREE.items():
         assert goes_on(replace(given, **{name: value})), name
 
