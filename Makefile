@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv torch-venv jars clean
+.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv torch-venv jars clean package
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -14,7 +14,7 @@ help: ## this list
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
-test: venv airflow-venv torch-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 17 minutes)
+test: venv airflow-venv torch-venv jars ## all checks and all tests, on a real HDFS and YARN too (25 to 35 minutes)
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
@@ -28,7 +28,7 @@ check: venv lint ## checks, and the tests that start no process (under 3 minutes
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv airflow-venv torch-venv jars ## long tests, every supported pair of versions, runs of an older revision (hours)
+soak: venv airflow-venv torch-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions, runs of an older revision (hours)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.
@@ -41,6 +41,13 @@ lint: venv ## ruff, mypy, import-linter
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy --no-error-summary
 	@output=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
+
+.package/packages/.stamp: requirements-package.txt | venv
+	@.venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --target .package/packages -r requirements-package.txt
+	@touch $@
+
+package: venv .package/packages/.stamp ## dist/: the code as a zip, Python with all packages as archives for YARN (URL=hdfs://... uploads them)
+	@PATH="$(CURDIR)/.package/packages/bin:$$PATH" PYTHONPATH=.package/packages $(PYTHON_VENV) -m jobs.package $(if $(URL),--upload $(URL)) $(if $(ARCHIVES),--archives $(ARCHIVES))
 
 cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and print how to use them
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up

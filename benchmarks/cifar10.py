@@ -101,6 +101,7 @@ def plain(dataset: Path, folder: Path, epochs: int, seed: int) -> list[float]:
         found[epoch:] = [logs["val_accuracy"]]
         scores.write_text(json.dumps(found))
 
+    model.jit_compile = False  # as on ranks; XLA needs twice the time on a CPU
     images, labels = split(dataset, "train")
     order = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(TRAIN_IMAGES, seed=seed)
     batches = order.map(changed, num_parallel_calls=2).batch(BATCH, drop_remainder=True).prefetch(2)

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> None:
         print(f"{'rows':>12}{'CPU s':>10}{'s/million':>12}{'bytes/row':>12}{'shards':>8}{'worker MiB':>12}")
         for rows in args.rows:
             with watched_workers() as peak:
-                spent = statistics.median(all_cpu_seconds(lambda rows=rows: write(rows)) for _ in range(args.repeats))
+                spent = statistics.median(all_cpu_seconds(partial(write, rows)) for _ in range(args.repeats))
             files = list(Path(url).rglob("*.tfrecord"))
             size = sum(file.stat().st_size for file in files)
             million = spent / rows * 1e6

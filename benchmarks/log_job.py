@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,7 @@ def cut(source: Path, folder: Path, files: int) -> tuple[Path, Path]:
 
 def compared(name: str, works: dict[str, Callable[[], object]], repeats: int) -> None:
     """Measure two works in turns and print their seconds and the ratio of the first to the second in each round."""
-    times = interleaved({label: lambda work=work: seconds(work) for label, work in works.items()}, repeats)
+    times = interleaved({label: partial(seconds, work) for label, work in works.items()}, repeats)
     for label, found in times.items():
         print(f"{name}, {label}: median {median(found):.2f} s, {min(found):.2f} to {max(found):.2f}")
     first, second = times.values()

@@ -1,24 +1,35 @@
-"""How many epochs median pruning saves a search, and what it costs of the best value, on a day of a web server.
+"""How many steps median pruning saves a search, and what it costs of the best value, on a day of a web server.
 
-    python -m benchmarks.pruning [--trials 30] [--epochs 4] [--seeds 0 1 2] [--sampler tpe]
+    python -m benchmarks.pruning --folder DIR [--trials 30] [--epochs 6] [--seeds 0 1 2] [--samplers random tpe]
 
-Trials of `mlp` differ in learning rate, width and dropout. Each visitor is in one of three splits; `validation` judges.
-Two searches a seed, one without and one with `--pruner median`, have the same space and seed, one trial at a time, so
-that they repeat exactly. With `--sampler random` both propose the same trials; with `tpe` each learns from its own.
-Epochs are those that the pruner waited for; steps, from the runs' metrics, also those that a pruned trial made until it
-ended. A run takes up to a second to end, which counts where an epoch is as short as here.
+Trials of `mlp` differ in learning rate, width and dropout; each visitor is in one of three splits, and `validation`
+judges. A row is two searches with the same space and seed, without and with `--pruner median`. With `random` both
+have the same trials, so that only the pruner differs; with `tpe` each learns from its own, and luck is in the figures.
+
+Ranks are threads. Each trial is trained to its end once, and both searches read its epochs: a trial does not depend on
+the pruner. Steps are those of the epochs up to the judgement; ending a run takes up to a second more, which is not
+counted. The same call resumes.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lockstep
 from benchmarks.shared.shapes import machine
+from lockstep.storage.documents import canonical_bytes, sha256_hex
+from tests.training._threads import run
+from training.config import TrainConfig
+from training.driver.train import Hooks
+from training.run.metrics import read_history
+from training.run.result import RunResult
+from training.search.config import SearchConfig
+from training.search.space import space_of
+from training.search.tune import run_trials, trials_of
 
 LOG = Path(__file__).resolve().parent.parent / "data/weblogs/nasa_access_log_1995-07-09.log.gz"
 SPACE: dict[str, Any] = {
@@ -28,47 +39,55 @@ SPACE: dict[str, Any] = {
 }
 
 
-def search(folder: str, name: str, args: argparse.Namespace, seed: int, pruner: Any) -> tuple[float, int, int, int]:
-    """The best val_auc, the epochs and steps of all trials, and how many were pruned."""
-    found = lockstep.tune(
-        f"{folder}/data", f"{folder}/{name}", "mlp", SPACE,
-        metric="val_auc:max", validate="validation", global_batch=args.global_batch, epochs=args.epochs,
-        trials=args.trials, sampler=args.sampler, pruner=pruner, seed=seed,
+def search(folder: Path, args: argparse.Namespace, sampler: Any, pruner: Any, seed: int) -> tuple[float, int, int]:
+    """The best val_auc, the epochs of all trials, and how many were pruned."""
+    base = TrainConfig(
+        datasets=(str(folder / "data"),), run=str(folder / f"{sampler}-{pruner}-{seed}"), model="mlp", num_ranks=1,
+        global_batch=256, epochs=args.epochs, seed=seed, validate="validation", launcher="local",
     )  # fmt: skip
-    steps = sum(max(row["step"] for row in lockstep.read_history(trial["run"]).steps) for trial in found["trials"])
-    epochs = sum(trial["epochs"] for trial in found["trials"])
-    return found["value"], epochs, steps, sum(trial["state"] == "pruned" for trial in found["trials"])
+    options: dict[str, Any] = {"metric": "val_auc:max", "trials": args.trials, "sampler": sampler, "pruner": pruner}
+    config = SearchConfig(base=base, space=space_of(SPACE, "the benchmark"), **options)
+
+    def trained(trial: TrainConfig, hooks: Hooks) -> RunResult:
+        asked = [trial.learning_rate, trial.extra, trial.epochs, seed]
+        whole = run(replace(trial, run=f"{folder}/runs/{sha256_hex(canonical_bytes(asked))[:16]}"))
+        for row in read_history(whole.run).epochs:
+            hooks.on_epoch(row)
+        return whole
+
+    best = run_trials(config, trained, take_over=False, hooks=Hooks(lease_watch_s=0.1))
+    trials = trials_of(config)
+    return best["value"], sum(one["epochs"] for one in trials), sum(one["state"] == "pruned" for one in trials)
 
 
 def main() -> None:
-    """Search, print a line for each seed, and their means."""
+    """Search, print a row for each sampler and seed, and their means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--global-batch", type=int, default=256)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sampler", choices=("tpe", "random"), default="tpe")
+    parser.add_argument("--samplers", nargs="+", default=["random", "tpe"])
     args = parser.parse_args()
     print(machine("optuna", "tensorflow", "keras"))
-    saved, lost = [], []
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+    if not (args.folder / "data").exists():
         with lockstep.spark_session("pruning", "local[2]") as spark:
-            lockstep.write_logs(spark, str(LOG), f"{folder}/data", split="group:visitor:60/20/20")
+            lockstep.write_logs(spark, str(LOG), str(args.folder / "data"), split="group:visitor:60/20/20")
+    rows = ["| sampler | seed | pruned | steps saved | val_auc | with the median | lost |", "| --- " * 7 + "|"]
+    for sampler in args.samplers:
+        saved, lost = [], []
         for seed in args.seeds:
-            whole, all_epochs, all_steps, _ = search(folder, f"none-{seed}", args, seed, "none")
-            best, epochs, steps, pruned = search(folder, f"median-{seed}", args, seed, "median")
+            whole, all_epochs, _ = search(args.folder, args, sampler, "none", seed)
+            best, epochs, pruned = search(args.folder, args, sampler, "median", seed)
             saved.append(1 - epochs / all_epochs)
             lost.append(whole - best)
-            print(
-                f"seed {seed}, {args.trials} trials, {args.sampler}: {pruned} pruned, {saved[-1]:.1%} of {all_epochs} "
-                f"epochs saved, {1 - steps / all_steps:.1%} of {all_steps} steps; val_auc {whole:.4f} and {best:.4f}, "
-                f"{lost[-1]:+.4f} lost",
-                flush=True,
+            rows.append(
+                f"| {sampler} | {seed} | {pruned} of {args.trials} | {saved[-1]:.1%} | {whole:.4f} | {best:.4f} | "
+                f"{lost[-1]:.4f} |"
             )
-    print(
-        f"{args.sampler}: {statistics.mean(saved):.1%} of the epochs saved ({min(saved):.1%} to {max(saved):.1%}), "
-        f"val_auc lost {statistics.mean(lost):+.4f} ({min(lost):+.4f} to {max(lost):+.4f}), {len(saved)} seeds"
-    )
+            print(rows[-1], flush=True)
+        rows.append(f"| {sampler} | mean | | {statistics.mean(saved):.1%} | | | {statistics.mean(lost):.4f} |")
+    print("\n".join(rows))
 
 
 if __name__ == "__main__":

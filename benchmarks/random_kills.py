@@ -1,26 +1,34 @@
-"""Runs with kills, stops and restarts at random moments and world sizes: no sample lost or repeated, the same bits.
+"""Runs and ETL jobs among random faults: no sample lost or repeated, the same bits, clear errors, nothing left over.
 
-    python -m benchmarks.random_kills [--runs 100] [--seed 0] [--keep DIR]
+    python -m benchmarks.random_kills [--runs 30] [--minutes M] [--seed 0] [--log FILE] [--keep DIR]
 
-Each run trains a small model with dropout and batch normalisation in real processes (`jobs.train --launcher local`).
-Meanwhile ranks and drivers are killed (SIGKILL), terminated (SIGTERM) or paused for seconds (SIGSTOP, SIGCONT) at
-random moments; after a driver ends, another one resumes the run, or takes it over from one that is still paused. Two
-kinds of runs take turns: with --canonical at a random number of ranks each time (1, 2 or 4), and without at 2 ranks.
-Then `jobs.verify` must find the run intact (each sample of each epoch counted once, in the planned batches), each
-committed checkpoint must load, and weights, optimizer state and metrics must equal those of the undisturbed run, bit
-for bit; with --canonical, those of a run of one rank. Prints one row for each run, and the first failure with its seed,
-which repeats the same moments (but not the same scheduling). About 40 s for a run on two idle cores. Exits with 1 if a
-run failed.
+Three kinds of runs take turns, by seed: training with --canonical at a random number of ranks each time (1, 2 or 4),
+training without at 2 ranks, and an ETL job of a web log. All are real processes (`jobs.train --launcher local`,
+`jobs.etl_logs` on Spark with executors or threads). Meanwhile ranks, tasks, executors and drivers are killed,
+terminated, crashed or paused; strangers send noise to each port; a second driver comes; between two drivers
+checkpoints are flipped or cut, the lease is scrambled, a shard is flipped; shuffle files disappear (benchmarks.faults).
+After a driver ends, another one resumes the run, or takes it over from one that is still paused.
+
+Then `jobs.verify` must find the run intact (each sample of each epoch counted once, in the planned batches) or the
+dataset whole, each committed checkpoint must load, and weights, optimizer state and metrics, or the dataset's digest,
+must equal those of the undisturbed run, bit for bit; with --canonical, those of a run of one rank. Each process must
+have ended with 0, by a signal, or with one error of four parts; no process, segment or temporary file may be left.
+
+Prints one row for each run, and what failed with its seed, which repeats the same moments (but not the same
+scheduling). --log also adds the rows to a file, whose seeds a later call passes over; --minutes begins no run after
+that time. About 40 s for a run on two idle cores. Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import hashlib
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,9 +36,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import (
+    MARK,
+    OF_A_PROCESS,
+    OF_THE_DRIVER,
+    OF_THE_RUN,
+    flip,
+    left,
+    lose_shuffle,
+    strangers,
+    strike,
+    unclear,
+)
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import LockstepError
 from lockstep.storage.fs import filesystem
 from training.run.checkpoint_division import read_whole
 from training.run.lineage import checkpoints, find_tip, read_checkpoint
@@ -38,9 +61,76 @@ from training.run.paths import RunPaths
 from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS, EPOCHS, STEP_S = 400, 12, 0.02
-KINDS = ("kill rank", "kill rank", "stop rank", "kill driver", "end driver", "stop driver")
-LONGEST_S, WAIT_S = 20.0, 300.0  # from a launch to its last event; for a launch to end
+LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+RECORDS, EPOCHS, STEP_S, LINES = 400, 12, 0.02, 8000
+WHILE_TRAINING = (
+    *("kill rank", "kill rank", "end rank", "crash rank", "stop rank"),
+    *("kill driver", "end driver", "interrupt driver", "stop driver", "strangers", "second driver"),
+)
+BEFORE_A_DRIVER = (*OF_THE_RUN, "flip shard")
+WHILE_ETL = ("kill task", "stop task", "kill executor", "lose shuffle", "strangers", "kill driver", "end driver")
+WAIT_S = 900.0  # for a launch to end
+UNSIGNED_S = 3600.0  # a staging folder that was signed so long ago belongs to a dead job
+MASTERS = ("local[2,4]", "local-cluster[2,1,1024]")
+
+
+@dataclass
+class Campaign:
+    """One run among faults: where it is, what was done, and what was wrong."""
+
+    seed: int
+    folder: Path
+    data: str
+    rng: random.Random = field(init=False)
+    done: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    drivers: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.temporary.mkdir(parents=True)
+
+    @property
+    def run(self) -> str:
+        """The run or the dataset."""
+        return str(self.folder / "run")
+
+    @property
+    def temporary(self) -> Path:
+        """Where its processes keep temporary files."""
+        return self.folder / "tmp"
+
+    @property
+    def mark(self) -> str:
+        """In the environment of its processes."""
+        return f"{os.getpid()}-{self.seed}"
+
+    def start(self, call: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a job with output of its own."""
+        log = self.folder / f"driver-{len(self.drivers)}.log"
+        scratch = dict.fromkeys(("TMPDIR", "SPARK_LOCAL_DIRS"), str(self.temporary))
+        environment = {**os.environ, **scratch, MARK: self.mark}
+        with log.open("wb") as out:
+            driver = subprocess.Popen(call, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        self.drivers.append((driver, log))
+        return driver
+
+    def wake(self) -> None:
+        """Continue each driver that is stopped."""
+        for driver, _ in self.drivers:
+            if driver.poll() is None:
+                os.kill(driver.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End each driver, and judge how they ended."""
+        for driver, log in self.drivers:
+            self.wake()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                driver.wait(30)
+            if driver.poll() is None:
+                self.wrong.append(f"{log.name}: still there")
+                driver.kill()
+            self.wrong += [f"{log.name}: {what}" for what in unclear(log, driver.wait())]
 
 
 def model(signature: Any, options: Any) -> Any:
@@ -110,132 +200,212 @@ def command(data: str, run: str, ranks: int, *, canonical: bool, take_over: bool
     return [sys.executable, "-m", "jobs.train", *(str(x) for pair in flags.items() for x in pair), "--audit", *more]
 
 
-def disturbed(data: str, run: str, log: Path, rng: random.Random, *, canonical: bool) -> list[str]:
-    """Train to the end through what the generator says; returns what was done."""
-    done: list[str] = []
-    drivers: list[subprocess.Popen[bytes]] = []
+def train_among_faults(one: Campaign, expected: str, seconds: float, *, canonical: bool) -> None:
+    """Train to the end through what the generator says, and compare with the undisturbed run, which took `seconds`."""
     try:
         for launch in range(4):
-            ranks = rng.choice((1, 2, 2, 4)) if canonical else 2
-            with log.open("ab") as out:
-                call = command(data, run, ranks, canonical=canonical, take_over=launch > 0)
-                drivers.append(subprocess.Popen(call, cwd=ROOT, stdout=out, stderr=out))
-            done.append(f"{ranks} ranks")
+            if launch and one.rng.random() < 0.5:
+                before_a_driver(one, canonical=canonical)
+            ranks = one.rng.choice((1, 2, 2, 4)) if canonical else 2
+            driver = one.start(command(one.data, one.run, ranks, canonical=canonical, take_over=launch > 0))
+            one.done.append(f"{ranks} ranks")
             # The last launch is left alone, so that the run ends.
-            moments = sorted(rng.uniform(0, LONGEST_S) for _ in range(rng.randint(1, 3) if launch < 3 else 0))
-            if _disturb(drivers, moments, rng, done):
+            number = one.rng.randint(1, 3) if launch < 3 else 0
+            moments = sorted(one.rng.uniform(0, 1.2) * seconds for _ in range(number))
+            if while_it_works(one, driver, moments, WHILE_TRAINING, canonical=canonical) and not driver.returncode:
                 break
         # One that was stopped before it had the run takes it over when it wakes: then it is the last, and ends it.
-        for driver in drivers:
-            _wake(driver)
-        ends = [driver.wait(WAIT_S) for driver in drivers]
-        done.append(f"exit {0 if 0 in ends else ends[-1]}")
+        one.wake()
+        ends = [driver.wait(WAIT_S) for driver, _ in one.drivers]
+        one.done.append(f"exit {0 if 0 in ends else ends[-1]}")
     finally:
-        for driver in drivers:
-            _wake(driver)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                driver.wait(30)
-            driver.kill()
-            driver.wait()
-    return done
+        one.close()
+    if 0 not in ends:
+        one.wrong.append(f"no driver ended the run: {one.done[-1]}")
+    else:
+        one.wrong += faults(one.run, expected)
 
 
-def _disturb(
-    drivers: Sequence[subprocess.Popen[bytes]], moments: Sequence[float], rng: random.Random, done: list[str]
+def before_a_driver(one: Campaign, *, canonical: bool) -> None:
+    """Change a file of the run, or of the dataset for one launch, which must name it."""
+    kind = one.rng.choice(BEFORE_A_DRIVER)
+    if kind != "flip shard":
+        one.done.append(kind if OF_THE_RUN[kind](one.run, one.rng) else f"no {kind}")
+        return
+    one.done.append(kind)
+    shard = one.rng.choice(sorted(Path(one.data, "split=train").iterdir()))
+    whole = shard.read_bytes()
+    flip(shard, one.rng)
+    try:
+        driver = one.start(command(one.data, one.run, 2, canonical=canonical, take_over=True))
+        code, (_, log) = driver.wait(WAIT_S), one.drivers[-1]
+        if code and shard.name not in log.read_text(errors="replace"):
+            one.wrong.append(f"{log.name}: a flipped shard was not named")
+    finally:
+        shard.write_bytes(whole)
+
+
+def while_it_works(
+    one: Campaign,
+    driver: subprocess.Popen[bytes],
+    moments: Sequence[float],
+    kinds: Sequence[str],
+    *,
+    canonical: bool = False,
 ) -> bool:
-    """Do what the generator says at these moments to the last driver; whether it has come to its own end."""
-    began, driver = time.monotonic(), drivers[-1]
+    """Do what the generator says at these moments to a driver; whether it has come to its own end."""
+    began = time.monotonic()
     for moment in moments:
         with contextlib.suppress(subprocess.TimeoutExpired):
             driver.wait(max(0.0, began + moment - time.monotonic()))
         if driver.poll() is not None:
             return True
-        kind, ranks = rng.choice(KINDS), ranks_below(driver.pid)
-        chosen = rng.randrange(1 << 16)
-        done.append(f"{kind} at {moment:.0f} s")
-        if kind.endswith("rank"):
-            if ranks:
-                _signal_rank(ranks[chosen % len(ranks)], kind, seconds=(0.5, 2.0, 12.0)[chosen % 3])
-        elif kind == "stop driver":  # the next one takes over; this one wakes up in its middle
-            os.kill(driver.pid, signal.SIGSTOP)
-            return False
+        kind = one.rng.choice(kinds)
+        one.done.append(f"{kind} at {moment:.0f} s")
+        if kind in OF_A_PROCESS:
+            strike(kind, driver.pid, one.rng)
+        elif kind == "strangers":
+            strangers(driver.pid, one.rng)
+        elif kind == "lose shuffle":
+            one.done[-1] += f" ({lose_shuffle(one.temporary)} files)"
+        elif kind == "second driver":
+            second = one.start(command(one.data, one.run, 2, canonical=canonical))
+            if second.wait(WAIT_S) not in (0, 2):  # 0: the run has ended meanwhile
+                one.wrong.append(f"a second driver ended with {second.returncode}")
         else:
-            os.kill(driver.pid, signal.SIGKILL if kind == "kill driver" else signal.SIGTERM)
-            driver.wait(60)
+            os.kill(driver.pid, OF_THE_DRIVER[kind])
+            if kind != "stop driver":  # then the next one takes over; this one wakes up in its middle
+                driver.wait(WAIT_S)
             return False
-        for late in drivers[:-1]:
-            _wake(late)
+        for late, _ in one.drivers:
+            if late is not driver and late.poll() is None:
+                os.kill(late.pid, signal.SIGCONT)
     driver.wait(WAIT_S)
     return True
 
 
-def _signal_rank(pid: int, kind: str, seconds: float) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-        os.kill(pid, signal.SIGKILL if kind == "kill rank" else signal.SIGSTOP)
-        if kind == "stop rank":
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
+def etl_command(log: Path, output: str, master: str) -> list[str]:
+    """The call of jobs.etl_logs, which may follow a job that was killed."""
+    call = [sys.executable, "-m", "jobs.etl_logs", "--input", str(log), "--output", output, "--master", master]
+    return [*call, "--split", "group:visitor:80/20", "--shard-bytes", "100000", "--clean"]
 
 
-def _wake(driver: subprocess.Popen[bytes]) -> None:
-    if driver.poll() is None:
-        os.kill(driver.pid, signal.SIGCONT)
+def etl_among_faults(one: Campaign, expected: str, seconds: float) -> None:
+    """Make a dataset through what the generator says, compare it with the undisturbed one, and flip one bit of it."""
+    code: int | None = None
+    try:
+        for launch in range(3):
+            master = one.rng.choice(MASTERS)
+            one.done.append(master)
+            driver = one.start(etl_command(Path(one.data), one.run, master))
+            number = one.rng.randint(1, 2) if launch < 2 else 0
+            moments = sorted(one.rng.uniform(0.3, 1.0) * seconds for _ in range(number))
+            while_it_works(one, driver, moments, WHILE_ETL)
+            code = driver.wait(WAIT_S)
+            if code == 0:
+                break
+            for sign in one.folder.glob("_staging-*/_job.json"):
+                os.utime(sign, (time.time() - UNSIGNED_S,) * 2)
+        one.done.append(f"exit {code}")
+    finally:
+        one.close()
+    if code:
+        one.wrong.append("no job made the dataset")
+        return
+    if (found := load_dataset(one.run).digest) != expected:
+        one.wrong.append(f"the dataset is {found}, undisturbed {expected}")
+    one.wrong += [f"left: {path.name}" for path in one.folder.glob("_staging-*")]
+    code, printed = verified(one.run)
+    if code:
+        one.wrong.append(f"jobs.verify ended with {code}: {printed[-300:]}")
+    file = one.rng.choice(sorted(path for path in Path(one.run).rglob("*") if path.is_file()))
+    flip(file, one.rng)
+    one.done.append("flip published")
+    code, printed = verified(one.run)
+    if code != 1 or str(file.relative_to(one.run)) not in printed:
+        one.wrong.append(f"jobs.verify of a flipped {file.name} ended with {code}: {printed[-300:]}")
 
 
-def ranks_below(pid: int) -> list[int]:
-    """The rank processes among the descendants of a process."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = []
-    for child in parents:
-        above = child
-        while above in parents and above != pid:
-            above = parents[above]
-        with contextlib.suppress(OSError):
-            if above == pid and b"training.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return sorted(found)
+def verified(url: str) -> tuple[int, str]:
+    """The exit code and output of jobs.verify, in a process of its own."""
+    call = [sys.executable, "-m", "jobs.verify", url]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+class Undisturbed:
+    """Runs without faults by kind, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from tests.training._tiny import write_table
+
+        table, log = f"{folder}/data", folder / "access.log"
+        write_table(table, records={"train": RECORDS, "test": 30})
+        with gzip.open(LOG) as file:
+            log.write_bytes(b"".join(line for line, _ in zip(file, range(LINES), strict=False)))
+        self.data = {"canonical": table, "plain": table, "etl": str(log)}
+        self._calls = {
+            "canonical": command(table, f"{folder}/canonical", 1, canonical=True),
+            "plain": command(table, f"{folder}/plain", 2, canonical=False),
+            "etl": etl_command(log, f"{folder}/etl", MASTERS[0]),
+        }
+        self._folder = folder
+        self._known: dict[str, tuple[str, float]] = {}
+
+    def of(self, kind: str) -> tuple[str, float]:
+        """The fingerprint of the run, or the digest of the dataset, and its seconds."""
+        if kind not in self._known:
+            began = time.monotonic()
+            subprocess.run(self._calls[kind], cwd=ROOT, check=True, capture_output=True, timeout=WAIT_S)
+            seconds, url = time.monotonic() - began, f"{self._folder}/{kind}"
+            self._known[kind] = load_dataset(url).digest if kind == "etl" else fingerprint(url), seconds
+            print(f"undisturbed {kind}: {seconds:.0f} s", flush=True)
+        return self._known[kind]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run, plus one for each later run")
+    parser.add_argument("--log", type=Path, help="a file that gets each row too; its seeds are passed over")
     parser.add_argument("--keep", help="folder for failed runs (default: deleted)")
     args = parser.parse_args(argv)
-    from tests.training._tiny import write_table
-
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        data = f"{folder}/data"
-        write_table(data, records={"train": RECORDS, "test": 30})
-        expected = {}
-        for canonical in (True, False):
-            run = f"{folder}/undisturbed-{canonical}"
-            call = command(data, run, 1 if canonical else 2, canonical=canonical)
-            subprocess.run(call, cwd=ROOT, check=True, capture_output=True, timeout=WAIT_S)
-            expected[canonical] = fingerprint(run)
-        for seed in range(args.seed, args.seed + args.runs):
-            canonical, run, began = seed % 2 == 0, f"{folder}/run-{seed}", time.monotonic()
-            log = Path(f"{folder}/run-{seed}.log")
-            done = disturbed(data, run, log, random.Random(seed), canonical=canonical)
-            wrong = [] if done[-1] == "exit 0" else [f"no driver ended the run: {done[-1]}"]
-            wrong = wrong or faults(run, expected[canonical])
-            kind = "canonical" if canonical else "plain"
-            generations = len(list(Path(run, "generations").glob("*.json")))
-            words = f"seed {seed:4} {kind:9} {generations:2} generations {time.monotonic() - began:4.0f} s"
-            print(f"{words}  {'; '.join(done)}: {'FAILED' if wrong else 'as undisturbed'}", flush=True)
-            for line in wrong if not failed else ():
-                print(f"  {line}", flush=True)
-            failed += bool(wrong)
-            if wrong and args.keep:
-                shutil.copytree(run, Path(args.keep, f"run-{seed}"))
-                shutil.copy(log, args.keep)
-            shutil.rmtree(run, ignore_errors=True)
-    print(f"{args.runs} runs, {failed} failed")
+    rows = args.log.read_text() if args.log and args.log.exists() else ""
+    passed = {int(number) for number in re.findall(r"^seed +([0-9]+) ", rows, re.MULTILINE)}
+    seeds = [seed for seed in range(args.seed, args.seed + args.runs) if seed not in passed]
+    ran = failed = 0
+    begun, segments = time.monotonic(), set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="random-kills-") as folder:
+        undisturbed = Undisturbed(Path(folder))
+        for seed in seeds:
+            if time.monotonic() - begun > args.minutes * 60:
+                break
+            kind = ("canonical", "plain", "etl")[seed % 3]
+            known, began = undisturbed.of(kind), time.monotonic()
+            one = Campaign(seed, Path(folder, str(seed)), undisturbed.data[kind])
+            try:
+                if kind == "etl":
+                    etl_among_faults(one, *known)
+                else:
+                    train_among_faults(one, *known, canonical=kind == "canonical")
+            except (subprocess.TimeoutExpired, LockstepError, AssertionError) as error:
+                one.wrong.append(f"{type(error).__name__}: {error}")
+            killed = any((driver.returncode or 0) < 0 for driver, _ in one.drivers)
+            one.wrong += left(one.mark, one.temporary, segments, killed=killed)
+            ran, failed = ran + 1, failed + bool(one.wrong)
+            result = "FAILED" if one.wrong else "as undisturbed"
+            row = f"seed {seed:4} {kind:9} {time.monotonic() - began:4.0f} s  {'; '.join(one.done)}: {result}"
+            lines = [row, *(f"  {line}" for line in one.wrong)]
+            print("\n".join(lines), flush=True)
+            if args.log:
+                with args.log.open("a") as file:
+                    file.write("\n".join(lines) + "\n")
+            if one.wrong and args.keep:
+                shutil.copytree(one.folder, Path(args.keep, str(seed)))
+            shutil.rmtree(one.folder, ignore_errors=True)
+    print(f"{ran} runs, {failed} failed")
     return 1 if failed else 0
 
 

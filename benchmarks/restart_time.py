@@ -87,7 +87,7 @@ class Killer(SessionLauncher):
             restart: Restart | None = None
             if self.killed_at:
                 level = IN_PLACE if session.began else NEW_SUPERVISORS
-                restart = Restart(generation, level, *self._failed, self._called_at, time.monotonic())
+                restart = Restart(generation, level, *self._failed, 0.0, self._called_at, time.monotonic())
 
             def stepped(states: Sequence[RankState]) -> None:
                 if restart is not None:

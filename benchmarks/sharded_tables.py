@@ -19,7 +19,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -252,4 +251,4 @@ def print_torch(python: str, num_ranks: int, rows: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -132,8 +133,8 @@ def compare(ways: dict[str, Way], data: bytes, repeats: int) -> None:
     size = len(data) / 1e6
     for _ in range(repeats + 1):
         for name, (write, read) in ways.items():
-            rates.setdefault(("write", name), []).append(size / seconds(lambda write=write: write("f", data)))
-            rates.setdefault(("read", name), []).append(size / seconds(lambda read=read: read("f")))
+            rates.setdefault(("write", name), []).append(size / seconds(partial(write, "f", data)))
+            rates.setdefault(("read", name), []).append(size / seconds(partial(read, "f")))
     first = next(iter(ways))
     for (verb, name), values in rates.items():
         base = rates[verb, first][1:]

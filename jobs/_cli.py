@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import select
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
+from jobs._yarn import report_failure
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
 
@@ -53,7 +55,9 @@ class JobParser(argparse.ArgumentParser):
 
     def _flags_of(self, path: str) -> list[str]:
         document = read_toml(path)
-        tables = {*(module.stem for module in Path(__file__).parent.glob("[a-z]*.py")), self.table}
+        # By pkgutil, since the folder may be in a zip.
+        jobs = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+        tables = {*(name for name in jobs if not name.startswith("_")), self.table}
         for name, found in document.items():
             if name not in tables or not isinstance(found, dict):
                 raise ConfigError(
@@ -183,9 +187,10 @@ def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
     except LockstepError as error:
         if "--debug" in args:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+        return _failed(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt as stop:
+        if (code := getattr(stop, "exit_code", None)) is not None:  # in good order (training.driver.stop)
+            return int(code)
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # an unexpected failure also ends with a sentence and exit code 1
@@ -194,12 +199,14 @@ def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
         if "--debug" in args:
             traceback.print_exc()
         first = (str(error).strip() or repr(error)).splitlines()[0]
-        print(
-            f"error: unexpected {type(error).__name__}: {first}\n"
-            "  next: Run again with --debug for the stack trace; if this is a bug, report it with that trace.",
-            file=sys.stderr,
-        )
-        return 1
+        next_step = "Run again with --debug for the stack trace; if this is a bug, report it with that trace."
+        return _failed(f"error: unexpected {type(error).__name__}: {first}\n  next: {next_step}", 1)
+
+
+def _failed(text: str, code: int) -> int:
+    print(text, file=sys.stderr, flush=True)
+    report_failure(text, code)
+    return code
 
 
 def _has_no_reader(stream: TextIO) -> bool:

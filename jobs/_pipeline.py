@@ -15,11 +15,12 @@ from etl.images.config import ImagesConfig
 from etl.logs import job as logs
 from etl.write.config import LogsConfig
 from jobs import _train, etl_images, etl_logs, evaluate, train
-from jobs._cli import JobParser, read_toml
+from jobs._cli import JobParser, read_toml, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
+from training.driver.train import Hooks
 from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -129,6 +130,7 @@ class Pipeline:
     def check(self) -> None:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
+        refuse_idle("--dry-run", self.train_args.dry_run, "jobs.train")
         check_name(config.model, config.extra, here=config.launcher == "local")
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
@@ -144,7 +146,8 @@ class Pipeline:
         launch = OnSpark(spark)
         take_over = self.train_args.take_over
         trains = launch if config.launcher == "barrier" else run_local
-        result = self._step("train", lambda: train_run(config, trains, take_over=take_over))
+        hooks = Hooks(on_event=self.train_args.on_event)
+        result = self._step("train", lambda: train_run(config, trains, take_over=take_over, hooks=hooks))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))
         if self.metric not in evaluation["metrics"]:
             raise ConfigError(

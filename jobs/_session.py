@@ -27,6 +27,7 @@ _MASTER = re.compile(
 )
 LOG4J = ROOT / "conf" / "spark-log4j2.properties"
 ROOMS = ("lockstep", "etl", "training", "pyspark_tfrecord", "jobs")
+PACKAGE_LISTS = ("requirements.txt", "constraints.txt")  # which jobs.doctor compares with what is installed
 
 PINNED = {
     # Java's serializer keeps all that it wrote since its last reset: by default 100 batches of cached rows, MiB each,
@@ -44,12 +45,18 @@ SHORT_JOB_BYTES = 128 << 20
 
 
 def ship_rooms(folder: str) -> str:
-    """Zip our Python files into `folder` for the executors. Returns the zip's path."""
+    """Zip our Python files into `folder` for the executors; returns the zip's path. Equal files make equal bytes.
+
+    A driver that runs from such a zip, as in YARN's cluster mode, ships that zip.
+    """
+    if ROOT.is_file():
+        return str(ROOT)
     target = os.path.join(folder, "lockstep.zip")
+    lists = [path for name in PACKAGE_LISTS if (path := ROOT / name).is_file()]
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for room in ROOMS:
-            for path in sorted((ROOT / room).rglob("*.py")):
-                archive.write(path, path.relative_to(ROOT).as_posix())
+        for path in [*lists, *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]:
+            entry = zipfile.ZipInfo(path.relative_to(ROOT).as_posix())  # of the year 1980
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return target
 
 
@@ -93,13 +100,15 @@ def spark_session(
         require(bool(_MASTER.fullmatch(master)), "--master", master, allowed, next_step)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(app_name)
     for key, value in PINNED.items():
         builder = builder.config(key, value)
-    submitted = "SPARK_ENV_LOADED" in os.environ  # set by the launcher of spark-submit
+    # Set by spark-submit's Java, which started this process: on this host, or as YARN's application master.
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         java_options(os.environ, short=input_bytes is not None and input_bytes <= SHORT_JOB_BYTES)
     if master is not None:
@@ -115,6 +124,16 @@ def spark_session(
             allowed="a JDK 17 or 21 on the PATH or in JAVA_HOME",
             next_step="Run `python -m jobs.doctor`.",
         ) from error
+    except Py4JJavaError as error:
+        reason = str(error.java_exception).splitlines()[0]
+        if "IllegalArgumentException" not in reason:
+            raise
+        raise ConfigError(
+            "Spark refuses its settings",
+            got=reason.partition(": ")[2][:500],
+            allowed="settings that go together: encryption, for one, needs spark.authenticate=true",
+            next_step="Correct spark-submit's --conf or spark-defaults.conf; docs/security.md has those of --tls on.",
+        ) from None
     spark.sparkContext.setLogLevel("ERROR")
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         path = list(sys.path)

@@ -53,7 +53,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
 OF_THE_CALL: dict[str, tuple[str, dict[str, Any]]] = {
     "launcher": ("--master", {"metavar": "URL", "help": "Spark master, such as local[2] (default: spark-submit's)"}),
     "start_limit_s": ("--take-over", {"action": "store_true", "help": "Replace another driver of this run"}),
+    "datasets": (
+        "--dry-run",
+        {"action": "store_true", "help": "Print what the run would do and need, and end: nothing is written"},
+    ),
+    "checkpoint_every": (
+        "--on-event",
+        {"metavar": "COMMAND", "help": "Called with JSON on standard input at a restart, a slow rank, and the end"},
+    ),
 }
+OF_ONE_RUN = ("--dry-run", "--on-event")  # not of jobs that train several, or none
 MIB = 1 << 20
 
 
@@ -66,7 +75,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         if field.name in GROUPS:
             group = job.add_argument_group(GROUPS[field.name])
             extra = OF_THE_CALL.get(field.name)
-            if extra is not None and extra[0] not in without:
+            if extra is not None and extra[0] not in without and (job_name == "train" or extra[0] not in OF_ONE_RUN):
                 group.add_argument(extra[0], **extra[1])
         if flag_of(field.name) not in without:
             options = flag_options(field, hints[field.name], helps[field.name])

@@ -11,13 +11,13 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.describe.dataset import MAX_RECORDS, describe
-from etl.describe.render import PAGE_START, as_page, as_text, shown
+from etl.describe.page import as_page
+from etl.describe.text import as_text, shown
 from jobs._cli import JobParser, run_job
-from lockstep.storage.errors import ExistsError, NotFoundError
-from lockstep.storage.files.interface import FileSystem
+from jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import absolute, parent
+from lockstep.storage.urls import absolute
 
 
 def parser() -> JobParser:
@@ -25,7 +25,7 @@ def parser() -> JobParser:
     job = JobParser("describe", __doc__ or "", "describe")
     add = job.add_argument
     add("dataset", metavar="DATASET", help="a path or URL of a dataset, or of a directory that jobs.index has indexed")
-    page = "also write a page there, with histograms and sample pictures; replaces only pages of this job"
+    page = "also write a page there, with histograms of each split and sample pictures; replaces only pages of this job"
     add("--html", metavar="FILE", help=page)
     most = "read the values of about so many records, spread over each split (default %(default)s)"
     add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=most)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     page = None if args.html is None else absolute(args.html)
     if page is not None:
-        check_page(page)
+        check_page(page, "describe")
     found = describe(args.dataset, args.max_records)
     if page is not None:
         write_file(filesystem(page), page, as_page(found).encode(), exclusive=False)
@@ -45,33 +45,6 @@ def main(argv: Sequence[str]) -> int:
     if page is not None:
         print(f"\npage: {shown(page, 500)}")
     return 0
-
-
-def check_page(url: str) -> None:
-    """Raise NotFoundError if the folder of `url` is missing, ExistsError if `url` exists and is no page of this job."""
-    fs, folder = filesystem(url), parent(url)
-    if not fs.exists(folder):
-        raise NotFoundError(
-            f"--html: no such folder {folder}",
-            got="nothing there",
-            allowed="a file in a folder that exists",
-            next_step="Correct the path after --html, or make the folder first.",
-        )
-    if fs.exists(url) and not _is_page(fs, url):
-        raise ExistsError(
-            f"--html: {url} exists and is not a page of jobs.describe",
-            got="a folder" if fs.stat(url).is_dir else "another file",
-            allowed="a new name, or a page that jobs.describe wrote",
-            next_step="Choose another name after --html.",
-        )
-
-
-def _is_page(fs: FileSystem, url: str) -> bool:
-    if fs.stat(url).is_dir:
-        return False
-    start = PAGE_START.encode()
-    with fs.open_read(url) as file:
-        return file.read(len(start)) == start
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
     "--validate", "--validate-every", "--early-stop", "--max-steps",
     "--checkpoint-every", "--keep-checkpoints", "--keep-every", "--keep-best",
-    "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour",
+    "--audit", "--on-bad-record", "--take-over", "--max-restarts", "--max-restarts-per-hour",
+    "--stop-grace", "--min-ranks", "--max-ranks", "--slots-file",
 )  # fmt: skip
 
 

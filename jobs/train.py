@@ -15,8 +15,9 @@ from jobs._cli import JobParser, run_job
 from jobs._launch import launch_of
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
+from training.driver.dry_run import dry_run
 from training.driver.preflight import preflight_before_spark
-from training.driver.train import train
+from training.driver.train import Hooks, train
 from training.results.report import write_report
 from training.run.paths import RunPaths
 from training.run.result import RunResult
@@ -31,12 +32,17 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
+    if args.dry_run:
+        with launch_of(config.launcher, "train", args.master) as launch:
+            print(dry_run(config, launch))
+        return 0
     checked = preflight_before_spark(config)
     if checked is not None and checked.finished is not None:
         result = checked.finished
     else:
         with launch_of(config.launcher, "train", args.master) as launch:
-            result = train(config, launch, take_over=args.take_over, checked=checked)
+            hooks = Hooks(on_event=args.on_event)
+            result = train(config, launch, take_over=args.take_over, hooks=hooks, checked=checked)
     print(result.summary())
     report(result)
     return 0

@@ -15,14 +15,15 @@ if sys.path[0] != ROOT:
 from jobs import _train
 from jobs._cli import JobParser, read_toml, run_job
 from jobs._launch import launch_of
+from training.config import flag_of
 from training.driver.preflight import preflight_before_spark
 from training.search.config import SearchConfig
-from training.search.space import corners, space_of
+from training.search.space import ELASTIC, corners, space_of
 
 
 def parser() -> JobParser:
     """The command line: that of jobs.train, whose flags are the configuration of every trial."""
-    job = _train.parser(__doc__ or "", "tune", without=("--run",))
+    job = _train.parser(__doc__ or "", "tune", without=("--run", *map(flag_of, ELASTIC)))
     group = job.add_argument_group("the search (docs/validation.md)")
     add = group.add_argument
     add("--run", required=True, metavar="URL", help="Directory of the search; an existing search is resumed")

@@ -66,8 +66,7 @@ def audit_faults(run: str) -> list[str]:
     faults += [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in samples.items() for epoch, name in ids]
     faults += [f"audit: step {step}: not a full global batch" for step in report.short_steps]
     if not faults:
-        left = len(report.left_over)
-        print(f"ok    audit: {report.samples} samples in {report.steps} steps, each once; {left} left over")
+        print(f"ok    audit: {report}")
     return faults
 
 

@@ -94,7 +94,7 @@ def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
     True
     """
     from etl.describe.dataset import describe
-    from etl.describe.render import as_text
+    from etl.describe.text import as_text
 
     return as_text(describe(os.fspath(dataset), max_records))
 
@@ -201,7 +201,7 @@ def train(
     fields of TrainConfig, such as seed, augment, checkpoint_every or learning_rate.
 
     In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
-    (Ctrl-C, or the kernel's) ends the ranks; the same call resumes from the newest checkpoint.
+    (Ctrl-C, or the kernel's) lets the ranks write a checkpoint first; the same call resumes from there.
 
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
     of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
@@ -344,7 +344,7 @@ def evaluate(
     run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
-    `calibration`, `confusion`, `slices`, of the baseline `baseline` and `difference`, and of several runs `members`.
+    `calibration`, `roc`, `confusion`, `slices`, of the baseline `baseline` and `difference`, of several runs `members`.
     Raises ConfigError for invalid arguments, NotFoundError for a run, dataset or split that does not exist.
 
     >>> import lockstep

@@ -44,7 +44,9 @@ WITHOUT_SPARK = [
     "lockstep.features.encode.encoder",
     "training.plan.epoch_plan",
     "training.comm.tcp.communicator",
+    "training.strategies.server",
     "training.rank.__main__",
+    "training.rank.runtime",
 ]
 
 

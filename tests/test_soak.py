@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
-from tests.soak import PARTS
+from tests.soak import NOT_RUN, PARTS
+from tests.soak.audit import WEAK as WEAK_PIN
+from tests.soak.audit import verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,3 +38,30 @@ def test_make_soak_runs_the_marked_tests() -> None:
     assert PARTS[0] == "tests.soak.marked"
     assert '"--soak"' in (ROOT / "tests" / "soak" / "marked.py").read_text(encoding="utf-8")
     assert "-m tests.soak\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+WEAK = {"dependencies": [{"name": "jinja2", "version": "3.1.2", "vulns": [{"id": "A", "fix_versions": ["3.1.3"]}]}]}
+SKIPPED = {"dependencies": [{"name": "jinja2", "skip_reason": "not found"}]}
+
+
+@pytest.mark.parametrize(
+    ("weak", "report", "code", "words"),
+    [
+        (WEAK, {"dependencies": [{"name": "one", "version": "1", "vulns": []}]}, 0, "audited: 1 packages, 0 known"),
+        (WEAK, WEAK, 1, "FAILED jinja2 3.1.2: A, mended in ['3.1.3']"),
+        (WEAK, SKIPPED, NOT_RUN, "NOT AUDITED: 1 packages could not be looked up: not found"),
+        (SKIPPED, SKIPPED, NOT_RUN, "NOT AUDITED: 2 packages"),
+        (SKIPPED, WEAK, 1, "FAILED jinja2"),
+        (
+            {"dependencies": [{"name": "jinja2", "version": "3.1.2", "vulns": []}]},
+            {"dependencies": []},
+            NOT_RUN,
+            WEAK_PIN,
+        ),
+    ],
+)
+def test_an_audit_that_looked_up_nothing_is_none(
+    weak: dict[str, Any], report: dict[str, Any], code: int, words: str
+) -> None:
+    found, lines = verdict(weak, report)
+    assert found == code and words in "\n".join(lines)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
@@ -15,133 +14,7 @@ from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
 from training.compression.method import ALLOWED as ALLOWED_COMPRESSION
 from training.compression.method import Compression
-
-if TYPE_CHECKING:
-    from training.run.lineage import CheckpointRef
-
-BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
-BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
-VALIDATION = "val_"
-"""What the names of validation metrics begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Which checkpoints are kept: those that any of these rules selects."""
-
-    last: int = 3
-    """The number of newest checkpoints of the chain."""
-    every_steps: int | None = None
-    """The first checkpoint at or after each multiple of so many steps."""
-    best: str | None = None
-    """METRIC:min or METRIC:max: the best at the end of an epoch, the earliest of equal ones."""
-
-    def chosen(
-        self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
-    ) -> set[CheckpointRef]:
-        """The checkpoints of `chain` (newest first) to keep. `value_of` is a checkpoint's metric, None without one."""
-        kept = set(chain[: self.last])
-        if self.every_steps is not None:
-            reached = 0
-            for ref in reversed(chain):
-                if ref.step // self.every_steps > reached:
-                    reached = ref.step // self.every_steps
-                    kept.add(ref)
-        if (best := self.best_of(chain, value_of)) is not None:
-            kept.add(best)
-        return kept
-
-    def best_of(
-        self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
-    ) -> CheckpointRef | None:
-        """The best checkpoint of `chain` (newest first); None without such a rule or a value."""
-        if self.best is None:
-            return None
-        sign = 1.0 if self.best.endswith(":min") else -1.0
-        values = [(sign * value, ref.step, ref) for ref in chain if (value := value_of(ref)) is not None]
-        return min(values)[2] if values else None
-
-
-def of_validation(metric: str | None) -> bool:
-    """Whether a metric (or METRIC:max) is one of the validation split, and not of the training rows."""
-    return metric is not None and metric.startswith(VALIDATION)
-
-
-def check_metric(best: str | None, metrics: Mapping[str, Any], flag: str = "--keep-best") -> None:
-    """Raise ConfigError if `best`, the value of `flag`, names a metric that is missing from an epoch's `metrics`.
-
-    An epoch without a validation has no validation metrics.
-    """
-    found = BEST.fullmatch(best) if best is not None else None
-    if found is None or not metrics or found["metric"] in metrics:
-        return
-    if of_validation(found["metric"]) and not any(map(of_validation, metrics)):
-        return
-    raise ConfigError(
-        f"an epoch has no metric `{found['metric']}`",
-        got=f"{flag} {best}",
-        allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
-        next_step=f"Correct {flag}, or compile the model with that metric.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StopRule:
-    """When a run ends early: `metric` has not improved in the last `patience` epochs that have it."""
-
-    metric: str
-    way: Literal["min", "max"]
-    patience: int
-
-    @classmethod
-    def parse(cls, text: str) -> StopRule:
-        """Parse METRIC:min:K or METRIC:max:K. Raises ValueError for anything else."""
-        best, _, patience = text.rpartition(":")
-        found = BEST.fullmatch(best)
-        if found is None or not (patience.isascii() and patience.isdigit() and 1 <= int(patience) < 2**31):
-            raise ValueError(STOP_ALLOWED)
-        return cls(found["metric"], "min" if found["way"] == "min" else "max", int(patience))
-
-    @property
-    def best(self) -> str:
-        """METRIC:min or METRIC:max."""
-        return f"{self.metric}:{self.way}"
-
-    def improves(self, value: float, best: float | None) -> bool:
-        """Whether `value` is better than `best`, the best so far; NaN never is."""
-        if math.isnan(value) or best is None:
-            return not math.isnan(value)
-        return value < best if self.way == "min" else value > best
-
-
-STOP_ALLOWED = "METRIC:min:K or METRIC:max:K with K from 1 up, such as val_auc:max:3"
-
-
-_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
-AUTO = "auto"
-ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointEvery:
-    """`steps`, or `seconds`, or neither: the interval that loses least time (`auto`)."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, value: int | str) -> CheckpointEvery:
-        """Parse 200 or `200`, `60s`, `auto`. Raises ValueError for anything else."""
-        text = str(value)
-        if text == AUTO:
-            return cls()
-        if text.isascii() and text.isdigit() and int(text) >= 1:
-            return cls(steps=int(text))
-        found = _SECONDS.fullmatch(text)
-        if found is None or float(found[1]) <= 0:
-            raise ValueError(ALLOWED)
-        return cls(seconds=float(found[1]))
-
+from training.rules import ALLOWED, BEST, BEST_ALLOWED, STOP_ALLOWED, CheckpointEvery, Keep, StopRule, of_validation
 
 READ_AHEAD_BYTES = 64 << 20
 CACHE_BYTES = 16 << 30
@@ -153,34 +26,24 @@ Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
 BadImages = Literal["refuse", "skip"]
+OnBadRecord = Literal["stop", "skip"]
 Switch = Literal["on", "off"]
-Strategy = Literal["sync", "async"]
+Strategy = Literal["sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored"]
+OF_TENSORFLOW = ("mirrored", "multi-worker-mirrored")
+"""Strategies of tf.distribute, which adds the gradients itself."""
 Verify = Literal["start", "full"]
 NonFinite = Literal["stop", "skip"]
 
-_ANY = object()
-# Fields that older versions stored in run.json, each with the one value that this version can resume a run with. `_ANY`
+ANY = object()
+# Fields that older versions stored in run.json, each with the one value that this version can resume a run with. `ANY`
 # stands for every value, where the field changed only speed.
 REMOVED: dict[str, object] = {
     "algorithm": "auto",
-    "cache_rotation": _ANY,  # it is in the plan, which is refused by name (training.plan.make_plan)
-    "compare_every": _ANY,
-    "mean_time_between_failures_s": _ANY,
-    "spare": _ANY,
+    "cache_rotation": ANY,  # it is in the plan, which is refused by name (training.plan.make_plan)
+    "compare_every": ANY,
+    "mean_time_between_failures_s": ANY,
+    "spare": ANY,
 }
-
-
-def check_removed(stored: Mapping[str, Any], run: str) -> None:
-    """Raise ConfigError if the stored configuration of `run` has a removed field whose value changed its results."""
-    for name, only in REMOVED.items():
-        value = stored.get(name, only)
-        if only is not _ANY and value != only:
-            raise ConfigError(
-                f"{run} was begun with {flag_of(name)} {value}, which jobs.train no longer has",
-                got=f"{name} = {value!r}",
-                allowed=f"{name} = {only!r}: another value changes the weights",
-                next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
-            )
 
 
 def flag_of(field: str) -> str:
@@ -188,6 +51,13 @@ def flag_of(field: str) -> str:
     named = {"datasets": "--dataset", "extra": "--set"}
     return named.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
 
+
+OF_CLIENTS = ("clients", "client_fraction", "local_epochs", "update_clip", "noise_multiplier", "privacy_delta")
+# What a global batch of all ranks has, and a client's batch has not; these must have their defaults.
+NOT_FEDERATED = (
+    "mix", "lanes", "interleave", "cache_groups", "bad_images", "on_bad_record", "augment", "learning_rate_scaling",
+    "warm_up_epochs", "delay", "sync_every", "shard_embeddings", "compression", "min_ranks", "max_ranks",
+)  # fmt: skip
 
 # The groups of fields in --help, each by its first field.
 GROUPS = {
@@ -295,11 +165,33 @@ class TrainConfig:
     """Parts in which a rank computes its batch, for less memory; their gradients are added."""
     strategy: Strategy = "sync"
     """sync adds gradients of all ranks in each step; async lets each rank apply its own at once and those of others as
-    they arrive, so that no bits are the same in two runs (docs/strategies.md)."""
+    they arrive; parameter-server lets processes of their own apply each rank's; with these two no bits are the same in
+    two runs. federated trains a few --clients in each round; a step and an epoch are a round. mirrored and
+    multi-worker-mirrored are TensorFlow's own, on the devices of one rank and of all ranks (docs/strategies.md)."""
+    clients: Annotated[str | None, "FIELD"] = None
+    """With --strategy federated, the int64 or string field whose values are the clients: rows with one value are one
+    client's, and G is the batch of a client's step."""
+    client_fraction: float = 0.1
+    """The part of the clients that is drawn for each round."""
+    local_epochs: Annotated[int, "E"] = 1
+    """Passes of a client over its own samples in a round."""
+    update_clip: Annotated[float | None, "NORM"] = None
+    """The largest L2 norm of a client's change of the weights; larger ones are scaled to it (default: no limit)."""
+    noise_multiplier: Annotated[float, "Z"] = 0.0
+    """Standard deviation of the Gaussian noise on the sum of the clients' changes, in units of --update-clip; the run
+    then reports epsilon for --privacy-delta (DP-FedAvg)."""
+    privacy_delta: Annotated[float | None, "DELTA"] = None
+    """With --noise-multiplier, delta of the differential privacy of one client; less than 1 / clients."""
     staleness: Annotated[int | None, "S"] = None
-    """With --strategy async, the most steps that ranks are apart; 0 is sync."""
+    """With --strategy async or parameter-server, the most steps that ranks are apart; 0 is sync."""
+    servers: Annotated[int | None, "K"] = None
+    """With --strategy parameter-server, the number of servers: processes next to the ranks, each with a part of all
+    weights."""
     gradient_noise: Annotated[float, "ETA"] = 0.0
     """With --strategy async, the variance ETA / (1 + step)**0.55 of Gaussian noise that is added to each gradient."""
+    devices: Annotated[int | None, "K"] = None
+    """With --strategy mirrored, the devices that divide each batch: GPUs, or logical CPU devices where there is no GPU
+    (default: all GPUs, or one CPU device)."""
     delay: Annotated[int, "D"] = 0
     """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones
     (docs/strategies.md)."""
@@ -309,7 +201,8 @@ class TrainConfig:
     sync_until_epoch: Annotated[int, "E"] = 0
     """Epochs that add gradients in each step before --sync-every begins."""
     outer_learning_rate: float = 1.0
-    """With --sync-every, the rate of a step along the averaged change since the last meeting; 1 is the average."""
+    """With --sync-every or --strategy federated, the rate of a step along the averaged change since the last meeting or
+    round; 1 is the average."""
     outer_momentum: float = 0.0
     """Nesterov momentum of that step."""
     shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
@@ -335,6 +228,9 @@ class TrainConfig:
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: stop the run, or skip the step on all ranks, up to 10 in a row.
     A scaled loss is always skipped."""
+    on_bad_record: OnBadRecord = "stop"
+    """What a record that cannot be decoded does: stop the run, or keep its place with weight 0 (skip), also images as
+    with --bad-images skip. In Parquet and gzip shards all records of its block are skipped."""
     canonical: bool = False
     """Same weights, bit for bit, at 1, 2, 4, ... ranks; slower. Each lane group (or lane) is computed by itself, and
     gradients are added in one fixed tree."""
@@ -343,6 +239,15 @@ class TrainConfig:
 
     launcher: Launcher = "barrier"
     """How ranks are started: in a Spark barrier stage (barrier), or as processes of this host (local)."""
+    min_ranks: Annotated[int | None, "A"] = None
+    """The fewest ranks that the run continues with when slots are lost (default: --num-ranks)."""
+    max_ranks: Annotated[int | None, "B"] = None
+    """The most ranks that the run grows to when there are slots for them (default: --num-ranks)."""
+    slots_file: Annotated[str | None, "FILE"] = None
+    """With --launcher local and --min-ranks or --max-ranks, a text file with the number of ranks that may run now."""
+    balance: bool = False
+    """Move lanes from slow ranks to fast ones while the run trains, where steps then take 10 % less time; the batches
+    stay the same (docs/operations.md)."""
     tls: Switch = "off"
     """Encrypt connections between ranks on different hosts; conf/production.toml turns it on."""
     backend: Backend = "auto"
@@ -355,6 +260,8 @@ class TrainConfig:
     """Seconds in which all ranks must start."""
     stall_limit_s: float = 600.0
     """Seconds without a step after which ranks are ended and started again."""
+    stop_grace_s: float = 30.0
+    """Seconds in which all ranks must write a checkpoint after SIGTERM or Ctrl-C; then they are ended without one."""
     heartbeat_limit_s: float | None = None
     """Seconds of silence after which a rank is lost; raise it where hosts pause or swap (default 10)."""
     max_restarts: int = 3
@@ -433,14 +340,32 @@ class TrainConfig:
         self._check("non_finite", stops, "stop with --micro-batches: a sum of gradients cannot be skipped in part")
 
     @property
+    def skips_bad_images(self) -> bool:
+        """Whether images that cannot be decoded are skipped, by either flag."""
+        return self.bad_images == "skip" or self.on_bad_record == "skip"
+
+    @property
     def is_async(self) -> bool:
         """Whether ranks take steps without waiting for each other's gradients: not with one rank, nor staleness 0."""
         return self.strategy == "async" and bool(self.staleness) and self.num_ranks > 1
 
+    @property
+    def num_servers(self) -> int:
+        """Parameter servers that are started: none with one rank, nor staleness 0, which are sync."""
+        return (self.servers or 0) if self.staleness and self.num_ranks > 1 else 0
+
+    @property
+    def processes(self) -> int:
+        """Processes of a launch: ranks, then parameter servers."""
+        return self.num_ranks + self.num_servers
+
     def _check_strategy(self) -> None:
-        unset, late = self.staleness is None, self.strategy == "async"
-        self._check("staleness", unset != late, "steps from 0 up with --strategy async; unset with sync")
+        unset, serves = self.staleness is None, self.strategy == "parameter-server"
+        late = serves or self.strategy == "async"
+        self._check("staleness", unset != late, "steps from 0 up with --strategy async or parameter-server, else unset")
         self._check("staleness", unset or 0 <= (self.staleness or 0) < 2**31, "an integer from 0 up")
+        servers = self.servers is None if not serves else 1 <= (self.servers or 0) < 2**31
+        self._check("servers", servers, "an integer from 1 up with --strategy parameter-server, else unset")
         noise = 0 <= self.gradient_noise < math.inf and (self.is_async or self.gradient_noise == 0)
         self._check(
             "gradient_noise", noise, "0 or more; 0 unless several ranks train with --strategy async --staleness S"
@@ -451,6 +376,13 @@ class TrainConfig:
             self._check("strategy", self.sync_every == 1, "sync with --sync-every")
             self._check("strategy", self.compression == "none", "sync with --compression")
             self._check("strategy", self.batchnorm != "sync", "sync with --batchnorm sync, which meets in each step")
+            over = not serves or self.backend in ("auto", "tcp")
+            self._check("backend", over, "auto or tcp with --strategy parameter-server, whose links are TCP")
+        if self.is_federated:
+            self._check_alone("strategy", "another one")
+            self._check("strategy", not self.elastic, "another one with --min-ranks or --max-ranks")
+        self._check_federated()
+        self._check_of_tensorflow()
         self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
         if self.delay:
             self._check_alone("delay", "0")
@@ -466,13 +398,51 @@ class TrainConfig:
             self._check("sync_every", not once, "1 or more with --validate or --keep-best: ranks differ until the end")
         epochs = 0 <= self.sync_until_epoch < self.epochs and (local or self.sync_until_epoch == 0)
         self._check("sync_until_epoch", epochs, "from 0 to fewer than epochs; 0 unless --sync-every is given")
-        rate, momentum = self.outer_learning_rate, self.outer_momentum
-        self._check(
-            "outer_learning_rate", 0 < rate < math.inf and (several or rate == 1), "above 0; 1 without meetings"
-        )
-        self._check(
-            "outer_momentum", 0 <= momentum < 1 and (several or momentum == 0), "from 0 to 1; 0 without meetings"
-        )
+        rate, momentum, meets = self.outer_learning_rate, self.outer_momentum, several or self.is_federated
+        self._check("outer_learning_rate", 0 < rate < math.inf and (meets or rate == 1), "above 0; 1 without meetings")
+        self._check("outer_momentum", 0 <= momentum < 1 and (meets or momentum == 0), "from 0 to 1; 0 without meetings")
+
+    @property
+    def is_federated(self) -> bool:
+        """Whether clients train in rounds."""
+        return self.strategy == "federated"
+
+    def _check_federated(self) -> None:
+        usual = {one.name: one.default for one in fields(TrainConfig)}
+        if not self.is_federated:
+            for name in OF_CLIENTS:
+                self._check(name, getattr(self, name) == usual[name], f"{usual[name]}, without --strategy federated")
+            return
+        for name in NOT_FEDERATED:
+            self._check(name, getattr(self, name) == usual[name], f"{usual[name]} with --strategy federated")
+        self._check("batchnorm", self.batchnorm != "sync", "local with --strategy federated: a client's own batches")
+        self._check("clients", bool(self.clients), "a field of the dataset with --strategy federated")
+        self._check("client_fraction", 0 < self.client_fraction <= 1, "above 0, at most 1")
+        self._check_count("local_epochs")
+        clip, noise, delta = self.update_clip, self.noise_multiplier, self.privacy_delta
+        self._check("update_clip", clip is None or 0 < clip < math.inf, "a finite number above 0")
+        right = 0 <= noise < math.inf and (noise == 0 or clip is not None)
+        self._check("noise_multiplier", right, "0 or more; above 0 only with --update-clip")
+        right = (delta is None and noise == 0) or (delta is not None and noise > 0 and 0 < delta < 1)
+        self._check("privacy_delta", right, "between 0 and 1 with --noise-multiplier; unset without")
+
+    def _check_of_tensorflow(self) -> None:
+        several = self.devices is None or (self.strategy == "mirrored" and self.devices >= 1)
+        self._check("devices", several, "devices from 1 up with --strategy mirrored; unset without it")
+        if self.strategy not in OF_TENSORFLOW:
+            return
+        self._check_alone("strategy", "sync")
+        self._check("strategy", not self.elastic, "sync with --min-ranks or --max-ranks")
+        self._check("strategy", self.delay == 0, "sync with --delay")
+        self._check("strategy", self.sync_every == 1, "sync with --sync-every")
+        self._check("strategy", self.compression == "none", "sync with --compression")
+        self._check("strategy", self.batchnorm != "sync", "sync with --batchnorm sync")
+        self._check("strategy", self.shard_embeddings is None, "sync with --shard-embeddings")
+        if self.strategy == "mirrored":
+            self._check("num_ranks", self.num_ranks == 1, "1 with --strategy mirrored: its devices are in one process")
+        else:
+            trust = "a network that only ranks can reach: TensorFlow's servers do not authenticate their peers"
+            self._check("trust_network", self.trust_network is not None, trust)
 
     def _check_alone(self, name: str, usual: str) -> None:
         """Another way to exchange than one sum in each step cannot be combined with what assumes one."""
@@ -519,16 +489,50 @@ class TrainConfig:
         self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
         self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
 
+    @property
+    def ranks(self) -> range:
+        """The numbers of ranks that a generation may have, if the run can train on so many."""
+        least, most = (self.num_ranks if some is None else some for some in (self.min_ranks, self.max_ranks))
+        return range(least, most + 1)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of ranks may change while the run trains."""
+        return len(self.ranks) > 1
+
     def _check_ranks(self) -> None:
         self._check_count("num_ranks")
+        self._check("min_ranks", 1 <= self.ranks.start <= self.num_ranks, "from 1 to --num-ranks")
+        self._check("max_ranks", self.num_ranks < self.ranks.stop <= 2**31, "--num-ranks or more")
+        self._check("servers", not (self.elastic and self.servers), "none with --min-ranks or --max-ranks")
+        takes, words = self.launcher == "local" and self.elastic, "a file for fewer or more local ranks, else unset"
+        self._check("slots_file", bool(self.slots_file) == takes, words)
+        if self.balance:
+            self._check_balance()
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
         CommOptions(backend=self.backend, trust_network=self.trust_network)  # what fits what
         self._check("start_limit_s", 0 < self.start_limit_s < math.inf, "seconds above 0")
         self._check("stall_limit_s", 0 < self.stall_limit_s < math.inf, "seconds above 0")
+        self._check("stop_grace_s", 0 <= self.stop_grace_s < math.inf, "seconds from 0 up")
         silent = self.heartbeat_limit_s
         self._check("heartbeat_limit_s", silent is None or 2 <= silent < math.inf, "seconds from 2 up: two beats")
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
         self._check("max_restarts_per_hour", self.max_restarts_per_hour >= 0, "an integer from 0 up")
+
+    def _check_balance(self) -> None:
+        """Refuse what fixes each rank's rows, has none, or computes other weights for other shares."""
+        only = {
+            "strategy": "sync",
+            "canonical": False,
+            "cache_groups": None,
+            "micro_batches": 1,
+            "delay": 0,
+            "sync_every": 1,
+            "compression": "none",
+        }
+        for name, value in only.items():
+            self._check(name, getattr(self, name) == value, f"{value} with --balance")
+        self._check("batchnorm", self.batchnorm != "local", "ghost or sync with --balance: a rank's part varies")
 
     def _check_canonical(self) -> None:
         power_of_two = self.num_ranks.bit_count() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 
 import numpy as np
@@ -75,7 +75,7 @@ def machine(*packages: str) -> str:
     return f"{names[0] if names else platform.machine()}, python {platform.python_version()}, {versions}"
 
 
-def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(works: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """What each work returns, in turn, `repeats` times after a round that is dropped."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for number in range(repeats + 1):

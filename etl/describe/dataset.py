@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.columns import class_field
+from etl.describe.by_split import ComparedColumn, compared, in_order
 from etl.describe.statistics import ColumnStats, ColumnSummary
 from etl.split.warnings import label_lines
 from lockstep.features.schema.fields import Field
@@ -30,6 +31,8 @@ from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 
 MAX_SOURCES = 20  # input files that are listed
+LOOK_AT, CLASSES, QUARANTINE = "What to look at", "Classes", "Quarantine"  # how titles begin
+MAX_LISTED = 8  # values of a list in an encoding or in the configuration
 Rows = tuple[tuple[str, ...], ...]
 
 
@@ -95,9 +98,7 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     if len(manifest.source) > MAX_SOURCES:
         named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
     yield Table("Input", ("file", "size"), tuple(named))
-    config = [
-        (key, json.dumps(value, ensure_ascii=False)) for key, value in sorted(manifest.created_by["config"].items())
-    ]
+    config = [(key, words(value)) for key, value in sorted(manifest.created_by["config"].items())]
     if config:
         yield Table("Configuration", (), tuple(config))
 
@@ -105,7 +106,7 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
 def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for field in schema["fields"]:
         shape = "x".join("any" if size is None else str(size) for size in field["shape"]) or "one value"
-        encoding = "" if field["encoding"] is None else json.dumps(field["encoding"], sort_keys=True)
+        encoding = "" if field["encoding"] is None else words(field["encoding"])
         yield field["name"], field["dtype"], shape, field["kind"], "yes" if field["nullable"] else "no", encoding
 
 
@@ -155,7 +156,19 @@ def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
                 allowed="Parquet with a column `reason`",
             ) from None
     rows = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
-    return [Table("Quarantine", ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []
+    return [Table(QUARANTINE, ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []
+
+
+def words(value: Any) -> str:
+    """A JSON value as words: a list up to MAX_LISTED of its values, an object by its `kind` and its other keys."""
+    if isinstance(value, Mapping):
+        rest = [f"{name.replace('_', ' ')} {words(one)}" for name, one in sorted(value.items()) if name != "kind"]
+        kind = [words(value["kind"])] if "kind" in value else []
+        return ": ".join([*kind, *([", ".join(rest)] if rest else [])])
+    if isinstance(value, list):
+        more = [f"... ({len(value)} in all)"] if len(value) > MAX_LISTED else []
+        return ", ".join([*map(words, value[:MAX_LISTED]), *more]) or "none"
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def size(count: int) -> str:
@@ -200,8 +213,12 @@ def image_field(fields: Sequence[Field]) -> Field | None:
     return next((field for field in fields if field.dtype == "bytes" and not field.shape), None)
 
 
-def pictures(batch: pa.RecordBatch, field: Field, label: str | None, split: str, count: int) -> list[Picture]:
-    """Up to `count` pictures, evenly spaced in a batch; values that are no pictures are skipped."""
+def pictures(
+    batch: pa.RecordBatch, field: Field, label: str | None, split: str, count: int, names: Sequence[str] | None = None
+) -> list[Picture]:
+    """Up to `count` pictures, evenly spaced in a batch; values that are no pictures are skipped. `names` are those of
+    the classes.
+    """
     if count <= 0 or not len(batch):
         return []
     step = max(1, len(batch) // count)
@@ -211,8 +228,15 @@ def pictures(batch: pa.RecordBatch, field: Field, label: str | None, split: str,
     for value, name in zip(rows.column(field.name).to_pylist(), labels, strict=True):
         url = None if value is None else data_url(value, field)
         if url is not None:
-            found.append(Picture(url, split if label is None else f"{split}: {name}"))
+            found.append(Picture(url, split if label is None else f"{split}: {class_name(name, names)}"))
     return found[:count]
+
+
+def class_name(value: object, names: Sequence[str] | None) -> str:
+    """A label's value, with the name of its class if there is one: `3 dress`."""
+    if names is None or not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
+        return str(value)
+    return f"{value} {names[value]}"
 
 
 def data_url(value: bytes, field: Field) -> str | None:
@@ -252,6 +276,7 @@ class Description:
     looked_at: str
     columns: tuple[ColumnSummary, ...]
     pictures: tuple[Picture, ...]
+    by_split: tuple[ComparedColumn, ...] = ()
 
 
 def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
@@ -277,8 +302,8 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
         raise
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]
-    sampled = sampled_of(manifest) is not None
-    return _described(url, tables, dataset_blocks(url, manifest), schema.fields, max_records, schema, sampled)
+    sampled, names = sampled_of(manifest) is not None, manifest.created_by["config"].get("class_names")
+    return _described(url, tables, dataset_blocks(url, manifest), schema.fields, max_records, schema, sampled, names)
 
 
 def _described(
@@ -289,15 +314,19 @@ def _described(
     max_records: int,
     schema: Schema | None = None,
     sampled: bool = False,
+    names: Sequence[str] | None = None,
 ) -> Description:
     label = None if schema is None or schema.label is None else schema.label.name
     total = sum(block.records for split in blocks.values() for block in split)
     stats = [ColumnStats(field.name, field.dtype, field.shape, field.kind) for field in fields]
+    of_splits: dict[str, list[ColumnStats]] = {}
     classes: dict[str, Counter[str]] = {}
     seen = 0
     found: list[Picture] = []
     image = image_field(fields)
-    for name, split in sorted(blocks.items()):
+    for name in in_order(blocks):
+        split = blocks[name]
+        of_splits[name] = [ColumnStats(field.name, field.dtype, field.shape, field.kind) for field in fields]
         records = sum(block.records for block in split)
         wanted = -(-max_records * records // max(total, 1))
         counts = classes.setdefault(name, Counter())
@@ -305,23 +334,26 @@ def _described(
         shown: list[Picture] = []
         for batch in _look(split, wanted):
             seen += len(batch)
-            for column in stats:
+            for column in (*stats, *of_splits[name]):
                 column.add(batch.column(column.name))
             if label is not None:
-                counts.update(str(value) for value in batch.column(label).to_pylist())
+                counts.update(class_name(value, names) for value in batch.column(label).to_pylist())
             if image is not None:
                 # Each batch gives its share, so that they are spread over the split.
                 here = -(-share * len(batch) // max(1, min(wanted, records)))
-                shown += pictures(batch, image, label, name, min(here, share - len(shown)))
+                shown += pictures(batch, image, label, name, min(here, share - len(shown)), names)
         found += shown
     looked_at = f"{seen} of {total} records" if seen < total else f"all {total} records"
     if label is not None and seen:
         tables = [*tables, _classes(label, classes, looked_at)]
         few = schema is not None and class_field(schema) and all(len(of) <= MAX_CLASSES for of in classes.values())
         lines = label_lines(label, classes, sampled=sampled) if few else []
-        tables += [Table("What to look at", (), tuple((line,) for line in lines))] if lines else []
+        tables += [Table(LOOK_AT, (), tuple((line,) for line in lines))] if lines else []
     summaries = tuple(column.summary() for column in stats)
-    return Description(url, tuple(tables), looked_at, summaries, tuple(found[:MAX_IMAGES]))
+    by_split = tuple(
+        compared(column, {name: of[number] for name, of in of_splits.items()}) for number, column in enumerate(stats)
+    )
+    return Description(url, tuple(tables), looked_at, summaries, tuple(found[:MAX_IMAGES]), by_split)
 
 
 def _look(blocks: Sequence[Block], wanted: int) -> Iterator[pa.RecordBatch]:
@@ -345,7 +377,7 @@ def _classes(label: str, classes: Mapping[str, Counter[str]], looked_at: str) ->
     rows = [_class_row(value, classes) for value in shown]
     if len(values) > len(shown):
         rows.append((f"and {len(values) - len(shown)} more", *("" for _ in classes)))
-    return Table(f"Classes by `{label}` ({looked_at})", ("class", *classes), tuple(rows))
+    return Table(f"{CLASSES} by `{label}` ({looked_at})", ("class", *classes), tuple(rows))
 
 
 def _class_row(value: str, classes: Mapping[str, Counter[str]]) -> tuple[str, ...]:
@@ -358,6 +390,6 @@ def _class_row(value: str, classes: Mapping[str, Counter[str]]) -> tuple[str, ..
 
 def _by_number(value: str) -> tuple[int, float, str]:
     try:
-        return 0, float(value), value
+        return 0, float(value.partition(" ")[0]), value  # a class may have its name after its number
     except ValueError:
         return 1, 0.0, value

@@ -153,12 +153,12 @@ class ColumnStats:
     kind: str = "feature"
     rows: int = 0
     nulls: int = 0
-    _numbers: NumberStats = field(default_factory=NumberStats)
-    _lengths: NumberStats = field(default_factory=NumberStats)
-    _texts: Counter[str] = field(default_factory=Counter)
+    numbers: NumberStats = field(default_factory=NumberStats)
+    lengths: NumberStats = field(default_factory=NumberStats)
+    texts: Counter[str] = field(default_factory=Counter)
     _more_texts: bool = False
     _cut_texts: bool = False
-    _bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))
+    byte_counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))
 
     def add(self, column: pa.Array) -> None:
         """Take in one more batch of the column."""
@@ -166,34 +166,39 @@ class ColumnStats:
         self.nulls += column.null_count
         values = column.drop_null()
         if self.shape == (None,):
-            self._lengths.add(pc.list_value_length(values).cast(pa.int64()).to_numpy())
+            self.lengths.add(pc.list_value_length(values).cast(pa.int64()).to_numpy())
             values = values.flatten().drop_null()
         elif self.shape:
             self._tensors(values)
             return
         if self.dtype in _NUMBERS:
             plain = {"bool": pa.int8(), "uint64": pa.uint64()}.get(self.dtype, values.type)
-            self._numbers.add(values.cast(plain).to_numpy())
+            self.numbers.add(values.cast(plain).to_numpy())
             return
         if self.shape == ():
-            self._lengths.add(pc.binary_length(values).cast(pa.int64()).to_numpy())
+            self.lengths.add(pc.binary_length(values).cast(pa.int64()).to_numpy())
         if self.dtype == "string":
             self._strings(values)
+
+    @property
+    def length_name(self) -> str:
+        """What `lengths` are of a value: of a list, or else of a text or bytes."""
+        return "values in a row" if self.shape else "length in bytes"
 
     def summary(self) -> ColumnSummary:
         """The statistics of all batches so far."""
         shape = "" if not self.shape else " list" if self.shape == (None,) else f" {'x'.join(map(str, self.shape))}"
         facts: list[tuple[str, str]] = []
         histograms: list[Histogram] = []
-        if self._lengths.count:
-            what = "values in a row" if self.shape else "length in bytes"
-            facts.append((what, _range(self._lengths)))
-            if self._lengths.least < self._lengths.most:
-                histograms.append(histogram(self._lengths.picked, _title(what, self._lengths)))
-        _tell_numbers(self._numbers, facts, histograms)
-        if self._bytes.any():
+        if self.lengths.count:
+            what = self.length_name
+            facts.append((what, _range(self.lengths)))
+            if self.lengths.least < self.lengths.most:
+                histograms.append(histogram(self.lengths.picked, _title(what, self.lengths)))
+        _tell_numbers(self.numbers, facts, histograms)
+        if self.byte_counts.any():
             self._tell_bytes(facts, histograms)
-        if self._texts:
+        if self.texts:
             self._tell_texts(facts, histograms)
         return ColumnSummary(
             self.name, self.dtype + shape, self.kind, self.rows, self.nulls, tuple(facts), tuple(histograms)
@@ -202,39 +207,39 @@ class ColumnStats:
     def _tensors(self, values: pa.Array) -> None:
         data = flat(values)[1]
         if self.dtype != "uint8":
-            self._numbers.add(data.view(np.dtype(self.dtype).newbyteorder("<")))
+            self.numbers.add(data.view(np.dtype(self.dtype).newbyteorder("<")))
             return
         for start in range(0, len(data), PIECE):  # which bincount takes as 8 bytes each
-            self._bytes += np.bincount(data[start : start + PIECE], minlength=256)
+            self.byte_counts += np.bincount(data[start : start + PIECE], minlength=256)
 
     def _strings(self, values: pa.Array) -> None:
         short = pc.utf8_slice_codeunits(values, 0, MAX_TEXT)
         self._cut_texts |= not short.equals(values)
         for item in pc.value_counts(short).to_pylist():
-            if item["values"] in self._texts or len(self._texts) < MAX_DISTINCT:
-                self._texts[item["values"]] += item["counts"]
+            if item["values"] in self.texts or len(self.texts) < MAX_DISTINCT:
+                self.texts[item["values"]] += item["counts"]
             else:
                 self._more_texts = True
 
     def _tell_bytes(self, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
-        present = np.flatnonzero(self._bytes)
-        total = int(self._bytes.sum())
-        mean = float((self._bytes * np.arange(256)).sum()) / total
-        square = float((self._bytes * np.arange(256) ** 2).sum()) / total
+        present = np.flatnonzero(self.byte_counts)
+        total = int(self.byte_counts.sum())
+        mean = float((self.byte_counts * np.arange(256)).sum()) / total
+        square = float((self.byte_counts * np.arange(256) ** 2).sum()) / total
         facts.append(("values", f"{present[0]} to {present[-1]}, mean {mean:.4g}"))
         facts.append(("standard deviation", f"{math.sqrt(max(0.0, square - mean * mean)):.4g}"))
-        groups = self._bytes.reshape(16, 16).sum(axis=1)
+        groups = self.byte_counts.reshape(16, 16).sum(axis=1)
         bars = tuple((f"{16 * i} to {16 * i + 15}", int(count)) for i, count in enumerate(groups))
         histograms.append(Histogram("values", bars))
 
     def _tell_texts(self, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
         more = "more than " if self._more_texts else ""
         cut = f", by their first {MAX_TEXT} characters" if self._cut_texts else ""
-        facts.append(("distinct", f"{more}{len(self._texts)}{cut}"))
+        facts.append(("distinct", f"{more}{len(self.texts)}{cut}"))
         # By count, descending, then by text: the same page for the same data.
-        top = sorted(self._texts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
+        top = sorted(self.texts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
         if top[0][1] > 1:
-            histograms.append(Histogram(f"the most frequent of {more}{len(self._texts)}", tuple(top)))
+            histograms.append(Histogram(f"the most frequent of {more}{len(self.texts)}", tuple(top)))
 
 
 def histogram(values: npt.NDArray[Any], title: str) -> Histogram:

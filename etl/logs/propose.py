@@ -134,10 +134,11 @@ def _typed(texts: pa.Array) -> tuple[pa.Array, str]:
         return as_values(texts, pa.timestamp("us"))[0], ""
     nulls = pc.is_in(pc.ascii_lower(pc.utf8_trim_whitespace(values)), pa.array(_NULLS))
     numbers = values.filter(pc.invert(nulls))
+    others = sorted({*values.filter(nulls).to_pylist()})
     if len(numbers) and not zeros and _are(numbers, pa.float64()):
-        others = sorted({*values.filter(nulls).to_pylist()})
         return texts, f"numbers with --null-text {' '.join(map(_quoted, others))}"
-    return texts, ""
+    named = [text for text in others if text]
+    return texts, f"with --null-text {' '.join(map(_quoted, named))} null too" if named else ""
 
 
 def _are(values: pa.Array, kind: pa.DataType) -> bool:
@@ -223,6 +224,10 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
     if config.log_format != "json" and not config.columns and any(map(_is_number, table.names)):
         head.append("A name in the first line is a number. If that line is a row, name the fields by --columns.")
     head += [] if label else [f'No column is called {", ".join(LABELS)}: give the field to predict kind = "label".']
+    if label is None and (pair := _last_pair(table)):
+        head.append(
+            f'For a text of two values: dtype = "bool", kind = "label", no encoding, and --label {_quoted(pair)}.'
+        )
     head += [f"Different in each row, so perhaps --id-columns: {', '.join(map(_quoted, ids[:5]))}."] if ids else []
     found = f"{fields} fields from {table.rows} rows, {'no label' if label is None else f'label {label}'}"
     return "\n".join(["".join(f"# {line}\n" for line in head), *blocks]), found
@@ -241,6 +246,16 @@ def _unique(values: pa.Array) -> bool:
     """Whether the values may name the rows."""
     named = any(map(values.type.equals, (pa.int64(), pa.uint64(), pa.string())))
     return named and LEAST_IDS <= len(values) == pc.count_distinct(values).as_py() and not values.null_count
+
+
+def _last_pair(table: _Table) -> str | None:
+    """An expression of SQL for yes or no, from the last text column of two values that it can name."""
+    for name, values in reversed([*zip(table.names, table.columns, strict=True)]):
+        if values is not None and values.type == pa.string() and not values.null_count:
+            texts = Counter(values.to_pylist()).most_common(3)
+            if len(texts) == 2 and name.isidentifier() and not {"'", "\\"} & {*texts[1][0]}:
+                return f"{name} = '{texts[1][0]}'"
+    return None
 
 
 def _constant(values: pa.Array) -> bool:

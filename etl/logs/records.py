@@ -80,12 +80,19 @@ def columns_for(
         if field.name == SAMPLE_ID or (label is not None and field.kind == "label"):
             continue
         timed = field.name in time_columns
-        if field.is_tensor or (timed and field.dtype != "int64"):
+        if field.is_tensor:
             raise ConfigError(
                 f"field `{field.name}` cannot be read from a text",
-                got=f"{field.dtype} {field.shape}" if field.is_tensor else f"a time declared {field.dtype}",
-                allowed="scalars, lists (in JSON), and int64 for a time",
+                got=f"{field.dtype} {field.shape}",
+                allowed="scalars, and lists (in JSON)",
                 next_step="Correct the schema.",
+            )
+        if timed and field.dtype != "int64":
+            raise ConfigError(
+                f"field `{field.name}` is one of --time-columns, and cannot hold a time",
+                got=f'dtype = "{field.dtype}" in the schema',
+                allowed='dtype = "int64": microseconds since 1970',
+                next_step="Change its dtype, or leave it out of --time-columns.",
             )
         kind = pa.timestamp("us") if timed else field.record_type
         # An empty text counts as a missing id.

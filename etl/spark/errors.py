@@ -26,6 +26,7 @@ T = TypeVar("T")
 _MARK = re.compile(r"LOCKSTEP-ERROR:([A-Za-z0-9+/=]+):END")
 _PART_CHARACTERS = 4000  # a message crosses several logs on its way
 _CLASS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\][^\n]*")
+_FULL = re.compile(r"[\w.]+: [^\n]*(?:No space left on device|Disk quota exceeded)[^\n]*")
 _LOUD = (
     "org.apache.spark.executor.Executor",
     "org.apache.spark.scheduler.TaskSetManager",
@@ -101,6 +102,13 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
         ours = None if isinstance(error, AnalysisException) else from_text(text)
         if ours is not None:
             raise ours from error
+        if (full := _FULL.search(text)) is not None:  # of a shuffle, a spill or a temporary file
+            raise errors.DiskFullError(
+                f"a disk of Spark is full: it failed while {what}",
+                got=full.group(0),
+                allowed="room in Spark's local folders (spark.local.dir, under YARN the NodeManager's) and in TMPDIR",
+                next_step="Free space there, or name a larger disk; then run the job again.",
+            ) from error
         found = _CLASS.search(text)
         raise LockstepError(
             f"Spark failed while {what}",

@@ -114,6 +114,10 @@ class StorageError(LockstepError):
     """A file system refused or failed an operation."""
 
 
+class DiskFullError(StorageError):
+    """A disk has no room left, or a user's quota is used up."""
+
+
 class StorageTimeoutError(StorageError):
     """A file system did not answer within the deadline of the call."""
 

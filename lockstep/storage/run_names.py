@@ -6,6 +6,9 @@ import re
 
 RUN_JSON = "run.json"
 LEASE = "lease.json"
+STOPPED = "stopped.json"
+STATUS = "status.json"
+CONTROL = "control"
 CLAIMS = "generations"
 COMM_PLANS = "comm"
 CHECKPOINTS = "checkpoints"

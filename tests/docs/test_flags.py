@@ -17,7 +17,7 @@ CALL = re.compile(r"(?:python -m jobs\.|\bjobs/)([a-z_]+)(?:\.py)?((?:\\\n|[^\n`
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 OTHERS = {  # the first two lines are spark-submit's
     "--archives", "--conf", "--executor-cores", "--files", "--jars",
-    "--num-executors", "--packages", "--py-files",
+    "--deploy-mode", "--driver-memory", "--num-executors", "--packages", "--py-files",
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
     "--pid",  # py-spy

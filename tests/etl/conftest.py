@@ -24,9 +24,9 @@ ELASTIC = ROOT / "data" / "weblogs" / "elastic_apache_combined_8001-9500.log.gz"
 OPEN_BANDIT = ROOT / "data" / "open-bandit" / "bts_men_first2000.csv.gz"
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a Python script in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in a process of its own, with these variables of the environment."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -41,6 +41,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "predict",
         "profile_run",
         "report",
+        "runs",
         "train",
         "tune",
         "upload",

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from etl.describe.by_split import ComparedColumn, SharedHistogram
 from etl.describe.dataset import Description, Picture, Table, data_url, describe, image_field, quarantine_table
-from etl.describe.render import as_page, as_text, shown
+from etl.describe.page import as_page
 from etl.describe.statistics import ColumnSummary, Histogram
+from etl.describe.text import as_text, shown
 from jobs import describe as job
 from jobs import index
 from lockstep.features.schema.fields import Field
@@ -38,7 +40,7 @@ HOSTILE = [
 
 
 TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "table", "tr", "th", "td", "p", "div"}
-TAGS |= {"figure", "img", "figcaption", "svg", "rect", "text"}
+TAGS |= {"figure", "img", "figcaption", "svg", "rect", "text", "span", "details", "summary"}
 
 
 class Seen(HTMLParser):
@@ -63,7 +65,12 @@ def hostile() -> Description:
     column = ColumnSummary(text, "string", "feature", 9, 1, rows, (Histogram(text, bars), many))
     pictures = tuple(Picture("data:image/png;base64,AAAA", one) for one in HOSTILE)
     tables = (Table(text, (text, text), rows), Table(text, (), rows))
-    return Description(text, tables, "all 9 records", (column,), pictures)
+    shares = {one: (0.5,) * len(HOSTILE) for one in HOSTILE[:2]}
+    shared = SharedHistogram(text, tuple(HOSTILE), shares, text)
+    standing = SharedHistogram(text, tuple(HOSTILE) * 2, {one: (0.5,) * 2 * len(HOSTILE) for one in HOSTILE[:2]})
+    facts = ((text, (text, text)),)
+    compared = ComparedColumn(text, "string", "feature", tuple(HOSTILE[:2]), facts, (shared, standing))
+    return Description(text, tables, "all 9 records", (column,), pictures, (compared,))
 
 
 def test_hostile_texts_stay_texts_in_the_page_and_on_the_terminal() -> None:
@@ -105,7 +112,7 @@ def test_a_dataset_is_told_and_a_sample_reaches_over_all_of_it(
         r"train  48 .* 2       18 / 24 / 30, the largest 25.0 % above the mean",
         r"clicks     int64    one value  feature  yes",
         r"Classes by `label` \(all 57 records\)",
-        r"0      5 \(55.56 %\)  24 \(50.00 %\)",
+        r"0      24 \(50.00 %\)  5 \(55.56 %\)",
         r"clicks: int64, feature, 19 null",
         r"pixels: uint8 2x2, feature",
     ):

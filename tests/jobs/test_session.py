@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs._session import LOG4J, java_options, stop_session
+from jobs._session import LOG4J, ROOT, java_options, stop_session
+from tests.training._tiny import write_table
 
 
 class DeadSession:
@@ -26,6 +30,24 @@ def test_end_of_a_dead_session_hides_no_error(caplog: pytest.LogCaptureFixture) 
         finally:
             stop_session(session)
     assert "Java process had ended" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_production_profile_is_refused_where_spark_does_not_authenticate(tmp_path: Path) -> None:
+    """Spark refuses to encrypt without it; that comes as four parts and not as a stack trace of Java."""
+    call = ["jobs.train", "--config", "conf/production.toml", "--dataset", str(tmp_path / "data"), "--run", "r"]
+    call += ["--model", "logistic", "--num-ranks", "1", "--global-batch", "8", "--epochs", "1"]
+    write_table(tmp_path / "data")
+    settings = "--conf spark.authenticate=false --conf spark.network.crypto.enabled=true pyspark-shell"
+    done = subprocess.run(
+        [sys.executable, "-m", *call, "--master", "local-cluster[1,1,512]"],
+        cwd=ROOT, env={**os.environ, "PYSPARK_SUBMIT_ARGS": settings}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2
+    _, _, error = done.stderr.partition("error: ")
+    for part in ("Spark refuses its settings", "got: ", "spark.authenticate must be enabled", "allowed: ", "next: "):
+        assert part in error
+    assert "\tat " not in error
 
 
 def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:

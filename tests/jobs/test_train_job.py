@@ -87,7 +87,7 @@ def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
         (("--model", "resnet21"), "Did you mean `resnet20`?"),
         (("--model", "mymodel.build"), "Did you mean `mymodel:build`?"),
         (("--model", "no_such_module.models:build", "--launcher", "local"), "no module named `no_such_module`"),
-        (("--min-ranks", "2"), "--min-ranks"),  # belongs to a later version: absent, no stub
+        (("--min-ranks", "200"), "Correct --min-ranks"),
     ],
 )
 def test_wrong_flags_are_named(tmp_path: Path, more: tuple[str, ...], named: str) -> None:

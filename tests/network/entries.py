@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from training.comm.base import Communicator, LinkUse
 from training.control.context import RankContext
+from training.rank.metrics import StepClock
 
 MARK = b"a gradient in the clear. "
 
@@ -68,4 +70,40 @@ def reduce_for_long(context: RankContext) -> dict[str, Any]:
         context.control.beat(step, "train")
         if step == 3:
             context.control.notify("going")
+    return {}
+
+
+class Summed:
+    """What a StepClock asks of an exchange, of one buffer a step."""
+
+    def __init__(self, comm: Communicator, size: int) -> None:
+        self.comm, self.buf, self.waited_s = comm, np.ones(size, np.float32), 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.comm.sent_bytes
+
+    def links(self) -> dict[int, LinkUse]:
+        return self.comm.links()
+
+    def sum(self) -> None:
+        began = time.perf_counter()
+        self.comm.all_reduce(self.buf, "max")
+        self.waited_s = time.perf_counter() - began
+
+
+def short_steps(context: RankContext) -> dict[str, Any]:
+    """Steps that compute for `own_ms`, on one rank longer from some step on, and then reduce `size` floats, with the
+    clock of a training.
+    """
+    world, payload, slow = context.world, context.payload, context.payload["slow"]
+    exchange = Summed(context.communicator(), payload["size"])
+    clock = StepClock(context.control, world.rank, exchange, num_ranks=world.num_ranks)
+    for step in range(1, payload["steps"] + 1):
+        is_slow = world.rank == slow["rank"] and step >= slow["from"]
+        clock.begins()
+        time.sleep((slow["own_ms"] if is_slow else payload["own_ms"]) / 1e3)
+        exchange.sum()
+        clock.ends(step)
+        context.control.beat(step, "train")
     return {}

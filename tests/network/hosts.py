@@ -6,7 +6,8 @@
         with hosts.inside(1): socket.create_connection(...)    # this thread's sockets and processes on host 1
 
 Host i has eth0 with 10.77.0.(i + 1), whose sending tc's tbf limits, and aaa0 with 10.66.0.(i + 1), which leads nowhere
-though it stands first in every list. The driver is at 10.77.0.254, on the switch itself, unlimited.
+though it stands first in every list. The driver is at 10.77.0.254, on the switch itself, unlimited, and at 10.66.0.254,
+which no host reaches.
 
 A namespace is held by a file descriptor of this process alone, so all of it is gone when the process ends, however it
 ends: nothing has a name that another run could meet. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`.
@@ -55,7 +56,7 @@ class Hosts:
     def __init__(self, count: int, *, rate_bits_s: int = 10**9, delay_ms: float = 0.0) -> None:
         self.addresses = [f"10.77.0.{host + 1}" for host in range(count)]
         self.wrong_addresses = [f"10.66.0.{host + 1}" for host in range(count)]
-        self.driver_address = "10.77.0.254"
+        self.driver_address, self.wrong_driver_address = "10.77.0.254", "10.66.0.254"
         self.notes: list[str] = []
         """What was asked for and this kernel cannot do; to be shown beside every result."""
         self._rate_bits_s, self._delay_ms = rate_bits_s, delay_ms
@@ -101,8 +102,18 @@ class Hosts:
         """Pull or plug the cable of `host` at the switch: the host itself is told nothing."""
         self._ip(DRIVER, f"link set h{host} {'up' if up else 'down'}")
 
+    def set_rate(self, host: int, rate_bits_s: int) -> None:
+        """From now on, `host` sends at this rate."""
+        self._shape(host, "change", rate_bits_s)
+
+    def _shape(self, host: int, verb: str, rate_bits_s: int) -> None:
+        shape = f"tbf rate {rate_bits_s} burst {BURST_BYTES} latency {QUEUE_MS}ms"
+        self._tool(host, ["tc", "qdisc", verb, "dev", "eth0", "root", "handle", "1:", *shape.split()])
+
     def _lay(self) -> None:
         switch = ["link add sw0 type bridge", f"addr add {self.driver_address}/24 dev sw0", "link set sw0 up"]
+        switch += ["link add aaa0 type veth peer name aaa1", f"addr add {self.wrong_driver_address}/24 dev aaa0"]
+        switch += ["link set aaa0 up", "link set aaa1 up"]
         for host, space in enumerate(self._spaces[:-1]):
             switch += [
                 f"link add h{host} type veth peer name eth0 netns /proc/{os.getpid()}/fd/{space}",
@@ -118,8 +129,7 @@ class Hosts:
                 f"addr add {right}/24 dev eth0",
                 *(f"link set {name} up" for name in ("lo", "aaa0", "aaa1", "eth0")),
             )
-            shape = f"tbf rate {self._rate_bits_s} burst {BURST_BYTES} latency {QUEUE_MS}ms"
-            self._tool(host, ["tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape.split()])
+            self._shape(host, "add", self._rate_bits_s)
             if self._delay_ms:
                 self._delay(host)
 

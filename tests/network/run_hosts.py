@@ -26,11 +26,13 @@ def run_hosts(
     generation: int = 1,
     limits: Limits | None = None,
     handler: Handler | None = None,
+    bind: str | None = None,
+    driver: str | None = None,
 ) -> list[dict[str, Any]]:
     """Run `task` on `num_ranks` processes, neighbouring ranks on one host where there are more ranks than hosts.
 
-    The control server listens on the switch, each supervisor and its rank are on their host. Returns and raises what
-    `run_local` does.
+    The control server listens on the switch (or at `bind`), each supervisor and its rank are on their host, and call
+    the driver at `driver` (by default there). Returns and raises what `run_local` does.
     """
     limits, key = limits or Limits(silent_s=60.0), new_key()  # a loaded machine may keep a rank silent for 10 s
     places = [rank * len(hosts.addresses) // num_ranks for rank in range(num_ranks)]
@@ -49,10 +51,13 @@ def run_hosts(
         with ExitStack() as stack:
             with hosts.inside(DRIVER):
                 server = stack.enter_context(
-                    ControlServer(key, generation, num_ranks, limits, handler, hosts.driver_address)
+                    ControlServer(key, generation, num_ranks, limits, handler, bind or hosts.driver_address)
                 )
             for rank, place in enumerate(places):
-                world, address = World.from_hosts(rank, names, generation), (hosts.driver_address, server.port)
+                world, address = (
+                    World.from_hosts(rank, names, generation),
+                    (driver or hosts.driver_address, server.port),
+                )
                 order = Order(task, world, names[rank], address, key, limits, tls=certificates[rank])
                 threads.append(threading.Thread(target=supervise, args=(order, place, server), daemon=True))
                 threads[-1].start()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.network.entries import MARK, values
 from tests.network.hosts import DRIVER, Hosts
 from tests.network.run_hosts import run_hosts
@@ -22,6 +22,7 @@ from training.comm.hosts import trusted_address
 from training.control.failures import RankFailedError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
+from training.driver.stragglers import Stragglers
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +137,42 @@ def test_a_pulled_cable_names_the_rank_behind_it(hosts: Hosts) -> None:
     assert (caught.value.rank, caught.value.host) == (2, "host-2")
     # Silence, the driver's second, its wait for the lost host; the rest is for a loaded machine.
     assert time.monotonic() - pulled[0] < 4 + 1 + 5.2 + 60
+
+
+def test_a_driver_with_an_interface_that_no_rank_reaches(hosts: Hosts) -> None:
+    """The cause: a driver on two networks, which listens on all and gives the ranks the address of one
+    (spark.driver.host). With the right one they meet on it; with the other, the error says what to set, in time.
+    """
+    task = RankTask("tests.network.entries:exchange", {"comm": TCP, "size": 10})
+    found = run_hosts(hosts, task, 2, bind="0.0.0.0")
+    assert all(set(result["ends"]) <= {*hosts.addresses, hosts.driver_address} for result in found)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match=r"control server at 10\.66\.0\.254:\d+ cannot be reached") as caught:
+        run_hosts(hosts, task, 2, bind="0.0.0.0", driver=hosts.wrong_driver_address, limits=Limits(start_s=2.0))
+    assert "set spark.driver.host to what they reach" in caught.value.next_step
+    assert time.monotonic() - began < 2 + 60
+
+
+def test_a_slow_rank_is_named_within_50_short_steps_and_whether_it_is_its_network(hosts: Hosts) -> None:
+    """First none, then rank 2 sends at 30 Mbit/s, then all is well, then rank 1 computes for three times as long."""
+    watch = Stragglers([1] * NUM_RANKS)
+    found: list[tuple[int, int, str]] = []
+
+    def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        for row in (row for row in fields["rows"] if row["kind"] == "pace"):
+            if rank == 0 and row["step"] in (60, 110):
+                hosts.set_rate(2, 30_000_000 if row["step"] == 60 else RATE_BITS_S)
+            if (named := watch.add(row)) is not None:
+                found.append((row["step"], named.rank, named.what))
+        return {}
+
+    payload = {"comm": TCP, "steps": 220, "size": 25_000, "own_ms": 4, "slow": {"rank": 1, "from": 160, "own_ms": 12}}
+    try:
+        run_hosts(hosts, RankTask("tests.network.entries:short_steps", payload), NUM_RANKS, handler=Handler(handler))
+    finally:
+        hosts.set_rate(2, RATE_BITS_S)
+    assert [(rank, what) for _, rank, what in found] == [(2, "network"), (1, "compute")], found
+    assert 60 < found[0][0] <= 110 and 160 < found[1][0] <= 210, found
 
 
 def test_nothing_is_left_and_nothing_is_named() -> None:

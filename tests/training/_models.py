@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import time
 from typing import Any, ClassVar
 
 import keras
@@ -15,6 +17,8 @@ from lockstep.features.schema.signature import Signature
 from tests.waiting import until
 from training.models import ModelOptions
 from training.models.logistic import logistic
+from training.rank import metrics
+from training.steps.distribute import exchange_of
 
 FAIL_AT: dict[str, int] = {}  # {"step": n, "rank": r}: set by a test to make one rank fail once
 
@@ -330,3 +334,85 @@ def waits_in_its_second_epoch(signature: Signature, options: ModelOptions) -> tu
             until(lambda: os.path.exists(path))
 
     return model, [keras.callbacks.LambdaCallback(on_epoch_begin=wait)]
+
+
+class SleepsOnRankOne(keras.callbacks.Callback):
+    """Sleeps before each step, on the second of the models that this process builds."""
+
+    made = itertools.count()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds * (next(self.made) % 2)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called before each step."""
+        time.sleep(self._seconds)
+
+
+def sleepy(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression, `SleepsOnRankOne`."""
+    return logistic(signature, options), [SleepsOnRankOne(0.15)]
+
+
+class SleepsByRow(keras.callbacks.Callback):
+    """Sleeps before each step for each of the rank's rows, on rank 1 twice as long."""
+
+    def __init__(self, row_s: float, global_batch: int) -> None:
+        super().__init__()
+        self._batch_s = row_s * global_batch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called before each step."""
+        exchange = exchange_of(self.model.optimizer)
+        time.sleep(self._batch_s * exchange.scale * (2 if exchange.communicator.rank == 1 else 1))
+
+
+def sleeps_by_row(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression, `SleepsByRow` with 4 ms a row; a row of times for each step."""
+    metrics.ROW_EVERY_S = 0.0
+    return logistic(signature, options), [SleepsByRow(0.004, options.global_batch)]
+
+
+def drops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """A dense net of one image with batch normalisation, dropout and `Noise`.
+
+    The settings `kill_at` and `kill_once`: the first process that ends this step makes that file and is killed.
+    `dropout` and `rate`: the share that is dropped, the learning rate.
+    """
+    ((name, spec),) = signature.features.items()
+    inputs = keras.Input(spec.shape, dtype=spec.dtype, name=name)
+    x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
+    # No bias before batch normalisation: its gradient is rounding, which Adam would divide by its own size.
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(16, use_bias=False)(x))
+    x = Noise()(keras.layers.Dropout(float(options.extra.get("dropout", 0.3)))(keras.layers.ReLU()(x)))
+    model = keras.Model({name: inputs}, keras.layers.Dense(signature.num_classes or 1)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    rate = float(options.extra.get("rate", 0.05))
+    model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"], jit_compile=False)
+
+    def killed(batch: int, logs: dict[str, Any] | None = None) -> None:
+        if model.optimizer.iterations.numpy() == options.extra.get("kill_at"):
+            with contextlib.suppress(FileExistsError), open(str(options.extra["kill_once"]), "x"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return model, [keras.callbacks.LambdaCallback(on_train_batch_end=killed)]
+
+
+def dies_of_a_sample(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression; native code ends the process at a sample whose first feature is no number."""
+
+    class Looks(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            def look(values: Any) -> Any:
+                if np.isnan(values).any():
+                    os.abort()
+                return values
+
+            return tf.ensure_shape(tf.numpy_function(look, [x], tf.float32), x.shape)
+
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = Looks()(keras.layers.Concatenate()(list(inputs.values())))
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
+    model.compile("sgd", "binary_crossentropy", jit_compile=False)
+    return model

@@ -232,6 +232,18 @@ def train_killed_once(context: RankContext) -> dict[str, Any]:
     return _train(context, perhaps)
 
 
+def train_supervisor_asked_once(context: RankContext) -> dict[str, Any]:
+    """`train` whose ranks can leave, and the supervisor of the last rank of generation 1 gets a SIGTERM at step 15."""
+
+    def perhaps(step: int) -> None:
+        if context.world.generation == 1 and context.world.rank == context.world.num_ranks - 1 and step == 15:
+            os.kill(os.getppid(), signal.SIGTERM)
+        if context.world.generation == 1 and step >= 15:
+            context.control.leaving.wait(0.5)
+
+    return _train(context, perhaps, agrees=True)
+
+
 def train_supervisor_killed_once(context: RankContext) -> dict[str, Any]:
     """`train`, but the supervisor of the last rank of generation 1, a Spark task's process, is killed at step 15."""
 
@@ -245,13 +257,24 @@ def train_supervisor_killed_once(context: RankContext) -> dict[str, Any]:
 def executor_killed_once(context: RankContext) -> dict[str, Any]:
     """Rank 1 of generation 1 kills the Java process that its supervisor comes from, and waits to go with it."""
     if context.world.generation == 1 and context.world.rank == 1:
-        pid = os.getppid()
-        while Path(f"/proc/{pid}/comm").read_text() != "java\n":
-            pid = int(_stat(pid)[1])
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(120.0)  # a rank that went on could be done before anybody heard of it
+        executor_killed(context)
     context.control.rendezvous("nowhere", 1)
     return {"generation": context.world.generation}
+
+
+def executor_killed(context: RankContext) -> dict[str, Any]:
+    """`executor_killed_once`, in each generation and rank."""
+    pid = os.getppid()
+    while Path(f"/proc/{pid}/comm").read_text() != "java\n":
+        pid = int(_stat(pid)[1])
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(120.0)  # a rank that went on could be done before anybody heard of it
+    return {}
+
+
+def where(context: RankContext) -> dict[str, Any]:
+    """The folder in which it runs: its executor's."""
+    return {"folder": os.getcwd()}
 
 
 def train_never(context: RankContext) -> dict[str, Any]:
@@ -265,6 +288,13 @@ def train_never(context: RankContext) -> dict[str, Any]:
     return _train(context, always)
 
 
+def tells_pid_and_waits(context: RankContext) -> dict[str, Any]:
+    """Never makes a step."""
+    context.control.beat(0, "restore")
+    time.sleep(600.0)
+    return {}
+
+
 def train_breaks_at_once(context: RankContext) -> dict[str, Any]:
     """Raises before the first step, as a user's model does; rank 1 later than rank 0, which waits for it."""
     context.control.beat(0, "build the model")
@@ -275,6 +305,30 @@ def train_breaks_at_once(context: RankContext) -> dict[str, Any]:
 def train_slowly(context: RankContext) -> dict[str, Any]:
     """`train` with 50 ms a step."""
     return _train(context, lambda step: time.sleep(0.05))
+
+
+def train_and_leave(context: RankContext) -> dict[str, Any]:
+    """`train` whose ranks agree after each step and leave together; the file `stepped` beside the run says that they
+    have made steps.
+    """
+    return _train(context, partial(_wait_for_test, context), agrees=True)
+
+
+def _wait_for_test(context: RankContext, step: int) -> None:
+    run, began = Path(context.payload["config"]["run"]), context.control.request("restore", 600.0)["step"]
+    if step == began + 3:
+        run.with_name("stepped").touch()
+    if step >= began + 3 and not context.control.leaving.is_set() and not run.with_name("go").exists():
+        time.sleep(0.5)
+
+
+def train_and_never_leave(context: RankContext) -> dict[str, Any]:
+    """`train_and_leave`, but rank 1 hangs after step 5, as in a long validation."""
+
+    def hurdle(step: int) -> None:
+        time.sleep(600.0 if context.world.rank == 1 and step == 5 else 0.0)
+
+    return _train(context, hurdle, agrees=True)
 
 
 def train_at_a_crawl(context: RankContext) -> dict[str, Any]:
@@ -345,7 +399,9 @@ class _Beside:
         self.look()
 
 
-def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: Any = lambda: None) -> dict[str, Any]:
+def _train(
+    context: RankContext, hurdle: Any, checkpoint: Any = None, finish: Any = lambda: None, agrees: bool = False
+) -> dict[str, Any]:
     world, control = context.world, context.control
     print(f"process {os.getpid()} under {os.getppid()}", flush=True)
     config = TrainConfig.from_json(context.payload["config"])
@@ -364,8 +420,13 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
         if world.is_leader:
             row = {"kind": "step", "step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}
             control.notify("metrics", rows=[row])
-        if done % int(config.checkpoint_every) == 0 or done == total:
+        leaves = False
+        if agrees:  # in place of the control word of an exchange
+            leaves = any(flag for _, flag in control.rendezvous("", control.leaving.is_set()))
+        if done % int(config.checkpoint_every) == 0 or done == total or leaves:
             (checkpoint or _checkpoint)(context, config, str(place["staging"]), done, weights)
+        if leaves and done < total:
+            return {"left": True, "steps": done}
     finish()
     if world.is_leader:
         url = join(staged_model(str(place["staging"])), "model.bin")

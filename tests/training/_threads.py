@@ -7,6 +7,8 @@ arithmetic and the seed are set here once, and models are built one after anothe
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,17 +36,27 @@ from training.run.paths import RunPaths
 from training.run.result import RunResult
 from training.world import World
 
+LEAVE_AFTER: dict[int, Callable[[], object]] = {}
+"""Set by a test: after such a step the last rank is asked to leave, once the function is called."""
+
 
 class Control:
     """The control client of a thread: requests are calls of the driver's handler."""
 
     host = "127.0.0.1"
 
-    def __init__(self, rank: int, handler: Handler | None) -> None:
-        self._rank, self._handler = rank, handler
+    def __init__(self, rank: int, handler: Handler | None, num_ranks: int) -> None:
+        self._rank, self._handler, self._num_ranks = rank, handler, num_ranks
+        self.leaving, self.saving = threading.Event(), threading.Event()
 
     def beat(self, step: int, phase: str) -> None:
-        """Nothing watches."""
+        """Nothing watches, but a rank is asked to leave by `LEAVE_AFTER`."""
+        if self._rank == self._num_ranks - 1 and step in LEAVE_AFTER:
+            LEAVE_AFTER.pop(step)()
+            self.leaving.set()
+
+    def reads(self, what: str) -> None:
+        """Threads share one life."""
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
         """The handler's answer."""
@@ -79,27 +91,32 @@ def run_threads(
     import keras
 
     from training.profiling.profile_rank import ProfileRank
-    from training.rank.fit import Fit
+    from training.rank.runtime import fit_of
     from training.results import evaluate_rank, export_run, predict_rank
+    from training.strategies.server import Server
 
-    makers: dict[str, Any] = {"training.rank.runtime:main": Fit, "training.profiling.profile:main": ProfileRank}
     config = TrainConfig.from_json(task.payload["config"])
+    makers: dict[str, Any] = {"training.rank.runtime:main": fit_of(config)}
+    makers["training.profiling.profile:main"] = ProfileRank
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
     fits: list[Any] = []
-    for comm in comms:
+    servers = config.num_servers if task.entry in makers else 0
+    for comm in comms[: num_ranks - servers]:
         keras.utils.clear_session()
         set_precision(config.precision)
         keras.utils.set_random_seed(config.seed)
-        world = World.local(comm.rank, num_ranks, generation)
-        context: Any = Context(world, Control(comm.rank, handler), task.payload, comm)
+        world = World.local(comm.rank, num_ranks - servers, generation)
+        context: Any = Context(world, Control(comm.rank, handler, num_ranks - servers), task.payload, comm)
         contexts.append(context)
         if task.entry in makers:
             fits.append(makers[task.entry](context, config))
 
     def one(comm: Communicator) -> dict[str, Any]:
         try:
+            if comm.rank >= len(contexts):
+                return Server(comm, len(contexts), config.staleness or 0, lambda step, phase: None).run()
             if not fits:
                 others = {"training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
                 return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank], config)

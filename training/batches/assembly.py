@@ -9,7 +9,7 @@ when each lane has been read up to its end. Decision 074.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.encode.transforms import ArrayPlan, Lists
-from training.batches.decode import BYTES_AT_ONCE, ROWS_AT_ONCE, DecodedRows, RowDecoder
+from training.batches.decode import (
+    BYTES_AT_ONCE,
+    ROWS_AT_ONCE,
+    DecodedRows,
+    RowDecoder,
+    decoded_steps,
+    record_location,
+)
 from training.batches.kernels import PAIR_BYTES
 from training.plan.epoch_plan import EpochPlan
 from training.plan.order import Run
@@ -191,13 +198,15 @@ class Assembly:
 
     Memory: a window and a strip of each lane after the first step of its encoding (all strips together STRIPS_BYTES),
     the same again loaded ahead, BYTES_AT_ONCE of records, and one or two blocks for each lane in formats that are read
-    by whole blocks. `at` says what is being read, for error messages. Not thread-safe.
+    by whole blocks. `at` says what is being read, for error messages. `reads` is called with what is read or decoded
+    next, and with "" after it. Not thread-safe.
     """
 
     def __init__(
         self, plan: EpochPlan, reader: SplitReader, encoder: Encoder, lanes: Sequence[int], chunk_steps: int
     ) -> None:
         self.at = "the first batch"
+        self.reads: Callable[[str], None] = lambda what: None
         self._plan, self._reader, self._encoder, self._chunk_steps = plan, reader, encoder, chunk_steps
         self._each = plan.global_batch // plan.lanes
         self._rows = self._each * len(lanes)
@@ -244,7 +253,9 @@ class Assembly:
         while self._load(stop, last_step):
             continue
         chunk, rows = self._chunks[number], slice(skip * self._rows, (skip + stop - self.step) * self._rows)
+        self.reads(decoded_steps(self.step, stop))
         late = self._encoder.late(chunk.columns(rows))
+        self.reads("")
         steps, self.step = stop - self.step, stop
         for old in [old for old in self._chunks if (old + 1) * self._chunk_steps <= stop]:
             del self._chunks[old]
@@ -281,10 +292,14 @@ class Assembly:
         def about(number: int) -> None:
             step = max(self.step, strips[number].pieces[0].first // self._each)
             self.at = f"lane {strips[number].lane} of split `{self._plan.split}` at step {step}"
+            run = strips[number].run
+            place = record_location(self._reader, run.shard, run.first_record)
+            self.reads(f"{place} and the {run.count - 1} records after it")
 
         decoded = self._decoder.load([strip.run for strip in strips], about)
         self._hint(streams, last_step)
         self._put(strips, decoded)
+        self.reads("")
         return True
 
     def _hint(self, streams: Sequence[LaneStream], last_step: int) -> None:

@@ -2,6 +2,7 @@
 
 A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
 0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows are in step order, within a step in lane order.
+Of a federated run, step is the round, epoch the client's local epoch, and rows are in the order of training.
 In a mixture, a fourth column is the number of the sample's dataset (from 0), and the epoch is that dataset's own.
 """
 
@@ -38,9 +39,13 @@ class AuditLog:
 
     def add(self, batch: Batch) -> None:
         """Add a batch; batch n (from 0) is that of optimizer step n + 1."""
+        # Copies: a view would keep the features of all that was read ahead in memory.
+        self.add_rows(batch.step + 1, batch.epochs.copy(), batch.sample_ids.copy())
+
+    def add_rows(self, step: int, epochs: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        """Add all rows (n,) of optimizer step `step`."""
         with self._lock:
-            # Copies: a view would keep the features of all that was read ahead in memory.
-            self._batches[batch.step + 1] = (batch.epochs.copy(), batch.sample_ids.copy())
+            self._batches[step] = (epochs, ids)
 
     def take(self, step: int) -> bytes:
         """The CSV of all rows up to optimizer step `step` since the last call."""

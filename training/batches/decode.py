@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,8 +23,12 @@ from training.reading.reader import SplitReader
 
 def record_location(reader: SplitReader, shard: int, record: int) -> str:
     """Names a record of a shard in an error: file, record and block (in Parquet: row group and its row)."""
-    url = reader.stored[shard][1]
-    block, row = divmod(record, reader.table.block_records)
+    return record_words(reader.stored[shard][1], record, reader.table.block_records)
+
+
+def record_words(url: str, record: int, block_records: int) -> str:
+    """As `record_location`, by the shard's URL."""
+    block, row = divmod(record, block_records)
     within = f"row group {block}, row {row}" if url.endswith(".parquet") else f"block {block}"
     return f"{url}, record {record} ({within})"
 
@@ -37,13 +42,33 @@ def located(error: DataError, location: str) -> DataError:
 
 def batch_row_location(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, row: int) -> str:
     """File and record of row `row` of a rank's batches, counted from the first row of batch `step`."""
+    run = batch_row(plan, lanes, step, row)
+    return record_location(reader, run.shard, run.first_record)
+
+
+def batch_row(plan: EpochPlan, lanes: range, step: int, row: int) -> Run:
+    """The record of such a row, by the plan alone."""
     each = plan.global_batch // plan.lanes
     steps, within = divmod(row, len(lanes) * each)
     lane, number = divmod(within, each)
     n = (step + steps) * each + number
     ((epoch, positions),) = plan.lane_positions(lanes[lane], n, n + 1)
     (run,) = plan.runs(epoch, int(positions[0]), int(positions[0]) + 1)
-    return record_location(reader, run.shard, run.first_record)
+    return run
+
+
+_STEPS = "the rows of batches {} to {}"  # counted from 0
+
+
+def decoded_steps(start: int, stop: int) -> str:
+    """Names the rows of batches start..stop-1 as what a rank decodes; `steps_decoded` is the inverse."""
+    return _STEPS.format(start, stop - 1)
+
+
+def steps_decoded(what: str) -> range | None:
+    """The batches that `decoded_steps` named; None for another text."""
+    found = re.fullmatch(_STEPS.format(r"(\d+)", r"(\d+)"), what)
+    return None if found is None else range(int(found[1]), int(found[2]) + 1)
 
 
 def ordered_row_location(reader: SplitReader, row: int) -> str:

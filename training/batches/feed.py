@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,9 +54,10 @@ class Batch:
 class RankFeed:
     """The batches of one rank, from any step on; earlier ones are not read.
 
-    `groups` are the lane groups of ghost BatchNorm; each is owned by one rank. Raises ConfigError for more ranks than
-    lanes or groups. Memory: that of training.batches.assembly, and three chunks of encoded batches: together at most
-    `encoded_ahead_bytes`, and at most 24 MiB unless three batches are larger.
+    `groups` are the lane groups of ghost BatchNorm; each is owned by one rank. `shares`: the lanes of each rank
+    (None: even). Raises ConfigError for more ranks than lanes or groups. Memory: that of training.batches.assembly,
+    and three chunks of encoded batches: together at most `encoded_ahead_bytes`, and at most 24 MiB unless three
+    batches are larger.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RankFeed:
         start_step: int = 0,
         *,
         groups: int | None = None,
+        shares: Sequence[int] | None = None,
         encoded_ahead_bytes: int = ENCODED_AHEAD_BYTES,
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -79,16 +81,23 @@ class RankFeed:
                 next_step="Open the reader on the plan's split.",
             )
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
-        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
-        self.rows = plan.rows(world.rank, world.num_ranks, groups)
+        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups, shares)
+        self.rows = plan.rows(world.rank, world.num_ranks, groups, shares)
         chunk_bytes = min(_CHUNK_BYTES, encoded_ahead_bytes // _CHUNKS_IN_MEMORY)
         chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
         self._chunk_steps = max(1, chunk_rows // self.rows)
         self._assembly = Assembly(plan, reader, encoder, self.lanes, self._chunk_steps)
         self._reader = reader
         self._reported: set[int | None] = set()  # sample ids of bad images
+        self._bad: Callable[[str], None] = lambda words: print(f"weight 0: {words}", flush=True)
         self._deadline_s = deadline_s
         self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
+
+    def watch(self, reads: Callable[[str], None], bad: Callable[[str], None]) -> None:
+        """Call `reads` with what is read or decoded next, and with "" after it; it must be quick. Call `bad` once with
+        the words for each image that is skipped.
+        """
+        self._assembly.reads, self._bad = reads, bad
 
     @property
     def chunk_steps(self) -> int:
@@ -132,7 +141,7 @@ class RankFeed:
         for bad in encoded.bad:
             if bad.sample_id not in self._reported:
                 self._reported.add(bad.sample_id)
-                print(f"weight 0: {bad.at(self._location(step, bad)).what} ({bad.detail})", flush=True)
+                self._bad(f"{bad.at(self._location(step, bad)).what} ({bad.detail})")
 
         def cut(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             # (steps * n_r, ...) -> (steps, n_r, ...): iterating over it takes half the time of slicing
@@ -227,12 +236,13 @@ class MixedFeed:
         start_step: int = 0,
         *,
         groups: int | None = None,
+        shares: Sequence[int] | None = None,
         encoded_ahead_bytes: int = ENCODED_AHEAD_BYTES,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
-        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
-        self.rows = plan.rows(world.rank, world.num_ranks, groups)
+        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups, shares)
+        self.rows = plan.rows(world.rank, world.num_ranks, groups, shares)
         self._feeds = [
             RankFeed(
                 part,
@@ -241,6 +251,7 @@ class MixedFeed:
                 world,
                 start_step,
                 groups=groups,
+                shares=shares,
                 encoded_ahead_bytes=encoded_ahead_bytes * part.global_batch // plan.global_batch,
                 deadline_s=deadline_s,
             )
@@ -249,6 +260,11 @@ class MixedFeed:
         # Each dataset's rows among a lane's rows in a batch.
         ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()
         self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def watch(self, reads: Callable[[str], None], bad: Callable[[str], None]) -> None:
+        """As of a RankFeed. The datasets are read at the same time: the last call counts."""
+        for feed in self._feeds:
+            feed.watch(reads, bad)
 
     @property
     def chunk_steps(self) -> int:

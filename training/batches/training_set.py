@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from training.plan.epoch_plan import EpochPlan
 from training.plan.make_plan import plan_from
 from training.plan.mixture import MixedPlan, Plan
 from training.plan.order import Run
+from training.reading.bad_records import BadRecords, Skipped
 from training.reading.open import OpenSplit
 from training.reading.reader import ReadOptions, SplitReader
 from training.world import World
@@ -72,6 +73,16 @@ class TrainingSet:
         skips = self.encoder.skipping_bad_images()
         return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
 
+    def skipping_bad_records(self, report: Callable[[BadRecords], None]) -> Self:
+        """The same set, but records that cannot be decoded, and images, get weight 0; `report` is called once for each
+        record or block. Raises ConfigError if samples have no weight.
+        """
+        skipped = Skipped(report)
+        for reader in self.readers:
+            reader.skip_bad_records(skipped)
+        skips = self.encoder.skipping_bad_records(skipped.words)
+        return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
+
     @property
     def encoder(self) -> Encoder:
         """The encoder of all samples."""
@@ -86,11 +97,11 @@ class TrainingSet:
         """The plan that `identity`, read from the file `where`, describes. Raises as plan_from does."""
         return plan_from(identity, self.manifest, where)
 
-    def feed(self, plan: Plan, world: World, *, groups: int | None = None) -> Feed:
-        """A rank's batches."""
+    def feed(self, plan: Plan, world: World, *, groups: int | None = None, shares: Sequence[int] | None = None) -> Feed:
+        """A rank's batches; `shares` are the lanes of each rank (None: even)."""
         if isinstance(plan, MixedPlan):
-            return MixedFeed(plan, self.readers, self.encoder, world, groups=groups)
-        return RankFeed(plan, self.readers[0], self.encoder, world, groups=groups)
+            return MixedFeed(plan, self.readers, self.encoder, world, groups=groups, shares=shares)
+        return RankFeed(plan, self.readers[0], self.encoder, world, groups=groups, shares=shares)
 
     def audit_log(self, plan: Plan, rows: int) -> AuditLog:
         """The audit of the batches of a rank of `rows` rows."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,16 @@ DTYPES = (*(np.dtype(name) for name in ("uint8", "int32", "int64")), *FLOATS)
 CALL_DEADLINE_S = 600.0  # a slow rank has not failed: tracing, restoring or a slow batch can take minutes
 MAX_GATHERED_BYTES = 64 << 20  # of one rank in all_gather_bytes: metadata, not tensors
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
+
+
+class LinkUse(NamedTuple):
+    """How a connection was used in one direction, from this rank; both are 0 where the system does not count it."""
+
+    seconds: float
+    """In which bytes were under way: sent, and not yet acknowledged by the other host, which took some. Long where the
+    link is slow."""
+    bytes: float
+    """That were acknowledged."""
 
 
 class Communicator(ABC):
@@ -98,6 +108,10 @@ class Communicator(ABC):
         through the memory of a host is not counted.
         """
         return 0
+
+    def links(self) -> dict[int, LinkUse]:
+        """The use so far of the connection to each rank that this one has one to, over the network."""
+        return {}
 
     @property
     def on_host(self) -> Communicator:
@@ -285,6 +299,16 @@ def check_group(ranks: Sequence[int], rank: int, num_ranks: int) -> tuple[int, .
     if len(set(members)) != len(members) or rank not in members:
         raise ValueError(f"group got ranks {members}; allowed are different ranks, with this one, {rank}, among them")
     return members
+
+
+def links_of(each: Iterable[Mapping[int, LinkUse]]) -> dict[int, LinkUse]:
+    """The sums of several `links`."""
+    found: dict[int, LinkUse] = {}
+    for one in each:
+        for peer, use in one.items():
+            sum_s, sum_bytes = found.get(peer, LinkUse(0.0, 0.0))
+            found[peer] = LinkUse(sum_s + use.seconds, sum_bytes + use.bytes)
+    return found
 
 
 class SoloCommunicator(Communicator):

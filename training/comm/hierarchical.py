@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from lockstep.storage.errors import CommunicationError
 from training.comm.base import (
     Communicator,
+    LinkUse,
     Op,
     check_buffer,
     check_parts,
     check_peer,
     check_rank,
     divide_by_ranks,
+    links_of,
     part_bounds,
 )
 from training.comm.comm_plan import HIERARCHICAL
@@ -138,6 +140,9 @@ class HierarchicalCommunicator(Communicator):
     @property
     def sent_bytes(self) -> int:
         return sum(level.sent_bytes for level in self._levels())
+
+    def links(self) -> dict[int, LinkUse]:
+        return links_of(level.links() for level in self._levels() if level is not self._inner)
 
     def _in_turn(self, buf: NDArray[Any], op: Op) -> None:
         if self._inner is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator, Op, check_buffer
+from training.comm.base import Communicator, LinkUse, Op, check_buffer
 
 PAIR_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
 
@@ -50,6 +50,9 @@ class TreeSums(Communicator):
     @property
     def sent_bytes(self) -> int:
         return self._all.sent_bytes
+
+    def links(self) -> dict[int, LinkUse]:
+        return self._all.links()
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError, LockstepError
+from training.control.last_words import LastWords
 from training.control.protocol import (
     SESSION,
     STARTING,
@@ -61,9 +62,22 @@ class ControlClient:
     `host` is the address at which other ranks reach this one. Thread-safe.
     """
 
-    def __init__(self, channel: Channel, host: str, beat_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        host: str,
+        beat_s: float = 1.0,
+        leaving: threading.Event | None = None,
+        last_words: LastWords | None = None,
+    ) -> None:
         self.host = host
+        self.last_words = last_words
+        """What the supervisor reports if this process dies; None: nothing."""
         self.lost = threading.Event()
+        self.leaving = leaving or threading.Event()
+        """Set when all ranks are to write a checkpoint and end: by the driver, or by a signal to this rank."""
+        self.saving = threading.Event()
+        """Set when the driver asks for a checkpoint; the rank clears it when it has passed that on."""
         self._channel, self._beat_s = channel, beat_s
         self.step, self.phase = 0, STARTING
         self._entered_at = 0  # the step at which this phase began
@@ -93,8 +107,15 @@ class ControlClient:
         if phase != self.phase:
             self._entered_at = step
         self.step, self.phase = step, phase
+        if self.last_words is not None:
+            self.last_words.did(step)
         if news:
             self._news.set()
+
+    def reads(self, what: str) -> None:
+        """Record what this rank reads or decodes now, "" for nothing: it is named if this kills the process."""
+        if self.last_words is not None:
+            self.last_words.reads(what)
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
         """Send a request to the driver and wait for its reply.
@@ -162,6 +183,10 @@ class ControlClient:
                         box = self._waiting.get(document["id"])
                     if box is not None:
                         box.put(document)
+                elif tag is Tag.LEAVE:
+                    self.leaving.set()
+                elif tag is Tag.SAVE:
+                    self.saving.set()
         except LockstepError:
             pass  # the requests that wait, and later ones, raise it: see below
         finally:
@@ -189,6 +214,8 @@ class SupervisorClient:
 
     def __init__(self, connect: Callable[[], Channel], lost_s: float) -> None:
         self.stop = threading.Event()
+        self.stacks = threading.Event()
+        """Set when the driver asks where the rank's threads are."""
         self.dead = threading.Event()
         self._connect, self._lost_s = connect, lost_s
         self._channel = connect()
@@ -223,6 +250,8 @@ class SupervisorClient:
                 self._last = time.monotonic()
                 if tag is Tag.STOP:
                     self.stop.set()
+                elif tag is Tag.STACKS:
+                    self.stacks.set()
                 continue
             except LockstepError:
                 pass  # reconnect below, as long as the driver may come back

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lockstep.storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
-from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING, is_final
+from training.control.protocol import HOROVOD, OPENING, SCRIPT, SERVER, STARTING, is_final
 from training.control.task import Limits
 
 # How native code ends a process. Arrow aborts on some Parquet footers that were forged together with their digests.
@@ -17,6 +17,7 @@ _LOOK_AT_DATA = (
     " Native code ended it, which forged bytes can cause: `python -m jobs.verify DATASET` names a shard that is at"
     " fault."
 )
+_LOOK_AT_SLOTS = " Under Spark, a stage starts when all its slots are free: look whether other jobs' tasks hold them."
 _WAIT_LONGER = " If hosts pause or swap for that long, raise jobs.train --heartbeat-limit."
 
 
@@ -63,6 +64,10 @@ class RankState:
     """Of a result that has not arrived completely."""
     tail: list[str] = field(default_factory=list)
     marks: Marks = field(default_factory=Marks)
+    stacks: str = ""
+    """Of its threads, when they were last asked for."""
+    reading: str = ""
+    """What it was reading or decoding when its process ended."""
 
     def moves_to(self, step: int, phase: str, now: float) -> bool:
         """Record the progress that the rank reports; True at its first step, which is a step within a phase."""
@@ -102,6 +107,9 @@ class Failure:
 class LauncherError(TrainingFailedError):
     """A Spark stage or a supervisor failed; the failure of a rank, if there is one, says more."""
 
+    host: str | None = None
+    """Where an executor was lost with its supervisors, if that is the cause."""
+
 
 class LauncherGoneError(LauncherError):
     """Spark's Java process has ended, so this process cannot launch ranks again."""
@@ -109,6 +117,14 @@ class LauncherGoneError(LauncherError):
 
 class MemoryKillError(LauncherError):
     """An executor was killed for its memory, and its ranks with it."""
+
+
+class PreemptedError(LauncherError):
+    """The cluster manager took executors away for others: no failure of the run."""
+
+
+class NotLeftError(TrainingFailedError):
+    """Ranks that were to write a checkpoint and leave were ended without one."""
 
 
 class RankFailedError(TrainingFailedError):
@@ -131,8 +147,11 @@ class RankFailedError(TrainingFailedError):
             + ("." if of_script else then),
         )
         self.alike = alike
+        self.executor_host: str | None = None
+        """Spark's name of its host, which may be another one than `host`."""
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
-        self.tail = list(state.tail)
+        self.tail, self.reading, self.weight = list(state.tail), state.reading, failure.weight
+        self.process_code = state.exit_code
 
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none arrived)"
@@ -170,17 +189,22 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return Failure(state, f"its process has been stopped by a signal for {limits.stopped_s:.0f} s", Weight.SILENT)
     if state.joined_at is None:
         if now - started > limits.start_s:
-            return Failure(state, f"it did not connect within {limits.start_s:.0f} s of the start", Weight.SILENT)
+            reason = f"it did not connect within {limits.start_s:.0f} s of the start"
+            return Failure(state, reason, Weight.SILENT, _LOOK_AT_SLOTS)
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
     # Importing TensorFlow and loading kernels block the interpreter for tens of seconds on a busy machine: the start
-    # limit applies then.
-    starting = state.phase in (STARTING, OPENING) and now - started <= limits.start_s
+    # limit applies then, since the rank last moved: one that joined late, or is slow, still has all of it.
+    starting = state.phase in (STARTING, OPENING) and now - max(started, state.moved_at) <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
         return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT, _WAIT_LONGER)
     # A script's own output is progress; a script that never calls other ranks blocks none of them.
-    if state.phase != SCRIPT and now - max(state.moved_at, state.spoke_at) > limits.stall_s:
+    if (
+        state.phase != SCRIPT
+        and not state.phase.startswith(SERVER)
+        and now - max(state.moved_at, state.spoke_at) > limits.stall_s
+    ):
         return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)
     return None
 

@@ -51,6 +51,7 @@ STARTING = "start"  # a rank's phase until it reports another
 OPENING = "open the dataset"  # after that; it loads compiled kernels
 SCRIPT = "script"  # a user's script that has not called other ranks: it makes no steps, and may be silent for hours
 HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
+SERVER = "server"  # the beginning of a parameter server's phase: it waits for ranks, which are watched themselves
 SESSION = 0  # in place of a generation, in the handshake of a supervisor with the roster
 
 
@@ -79,6 +80,9 @@ class Tag(IntEnum):
     ORDER = 13  # roster -> supervisor: a sealed order for one generation
     IDLE = 14  # supervisor -> roster: the order is done, all processes of its rank have ended
     END = 15  # roster -> supervisor: no order follows
+    LEAVE = 16  # driver -> rank: write a checkpoint and end; supervisor -> driver: it was asked to end
+    SAVE = 17  # driver -> rank: write a checkpoint and train on
+    STACKS = 18  # driver -> supervisor: where are your rank's threads; supervisor -> driver: their stacks
 
 
 class Channel:

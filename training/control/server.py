@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,16 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, all_alike, failure_of
+from training.control.failures import (
+    Failure,
+    LauncherError,
+    NotLeftError,
+    RankFailedError,
+    RankState,
+    Weight,
+    all_alike,
+    failure_of,
+)
 from training.control.listener import Listener
 from training.control.protocol import (
     HOROVOD,
@@ -32,6 +42,7 @@ PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # neighbours of a dead rank sometimes report first: wait for the cause
 SAME_S = 3.0  # before the first step all ranks may raise the same error: a mistake in a user's model
 UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
+STACKS_S = 3.0  # for supervisors to send the stacks of their ranks, before all are stopped
 EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
 """answer(rank, kind, fields) -> reply."""
@@ -66,6 +77,19 @@ class Handler:
     def overtaken(self) -> BaseException | None:
         """The error with which the launch must end, since another driver has taken over; asked every 0.2 s."""
         return None
+
+    def leave(self) -> float | None:
+        """The seconds in which all ranks must have written a checkpoint and ended, maybe infinitely many; None while
+        they train on. Asked every 0.2 s.
+        """
+        return None
+
+    def orders(self) -> Sequence[Tag]:
+        """What all ranks are to be asked now: SAVE, a checkpoint; STACKS. Asked every 0.2 s; each is returned once."""
+        return ()
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        """A supervisor has sent the stacks of its rank's threads."""
 
 
 class Rendezvous:
@@ -144,6 +168,14 @@ class Answers:
         self._rendezvous.abort(reason)
 
 
+def not_begun(handler: Handler) -> NotLeftError | None:
+    """The error of a launch without a step whose ranks must leave soon; None while they need not."""
+    grace_s = handler.leave()
+    if grace_s is None or math.isinf(grace_s):
+        return None
+    return NotLeftError("ranks were ended before their first step, which had nothing to save")
+
+
 class ControlServer:
     """Serves one launch of one generation; used as a context manager, which stops the ranks at its end."""
 
@@ -167,6 +199,8 @@ class ControlServer:
         self._answers = Answers(self._handler, num_ranks, self._fault_of_handler)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
+        self._asked_to_leave = False
+        self._leave_by: float | None = None
         self._started = time.monotonic()
         self.failed_at: float | None = None
         """When the failure that ended the launch was first seen (monotonic seconds)."""
@@ -215,6 +249,10 @@ class ControlServer:
                 now = time.monotonic()
                 if self._fault is None:
                     self._fault = self._handler.overtaken()
+                if self._fault is None and (grace_s := self._handler.leave()) is not None:
+                    self._let_leave(now, grace_s)
+                for order in self._handler.orders():
+                    self._order(order)
                 failures = self._failures(now)
                 if self._fault is None and not failures:
                     # No failure, or none any more: a silent rank was heard again before anything was done.
@@ -232,6 +270,8 @@ class ControlServer:
                         return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
         first = min(failures, key=lambda failure: failure.weight) if failures else None
+        if first is not None and first.weight is Weight.SILENT:
+            self._look_where_they_are()
         self.stop(first.reason if first else str(self._fault))
         # A lost executor ends its rank and the launcher's stage: the rank's own error says more than the stage's.
         if self._fault is not None and (first is None or not isinstance(self._fault, LauncherError)):
@@ -260,6 +300,38 @@ class ControlServer:
             # Supervisors whose connection is lost are not waited for: their hosts are gone, and their ranks with them.
             while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
                 self._changed.wait(0.2)
+
+    def _let_leave(self, now: float, grace_s: float) -> None:
+        """Ask the ranks to leave, once; ranks that make no step, or need longer than `grace_s`, are ended."""
+        if not any(state.marks.first_step_at for state in self._states):
+            self._fault = not_begun(self._handler)
+            return
+        self._ask_to_leave()
+        if self._leave_by is None and math.isfinite(grace_s):
+            self._leave_by = now + grace_s
+        if self._leave_by is not None and now > self._leave_by:
+            where = ", ".join(f"rank {s.rank}: step {s.step}, {s.phase}" for s in self._states if s.result is None)
+            self._fault = NotLeftError(f"ranks wrote no checkpoint within {grace_s:g} s ({where})")
+
+    def _order(self, order: Tag) -> None:
+        with self._changed:
+            channels = dict(self._ranks if order is Tag.SAVE else self._supervisors)
+        for channel in channels.values():
+            try_send(channel, order, {})
+
+    def _look_where_they_are(self) -> None:
+        """Have the stacks of all ranks added to their logs, whose last lines the error of a stalled rank shows."""
+        self._order(Tag.STACKS)
+        end = time.monotonic() + STACKS_S
+        with self._changed:
+            while time.monotonic() < end and not all(self._states[rank].stacks for rank in self._supervisors):
+                self._changed.wait(0.2)
+
+    def _ask_to_leave(self) -> None:
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
+            for channel in self._ranks.values():
+                try_send(channel, Tag.LEAVE, {})
 
     def _fault_of_handler(self, error: BaseException) -> None:
         if not self._stopping:
@@ -347,6 +419,8 @@ class ControlServer:
         try:
             while True:
                 tag, document = channel.receive()
+                if tag is Tag.STACKS:
+                    self._handler.on_stacks(rank, str(document["text"]))
                 if tag is Tag.OUTPUT:
                     self._handler.on_output(rank, [str(line) for line in document["lines"]])
                 with self._changed:
@@ -358,8 +432,14 @@ class ControlServer:
                         state.host, state.pid = str(document["host"]), int(document["pid"])
                         state.marks.started_at = state.marks.started_at or time.monotonic()
                         state.phase = "starting" if state.joined_at is None else state.phase
+                    elif tag is Tag.LEAVE:
+                        self._ask_to_leave()
+                    elif tag is Tag.STACKS:
+                        state.stacks = str(document["text"])
                     elif tag is Tag.EXIT:
                         state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]
+                        state.step = max(state.step, int(document.get("step", 0)))
+                        state.reading = str(document.get("reading", ""))
                     self._changed.notify_all()
         except CommunicationError:
             pass  # it may reconnect; if not, its rank ends too, and its own connection shows that

@@ -30,6 +30,9 @@ class RankTask:
     """Whether each line that a rank prints is sent to the driver's `Handler.on_output`."""
     tls: bool = False
     """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
+    leaves: bool = False
+    """Whether ranks can write a checkpoint and end on request: then a SIGTERM that is not their supervisor's asks all
+    of them to."""
 
     def __post_init__(self) -> None:
         module, _, function = self.entry.partition(":")

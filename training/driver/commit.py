@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lockstep.storage.dataset.layout import safe_relative
@@ -17,21 +17,26 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
-from training.config import Keep, check_metric
+from training.control.protocol import Tag
 from training.control.server import Handler
+from training.driver.balance import Balancer
 from training.driver.live import RunProgress
+from training.driver.memory_watch import MemoryWatch
 from training.driver.retention import MetricValues, empty_trash, retire
+from training.driver.status import Board
+from training.driver.stragglers import Stragglers
 from training.launch.executors import ExecutorMemory
+from training.rules import Keep, check_metric
 from training.run import notes
 from training.run.checkpoint_division import merge
 from training.run.comm_plans import freeze_plan
 from training.run.lineage import Checkpoint, CheckpointRef, Claim, check_newest
-from training.run.metrics import PartWriter
+from training.run.metrics import BAD_RECORD, PACE, READING, USAGE, PartWriter
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
 METRICS_LOOK_S = 1.0
-FORMAT_VERSION = 2  # of checkpoints: see training.run.checkpoint
+FORMAT_VERSION, DIFFERENCE_VERSION = 2, 3  # of checkpoints: see training.run.checkpoint
 MODEL_FORMAT_VERSION = 1
 
 
@@ -67,8 +72,9 @@ class CommitHandler:
         self._changed = threading.Condition()
 
     def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take a rank's report: {step, files, tensors, audit, state}. Returns when all ranks' checkpoint is committed.
+        """Take a rank's report: {step, files, tensors, audit, state, base}. Returns when all ranks' are committed.
 
+        `base`: None, or the step of this generation's checkpoint to which this one is the difference.
         Raises CommunicationError naming ranks that did not report in time, or the error of the commit.
         """
         step, end = int(fields["step"]), time.monotonic() + self._deadline_s
@@ -129,6 +135,10 @@ class CommitHandler:
             self._failed = self._failed or error
             self._changed.notify_all()
 
+    def newest(self) -> CheckpointRef | None:
+        """The newest committed checkpoint."""
+        return self.tip
+
     def close(self, wait_s: float) -> None:
         """Wait for a running commit; one that takes longer becomes an orphan of its generation."""
         with self._changed:
@@ -145,8 +155,9 @@ class CommitHandler:
         generation = self._claim.generation
         staged = staged_checkpoint(self._staging, step)
         audit = self._audits(reports)
+        base = reports[0].get("base")
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if base is None else DIFFERENCE_VERSION,
             "kind": "checkpoint",
             "step": step,
             "generation": generation,
@@ -158,10 +169,12 @@ class CommitHandler:
             "tensors": merge([report.get("tensors", {}) for report in reports], staged),
             "audit": audit,
             "state": reports[0].get("state", {}),
+            **({} if base is None else {"base": CheckpointRef(int(base), generation).to_json()}),
         }
         self._publish(staged, self._paths.checkpoint(step, generation), manifest)
         with self._changed:
             self.tip = CheckpointRef(step, generation)
+            self._values.know(self.tip, manifest)
             self._changed.notify_all()
         state = manifest["state"]
         if not state.get("in_epoch", True):
@@ -241,16 +254,34 @@ class RunHandler(Handler):
         overtaken: Callable[[], LockstepError | None] = lambda: None,
         memory: ExecutorMemory | None = None,
         on_epoch: Callable[[dict[str, Any]], None] = lambda row: None,
+        leave: Callable[[], float | None] = lambda: None,
+        rows: Sequence[int] = (),
+        balancer: Balancer | None = None,
+        bad_records: dict[str, int] | None = None,
+        board: Board | None = None,
     ) -> None:
         """`memory`: an executor's memory for its ranks, if enforced; rank 0 reports what a rank needs. `on_epoch` takes
-        the row of each epoch's metrics."""
+        the row of each epoch's metrics; `leave` is `Handler.leave`. `rows`: how many rows of a global batch each rank
+        has (none: 1); `balancer` takes their times. `bad_records`: the words for what ranks skip, and how many records
+        these are; `board` has requests to the ranks."""
         super().__init__()
+        self._leave = leave
         self._on_epoch = on_epoch
         self.commits, self._memory, self._overtaken = commits, memory, overtaken
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
+        self._board = board
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
+        self.bad_records = {} if bad_records is None else bad_records
+        self.suspects: dict[int, list[str]] = {}
+        """The sample ids (hex) of each rank's part of the batch in which a rank of the generation before died."""
         self._step, self._loss_note, self._val_note = 0, "", ""
         self._doubted: set[str] = set()  # metrics that a note was printed about
+        self._stragglers = Stragglers(rows or [1] * claim.num_ranks)
+        self._balancer = balancer
+        self._memory_watch = MemoryWatch(memory.rank_limit_mib() << 20 if memory else None)
+        self._hosts: dict[int, str] = {}
+        self._without_cache: set[str] = set()  # hosts that a note was printed about
+        self._watching = threading.Lock()
         self._bar = threading.Lock()
         self._ended = threading.Event()
         self._uploader = threading.Thread(target=self._upload, name="metrics-upload", daemon=True)
@@ -270,6 +301,19 @@ class RunHandler(Handler):
     def overtaken(self) -> LockstepError | None:
         """The error with which the launch must end."""
         return self._overtaken()
+
+    def leave(self) -> float | None:
+        """The seconds in which the ranks must leave; None while they train on."""
+        return self._leave()
+
+    def orders(self) -> Sequence[Tag]:
+        """What `Handler.orders` says."""
+        return () if self._board is None else self._board.orders()
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        """Hand a rank's stacks on to the process that asked."""
+        if self._board is not None:
+            self._board.stacks(rank, text)
 
     def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer one request or take one notice. Raises CommunicationError for an unknown kind."""
@@ -295,6 +339,9 @@ class RunHandler(Handler):
             if near is not None:
                 print(near, file=sys.stderr, flush=True)
             return {}
+        if kind == "suspect":
+            self.suspects[rank] = fields["samples"]
+            return {}
         if kind == "comm_plan":
             fs = filesystem(self._paths.root)
             url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
@@ -303,7 +350,7 @@ class RunHandler(Handler):
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
-            allowed="restore, checkpoint, metrics, model, comm_plan, memory",
+            allowed="restore, checkpoint, metrics, model, comm_plan, memory, suspect",
             next_step="Ship one version to ranks and driver.",
         )
 
@@ -315,7 +362,11 @@ class RunHandler(Handler):
 
     def _take_metrics(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
+            if row["kind"] == PACE:
+                self._watch(row)
+                continue
             self._metrics.add(canonical_bytes(row).decode())
+            self._watch(row)
             if row["kind"] == "epoch":
                 self._doubt(row)
                 val_loss = row["metrics"].get("val_loss")
@@ -330,6 +381,38 @@ class RunHandler(Handler):
                 if row["kind"] == "epoch":  # the last one follows the last step
                     self._step = max(self._step, row["step"])
                     self._progress.set(self._step, self._note())
+
+    def _watch(self, row: dict[str, Any]) -> None:
+        """Print a note on a rank that slows the others down, on memory that is running out, and on a full cache."""
+        with self._watching:
+            if row["kind"] == READING and "cache_failure" in row:
+                self._note_cache(row["host"], row["cache_failure"])
+            if row["kind"] == "time" and self._balancer is not None and (move := self._balancer.add(row)) is not None:
+                notes.show([move.note()])
+            if row["kind"] == USAGE:
+                self._hosts[row["rank"]] = row["host"]
+                notes.show(self._memory_watch.add(row, time.monotonic()))
+            elif row["kind"] == BAD_RECORD and row["what"] not in self.bad_records:
+                self.bad_records[row["what"]] = row.get("records", 1)
+                if len(self.bad_records) <= notes.NAMED:
+                    notes.show([f"weight 0: {row['what']}; next: restore the file, or build the dataset again"])
+            elif row["kind"] == PACE and (found := self._stragglers.add(row)) is not None:
+                host = self._hosts.get(found.rank, "an unknown host")
+                slow = found.to_row(row["step"], host)
+                self._metrics.add(canonical_bytes(slow).decode())
+                with self._bar:
+                    self._progress.add(slow)
+                notes.show([found.note(host)])
+
+    def _note_cache(self, host: str, failure: str) -> None:
+        if host not in self._without_cache:
+            self._without_cache.add(host)
+            notes.show(
+                [
+                    f"the cache on {host} takes no more blocks ({failure}), and the ranks there read them from the "
+                    "dataset; next: free space on that disk before the next start, or lower --cache-bytes"
+                ]
+            )
 
     def _note(self) -> str:
         return ", ".join(filter(None, [self._loss_note, self._val_note]))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.progress import Progress
-from training.config import VALIDATION, TrainConfig
+from training.config import TrainConfig
+from training.rules import VALIDATION
 from training.run.metrics import read_history
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class InNotebook:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self._show("done", draw=True)
-        elif isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
             self._show("interrupted; the same call resumes the run", draw=True)
         else:
             self._show(f"ended by {type(error).__name__}", draw=True)

@@ -177,11 +177,7 @@ class Lease:
                 log.warning("the lease was not rewritten: %s", error.what)
 
     def _read(self) -> dict[str, Any] | None:
-        try:
-            document = json.loads(self._fs.read_bytes(self._url))
-        except (NotFoundError, ValueError, RecursionError):
-            return None  # no living driver writes anything but JSON
-        return document if isinstance(document, dict) else None
+        return read_lease(self._fs, self._url)
 
     def _write(self, *, closed: bool, confirm: Callable[[], None]) -> None:
         self._counter += 1
@@ -198,6 +194,26 @@ class Lease:
         }
         with self._io:
             write_file(self._fs, self._url, canonical_bytes(document), exclusive=False, confirm=confirm)
+
+
+def read_lease(fs: FileSystem, url: str) -> dict[str, Any] | None:
+    """The content of lease.json; None if there is none, or one that no living driver writes."""
+    try:
+        document = json.loads(fs.read_bytes(url))
+    except (NotFoundError, ValueError, RecursionError):
+        return None  # no living driver writes anything but JSON
+    return document if isinstance(document, dict) else None
+
+
+def driver_lives(lease: dict[str, Any] | None) -> bool | None:
+    """Whether the driver that wrote a lease lives; None for one of another host, whose lease must be read again: a
+    living driver rewrites it every REWRITE_EVERY_S.
+    """
+    if lease is None or lease.get("closed") or _surely_dead(lease):
+        return False
+    boot = _boot_id()
+    here = boot is not None and lease.get("host") == socket.gethostname() and lease.get("boot") == boot
+    return True if here else None
 
 
 def _turn_of(lease: dict[str, Any] | None) -> int:
@@ -296,7 +312,9 @@ class Ownership:
         self._lease.check_not_lost()
         self._check_claims()
 
-    def claim(self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim | None:
+    def claim(
+        self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int, shares: tuple[int, ...] | None = None
+    ) -> Claim | None:
         """Claim the next generation, which starts from `parent`.
 
         None if a driver that this one has overtaken has just claimed it: the caller then looks up the tip again. Raises
@@ -305,7 +323,8 @@ class Ownership:
         self._lease.check_held()  # after the look-up of the newest claim: a later claim shows by its number
         self._claiming = True
         try:
-            claim = claim_next(self._fs, self._paths, parent, epochs=epochs, num_ranks=num_ranks, after=self._newest)
+            asked: dict[str, Any] = {"epochs": epochs, "num_ranks": num_ranks, "shares": shares}
+            claim = claim_next(self._fs, self._paths, parent, **asked, after=self._newest)
             self._newest = claim.generation
         except SupersededError:
             if not self._fs.exists(self._paths.lease):

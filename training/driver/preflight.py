@@ -8,17 +8,21 @@ from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute, split_url
 from training.batches.augmenting import augmentation_of, check_mixup
+from training.batches.clients import check_client_field
 from training.config import TrainConfig, lane_groups
+from training.launch.local import slots_in
 from training.models import check_name, scales_learning_rate
+from training.plan.client_plan import ClientPlan, RunPlan
 from training.plan.datasets import held_out, open_mixture, open_parts, split_of
 from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from training.plan.make_plan import make_plan
 from training.plan.mixture import Plan, steps_asked
+from training.plan.privacy import check_accountant
 from training.reading.open import load_encoder
 from training.run.paths import RunPaths
 from training.run.result import RunResult, find_result
@@ -42,11 +46,46 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
         cache_groups=config.cache_groups,
         interleave=config.interleave,
     )
+    check_ranks(plan, config)
+    units = groups or plan.lanes
+    free = not config.balance or 1 < config.num_ranks < units
+    got = f"--num-ranks {config.num_ranks} for {units} {'lane groups' if groups else 'lanes'}"
+    step = "Leave it out, or use more --lanes, with --batchnorm sync in place of lane groups."
+    require(free, "--balance, which has nothing to move,", got, "two ranks or more, and fewer than these", step)
+    check_mixup(config.augment, plan.global_batch // plan.lanes)
+    return plan
+
+
+def check_ranks(plan: Plan, config: TrainConfig) -> None:
+    """Raise ConfigError if `config.num_ranks` ranks cannot divide the plan's lanes among them."""
+    groups = lane_groups(config)
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)
     check_canonical(config, plan.lanes, groups)
-    check_mixup(config.augment, plan.global_batch // plan.lanes)
-    return plan
+
+
+def numbers_of_ranks(config: TrainConfig, plan: Plan) -> dict[int, str | None]:
+    """Each number from --min-ranks to --max-ranks: None if the run can train on so many ranks, else why it cannot.
+
+    Raises ConfigError if it can train on no other number than --num-ranks.
+    """
+    found: dict[int, str | None] = {}
+    for number in config.ranks:
+        try:
+            check_ranks(plan, replace(config, num_ranks=number))
+            found[number] = None
+        except ConfigError as error:
+            found[number] = error.got
+    usable = [number for number, why in found.items() if why is None]
+    if config.elastic and len(usable) < 2:
+        first = next((f"{number} ranks: {why}" for number, why in found.items() if why is not None), "none other")
+        raise ConfigError(
+            f"between {config.ranks[0]} and {config.ranks[-1]} ranks, this run can only train on {usable}",
+            got=f"--min-ranks {config.ranks[0]} --max-ranks {config.ranks[-1]}; {first}",
+            allowed="two numbers of ranks or more at which lanes, micro-batches and --canonical fit",
+            next_step="Widen --min-ranks to --max-ranks, or leave both out.",
+        )
+    return found
 
 
 def _check_learning_rate(config: TrainConfig) -> None:
@@ -82,9 +121,11 @@ class CheckedRun:
     config: TrainConfig
     """With absolute URLs."""
     manifest: DatasetManifest
-    plan: Plan
+    plan: RunPlan
     finished: RunResult | None
     """The result of a run that has ended already."""
+    numbers: dict[int, str | None]
+    """`numbers_of_ranks`."""
 
 
 def preflight(config: TrainConfig) -> CheckedRun:
@@ -99,7 +140,17 @@ def preflight(config: TrainConfig) -> CheckedRun:
         run=absolute(config.run),
         init_from=None if config.init_from is None else absolute(config.init_from),
     )
-    manifest, _, plan = open_and_plan(config)
+    plan: RunPlan
+    numbers: dict[int, str | None] = {config.num_ranks: None}
+    if config.is_federated:
+        manifest, encoder = open_dataset(config)
+        check_client_field(encoder.schema, str(config.clients))
+        check_accountant(config)
+        _check_learning_rate(config)
+        plan = ClientPlan.for_dataset(manifest, config)
+    else:
+        manifest, _, plan = open_and_plan(config)
+        numbers = numbers_of_ranks(config, plan)
     plan.steps(config.epochs)
     if config.validate is not None:
         check_validation(config, config.validate)
@@ -107,7 +158,9 @@ def preflight(config: TrainConfig) -> CheckedRun:
     finished = finished_result(fs, paths, config, plan) if check_run(fs, paths, config, plan) else None
     if config.init_from is not None and not fs.exists(paths.run_json):
         check_weights(config.init_from)
-    return CheckedRun(config, manifest, plan, finished)
+    if config.slots_file is not None:
+        slots_in(config.slots_file)
+    return CheckedRun(config, manifest, plan, finished, numbers)
 
 
 def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
@@ -154,6 +207,8 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
     if config.bad_images == "skip":
         encoder.skipping_bad_images()
+    if config.on_bad_record == "skip":
+        encoder.skipping_bad_records(())
     return manifest, encoder
 
 
@@ -171,7 +226,7 @@ def check_validation(config: TrainConfig, split: str) -> None:
     open_parts(config.datasets, split)
 
 
-def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> RunResult | None:
+def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> RunResult | None:
     """The result that counts, if it was asked for as many epochs and steps as the configuration asks for."""
     done = find_result(fs, paths)
     if done is None or int(done["epochs"]) < config.epochs:

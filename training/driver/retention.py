@@ -11,16 +11,16 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lockstep.storage.errors import DataError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.urls import basename, join, parent
-from training.config import BEST, Keep
+from training.rules import BEST, Keep
 from training.run.checkpoint import read_manifest
-from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
+from training.run.lineage import Checkpoint, CheckpointRef, base_ref, check_newest, checkpoints, lineage, read_claims
 from training.run.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
@@ -34,23 +34,34 @@ def metric_of(state: dict[str, Any], metric: str) -> float | None:
 
 
 class MetricValues:
-    """The metric of `Keep.best`, by checkpoint; each manifest is read once."""
+    """The metric of `Keep.best` and the base of checkpoints; each manifest is read once."""
 
     def __init__(self, keep: Keep) -> None:
         found = BEST.fullmatch(keep.best) if keep.best is not None else None
         self._metric = found["metric"] if found else None
-        self._known: dict[CheckpointRef, float | None] = {}
+        self._known: dict[CheckpointRef, tuple[float | None, CheckpointRef | None]] = {}
+
+    def know(self, ref: CheckpointRef, manifest: Mapping[str, Any]) -> None:
+        """Keep what is needed of a manifest that need not be read then."""
+        value = None if self._metric is None else metric_of(manifest["state"], self._metric)
+        self._known[ref] = value, base_ref(manifest, str(ref))
+
+    def with_bases(self, kept: set[CheckpointRef], urls: Mapping[CheckpointRef, str]) -> set[CheckpointRef]:
+        """`kept`, and the checkpoints of which some of them hold the difference."""
+        bases = (self._look(ref, urls[ref])[1] for ref in kept)
+        return kept | {base for base in bases if base is not None}
 
     def of(self, ref: CheckpointRef, url: str) -> float | None:
         """The metric of the checkpoint at `url`; None for one within an epoch, and for one that cannot be read."""
-        if self._metric is None:
-            return None
+        return None if self._metric is None else self._look(ref, url)[0]
+
+    def _look(self, ref: CheckpointRef, url: str) -> tuple[float | None, CheckpointRef | None]:
         if ref not in self._known:
             try:
-                self._known[ref] = metric_of(read_manifest(url)["state"], self._metric)
+                self.know(ref, read_manifest(url))
             except (DataError, NotFoundError) as error:
-                log.warning("checkpoint %s is not compared by %s: %s", ref, self._metric, error.what)
-                return None
+                log.warning("checkpoint %s cannot be read: %s", ref, error.what)
+                return None, None
         return self._known[ref]
 
 
@@ -63,7 +74,7 @@ def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values:
     urls = _committed(fs, paths)
     chain = lineage(read_claims(fs, paths), urls)
     judged = values or MetricValues(keep)
-    kept = keep.chosen(chain, lambda ref: judged.of(ref, urls[ref]))
+    kept = judged.with_bases(keep.chosen(chain, lambda ref: judged.of(ref, urls[ref])), urls)
     for ref in (ref for ref in chain if ref not in kept):
         check_newest(fs, paths, generation)
         _trash(fs, paths, generation, urls[ref])
@@ -85,22 +96,24 @@ def take_over(
 ) -> Checkpoint | None:
     """Tidy up after a new claim; returns the tip with its URL.
 
-    The tip is moved back out of the trash, into which an older driver's retention may have moved it since the look-up.
+    The tip and its base are moved back out of the trash, into which an older driver's retention may have moved them
+    since the look-up.
     Older trash outside the chain is deleted. Orphans (late commits of older generations) are moved into the trash, as
     are checkpoints that a paused older driver's retention would still move there: when it resumes, nothing is left to
     move.
     """
     everything = checkpoints(fs, paths)
-    if tip is not None:
-        home = paths.checkpoint(tip.ref.step, tip.ref.generation)
-        if (current := everything.get(tip.ref, home)) != home:
+    for ref in () if tip is None else (tip.base, tip.ref):
+        home = "" if ref is None else paths.checkpoint(ref.step, ref.generation)
+        if ref is not None and (current := everything.get(ref, home)) != home:
             fs.mkdirs(paths.checkpoints)
             fs.rename_new(current, home)
-            everything[tip.ref] = home
-        tip = replace(tip, url=home)
+            everything[ref] = home
+    if tip is not None:
+        tip = replace(tip, url=paths.checkpoint(tip.ref.step, tip.ref.generation))
     chain = lineage(read_claims(fs, paths), everything)
     judged = MetricValues(keep)
-    needed = keep.chosen(chain, lambda ref: judged.of(ref, everything[ref]))
+    needed = judged.with_bases(keep.chosen(chain, lambda ref: judged.of(ref, everything[ref])), everything)
     for name in _names(fs, paths.trashes):
         owner = generation_of(name)
         if owner is None or owner >= generation:

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, DiskFullError, LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from training.comm.options import CommOptions
-from training.config import TrainConfig
-from training.control.failures import LauncherGoneError, MemoryKillError, RankFailedError
+from training.config import TrainConfig, lane_groups
+from training.control.failures import LauncherGoneError, MemoryKillError, PreemptedError, RankFailedError
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
+from training.driver.balance import Balancer
 from training.driver.commit import CommitHandler, RunHandler
+from training.driver.elastic import Slots
 from training.driver.live import OnTerminal, RunProgress
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
+from training.driver.restarts import RestartPolicy
 from training.driver.retention import drop_stagings, empty_trash, take_over
+from training.driver.status import Board, OnEvent
+from training.driver.stop import StopRequest, write_stopped
 from training.launch.executors import ExecutorMemory
 from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
 from training.models import may_follow_length
-from training.plan.mixture import Plan, steps_asked
+from training.plan.client_plan import RunPlan
+from training.plan.epoch_plan import EpochPlan
+from training.plan.mixture import MixedPlan, steps_asked
+from training.plan.privacy import privacy_of
 from training.run import notes
 from training.run.comm_plans import read_plans
 from training.run.lineage import (
@@ -50,24 +59,24 @@ from training.run.weights_source import located
 log = logging.getLogger(__name__)
 ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
-HOUR_S = 3600.0
 
 
 class EndedByCallerError(LockstepError):
     """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
-def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
+def task_of(config: TrainConfig, plan: RunPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
     """The task of the generation of `claim`, with the communication plans that are frozen already."""
     options = CommOptions(
-        backend=config.backend,
+        backend="tcp" if config.num_servers else config.backend,
         trust_network=config.trust_network,
-        plans=read_plans(fs, paths, config.num_ranks),
+        plans=read_plans(fs, paths, config.processes),
     )
     payload = {
         "config": config.to_json(),
         "plan": plan.identity(),
         "comm": {"options": options.to_json(), "freeze": True},
+        "shares": None if claim.shares is None else list(claim.shares),
     }
     return RankTask(
         entry,
@@ -75,6 +84,7 @@ def task_of(config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, cl
         hadoop=hadoop_settings(),
         logs=paths.logs(claim.generation),
         tls=config.tls == "on",
+        leaves=True,
     )
 
 
@@ -107,8 +117,12 @@ class Hooks:
     """Shows the run, of so many steps, while it trains."""
     model_function: str | None = None
     """The model's function for ranks that cannot import it (training.launch.model_function)."""
+    on_event: str | None = None
+    """The command of --on-event."""
     on_epoch: Callable[[dict[str, Any]], None] = lambda row: None
     """Takes the row of each epoch's metrics when it ends; called by a thread that must not wait."""
+    metric: str | None = None
+    """--metric of a search, NAME:max or NAME:min: ranks refuse a model without it before the first step."""
     ended: Callable[[], EndedByCallerError | None] = lambda: None
     """The error with which the caller ends the run, None while it may continue; asked every 0.2 s."""
 
@@ -128,9 +142,11 @@ def train(
     Raises ConfigError for an invalid configuration, for one that contradicts the run, and if executors were killed
     twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
     more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
-    SupersededError if another driver has taken the run over; what `hooks.ended` returns.
+    SupersededError if another driver has taken the run over; what `hooks.ended` returns. After SIGTERM or Ctrl-C the
+    ranks have `config.stop_grace_s` to write a checkpoint; then SystemExit or StoppedRun (training.driver.stop).
     """
     hooks = hooks or Hooks()
+    on_event = OnEvent(hooks.on_event, config.run)
     checked = checked or preflight(config)
     if checked.finished is not None:
         return checked.finished
@@ -139,16 +155,40 @@ def train(
     notes.show(notes.of_keep_best(config.keep_best))
     memory = None
     if isinstance(launch, SessionLauncher):
-        memory = launch.ready(config.num_ranks, config.start_limit_s)
+        ranks, servers = config.ranks, config.num_servers
+        memory = launch.ready(ranks[0] + servers, config.start_limit_s, ranks[-1] + servers)
+    _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
-    with ended_in_order(), ownership:
+    signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
+    with ended_in_order(), StopRequest(config.stop_grace_s).taken() as stop, signals, ownership:
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
+        steps = steps_asked(plan, config.epochs, config.max_steps)
+        board = Board(
+            hooks.progress(config, steps),
+            fs,
+            paths,
+            config,
+            steps,
+            stop,
+            confirm=ownership.confirm,
+            application=launch.application() if isinstance(launch, SessionLauncher) else None,
+            on_event=on_event,
+            every_s=hooks.lease_every_s,
+        )
         with (
-            hooks.progress(config, steps_asked(plan, config.epochs, config.max_steps)) as progress,
-            Launches(launch, config.num_ranks, limits) as launches,
+            board,
+            Slots(config, [number for number, why in checked.numbers.items() if why is None], launch) as slots,
+            Launches(launch, config.processes, limits) as launches,
         ):
-            return _Driver(config, plan, fs, paths, hooks, progress, ownership, launches, memory).run()
+            return _Driver(config, plan, fs, paths, hooks, board, ownership, launches, slots, memory, stop).run()
+
+
+def _show_numbers(numbers: dict[int, str | None]) -> None:
+    """Print which numbers of ranks an elastic run skips, and why."""
+    for number, why in numbers.items():
+        if why is not None:
+            print(f"note: this run skips {number} ranks: {why}", file=sys.stderr, flush=True)
 
 
 class _Driver:
@@ -157,37 +197,52 @@ class _Driver:
     def __init__(
         self,
         config: TrainConfig,
-        plan: Plan,
+        plan: RunPlan,
         fs: FileSystem,
         paths: RunPaths,
         hooks: Hooks,
-        progress: RunProgress,
+        board: Board,
         ownership: Ownership,
         launches: Launches,
+        slots: Slots,
         memory: ExecutorMemory | None,
+        stop: StopRequest,
     ) -> None:
         self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
-        self._hooks, self._progress, self._ownership, self._launches = hooks, progress, ownership, launches
-        self._memory = memory
+        self._hooks, self._board, self._ownership, self._launches = hooks, board, ownership, launches
+        self._slots, self._memory, self._stop = slots, memory, stop
+        self._balancer: Balancer | None = None
+        if config.balance and isinstance(plan, EpochPlan | MixedPlan):
+            self._balancer = Balancer(plan, lane_groups(config), self._steps)
+        self._policy = RestartPolicy(config, plan)
+        self._bad_records: dict[str, int] = {}  # words, and how many records they are for
         self._first_weights: str | None = None  # their URL, the same for all ranks and after a restart
 
     def run(self) -> RunResult:
-        failures = 0  # in a row, without a new checkpoint
-        recent: deque[float] = deque()  # when generations failed within the last hour
         killed_before = False
+        ranks_before: int | None = None
         void: int | None = None  # a claim of this driver whose parent is deleted
         while True:
             tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
-            if began is not None and not failures:
+            if began is not None and ranks_before is None:
                 # Later claims asked for epochs too, but no step followed them.
                 claims = read_claims(self._fs, self._paths)
                 self._note_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
-            claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
+                if self._balancer is not None:
+                    self._balancer.shares = claims[began.generation].shares
+            try:
+                num_ranks = self._slots.choose(ranks_before, self._ended)
+            except (KeyboardInterrupt, SystemExit):
+                self._say_saved(began)
+                raise
+            shares = None if self._balancer is None else self._balancer.begin(num_ranks)
+            claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=num_ranks, shares=shares)
             if claim is None:
                 continue  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
-            if began is not None and began not in checkpoints(self._fs, self._paths):
-                # Between the look-up and the claim, an older driver's retention deleted that checkpoint.
+            needed = {tip.ref, tip.base or tip.ref} if tip else set()
+            if not needed <= checkpoints(self._fs, self._paths).keys():
+                # Between the look-up and the claim, an older driver's retention deleted that checkpoint or its base.
                 void = claim.generation
                 continue
             void = None
@@ -195,44 +250,83 @@ class _Driver:
             # what it has published until now.
             self._ownership.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
+            self._fs.discard(self._paths.stopped)
             tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
             if tip is not None:
-                print(f"resuming from checkpoint {tip.ref}", file=sys.stderr, flush=True)
+                change = "" if ranks_before in (None, num_ranks) else f" with {num_ranks} ranks after {ranks_before}"
+                print(f"resuming from checkpoint {tip.ref}{change}", file=sys.stderr, flush=True)
+            ranks_before = num_ranks
             commits = self._commits(claim)
+            handler = self._handler(claim, tip, commits)
+            self._board.begin(claim, commits.newest)
             try:
-                with self._handler(claim, tip, commits) as handler:
-                    results = self._launches.run(self._task(claim), claim.generation, handler)
-                self._progress.set(int(results[0]["steps"]))
-                return self._finish(claim, commits.tip, results[0])
+                with handler, self._stop.waits():
+                    processes = replace(self._config, num_ranks=num_ranks).processes  # one rank has no servers
+                    results = self._launches.run(self._task(claim), claim.generation, handler, processes)
+                self._board.set(int(results[0]["steps"]))
+                if not results[0].get("left"):
+                    return self._finish(claim, commits.tip, results[0])
             except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
                 commits.close(COMMIT_WAIT_S)
-                self._print_saved(commits.tip)
+                self._say_saved(commits.tip)
                 raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
+                if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
+                    print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
+                    self._stopped(claim, commits.tip, saved=False)
                 if is_final(error) or isinstance(error, SupersededError | LauncherGoneError | EndedByCallerError):
                     raise
                 if isinstance(error, RankFailedError) and error.alike:
                     raise
+                full = error.__cause__ if isinstance(error, RankFailedError) else error
+                if isinstance(full, DiskFullError):  # a restart would lose the steps since the checkpoint, and meet it
+                    full.next_step += f" It resumes from {commits.tip or 'the start'}."
+                    raise full from None
                 if isinstance(error, MemoryKillError):
                     if killed_before:
                         raise self._memory_too_small(error, commits.tip) from error
                     killed_before = True
-                failures = 1 if commits.tip != began else failures + 1
-                if failures > self._config.max_restarts:
-                    raise self._given_up(error) from error
-                recent.append(time.monotonic())
-                while recent[0] < recent[-1] - HOUR_S:
-                    recent.popleft()
-                if len(recent) > self._config.max_restarts_per_hour:
-                    raise self._too_many_failures(error) from error
                 where = commits.tip or "the start"
-                print(f"generation {claim.generation} failed, resuming from {where}: {error}", file=sys.stderr)
+                words = f"generation {claim.generation} failed, resuming from {where}"
+                if isinstance(error, PreemptedError):
+                    print(f"{words}: {error}", file=sys.stderr)
+                    continue
+                if self._balancer is not None and commits.tip == began:
+                    self._balancer.failed()
+                try:
+                    progress, samples = commits.tip != began, handler.suspects
+                    wait_s = self._policy.failed(
+                        error, num_ranks=num_ranks, progress=progress, samples=samples, shares=claim.shares
+                    )
+                except LockstepError as last:
+                    if last is not error:
+                        print(f"generation {claim.generation} failed: {error}", file=sys.stderr, flush=True)
+                    raise
+                then = f" in {wait_s:g} s" if wait_s else ""
+                print(f"{words}{then}: {error}", file=sys.stderr, flush=True)
+                self._board.failed(error)
+                self._wait(wait_s, commits.tip)
+            else:
+                moves = self._balancer is not None and self._balancer.wanted is not None
+                if self._stop.by is None and (self._config.elastic or moves):
+                    continue  # with as many ranks as there are slots for now, or other lanes
+                self._stop.by = self._stop.by or "SIGTERM to a rank"
+                self._stopped(claim, commits.tip, saved=True)
+
+    def _wait(self, seconds: float, tip: CheckpointRef | None) -> None:
+        """Let `seconds` pass before a restart; a signal, another driver and the caller end the run meanwhile."""
+        try:
+            if (error := self._launches.wait(seconds, self._ended)) is not None:
+                raise error
+        except (KeyboardInterrupt, SystemExit):
+            self._say_saved(tip)
+            raise
 
     def _note_longer(self, asked: int) -> None:
-        """Print a note if the steps done so far may have followed a shorter schedule than the rest will."""
+        """Print a note if the steps done so far may have followed another schedule than the rest will."""
         epochs, model = self._config.epochs, self._config.model
-        if asked < epochs and may_follow_length(model):
+        if asked and asked != epochs and may_follow_length(model):
             print(
                 f"note: {epochs} epochs, but this run was started with {asked}. A schedule of `{model}` over the run, "
                 f"such as its learning rate, spans {epochs} epochs from now on; the steps so far followed a span of "
@@ -241,27 +335,73 @@ class _Driver:
                 flush=True,
             )
 
-    def _print_saved(self, tip: CheckpointRef | None) -> None:
-        steps = steps_asked(self._plan, self._config.epochs, self._config.max_steps)
-        saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
+    def _stopped(self, claim: Claim, tip: CheckpointRef | None, *, saved: bool) -> NoReturn:
+        """The ranks have ended after a request to stop: tidy up, leave a marker, and end this call."""
+        self._ownership.confirm()
+        drop_stagings(self._fs, self._paths, claim.generation + 1)
+        by, steps = str(self._stop.by), self._steps
+        write_stopped(self._fs, self._paths, generation=claim.generation, by=by, tip=tip, steps=steps, saved=saved)
+        if saved and tip is not None:
+            words = f"stopped by {by} at step {tip.step} of {steps}, saved as {tip}; the same call resumes from there"
+            self._stop.last_line = f"{self._paths.root}: {words}"
+        else:
+            self._say_saved(tip)
+        self._stop.leave()
+
+    @property
+    def _steps(self) -> int:
+        return steps_asked(self._plan, self._config.epochs, self._config.max_steps)
+
+    def _leave(self, num_ranks: int) -> float | None:
+        if self._stop.by is not None:
+            return self._stop.grace_s
+        moves = self._balancer is not None and self._balancer.wanted is not None
+        return math.inf if moves or self._slots.differ(num_ranks) else None
+
+    def _ended(self) -> LockstepError | None:
+        return self._ownership.overtaken() or self._hooks.ended()
+
+    def _say_saved(self, tip: CheckpointRef | None) -> None:
+        saved = (
+            f"the newest checkpoint is {tip}, step {tip.step} of {self._steps}" if tip else "there is no checkpoint yet"
+        )
         then = "resumes from there" if tip else "starts from the beginning"
-        print(f"{self._paths.root}: {saved}; the same call {then}", file=sys.stderr, flush=True)
+        self._stop.last_line = f"{self._paths.root}: {saved}; the same call {then}"
 
     def _task(self, claim: Claim) -> RankTask:
         hooks, source = self._hooks, self._config.init_from
         if claim.parent is None and source is not None and self._first_weights is None:
             self._first_weights = located(source)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
-        task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry)
-        more = {"first_weights": self._first_weights, "model_function": hooks.model_function}
+        config = replace(self._config, num_ranks=claim.num_ranks)
+        task = task_of(config, self._plan, self._fs, self._paths, claim, hooks.entry)
+        more = {
+            "first_weights": self._first_weights,
+            "model_function": hooks.model_function,
+            "metric": hooks.metric,
+            "suspect": self._policy.suspect,
+        }
         return replace(task, payload={**task.payload, **more})
 
     def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
-        def ended() -> LockstepError | None:
-            return self._ownership.overtaken() or self._hooks.ended()
-
+        plan, ranks, groups = self._plan, claim.num_ranks, lane_groups(self._config)
+        rows = []
+        if isinstance(plan, EpochPlan | MixedPlan):
+            rows = [plan.rows(rank, ranks, groups, claim.shares) for rank in range(ranks)]
         return RunHandler(
-            self._paths, claim, tip, commits, self._progress, ended, self._memory, on_epoch=self._hooks.on_epoch
+            self._paths,
+            claim,
+            tip,
+            commits,
+            self._board,
+            self._ended,
+            self._memory,
+            on_epoch=self._hooks.on_epoch,
+            leave=partial(self._leave, claim.num_ranks),
+            rows=rows,
+            balancer=self._balancer,
+            bad_records=self._bad_records,
+            board=self._board,
         )
 
     def _commits(self, claim: Claim) -> CommitHandler:
@@ -296,7 +436,12 @@ class _Driver:
             left_over=[str(sample) for sample in first.get("left_over", [])],
             max_steps=self._config.max_steps,
             stopped_by=first.get("stopped_by"),
+            privacy=privacy_of(self._config, int(first["steps"])),
             validation_s=float(first.get("validation_s", 0.0)),
+            bad_records={
+                "samples": sum(self._bad_records.values()),
+                "first": list(self._bad_records)[: notes.NAMED],
+            },
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._ownership.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
@@ -310,25 +455,4 @@ class _Driver:
             got=error.got,
             allowed=error.allowed,
             next_step=f"{error.next_step} The same call then resumes from {where}.",
-        )
-
-    def _too_many_failures(self, error: LockstepError) -> TrainingFailedError:
-        limit = self._config.max_restarts_per_hour
-        return TrainingFailedError(
-            f"{self._paths.root} failed more often than {limit} times in an hour",
-            got=str(error),
-            allowed=f"up to {limit} restarts in an hour (--max-restarts-per-hour)",
-            next_step="Remove the cause and start again with the same flags: the run resumes from its last checkpoint.",
-        )
-
-    def _given_up(self, error: LockstepError) -> LockstepError:
-        limit = self._config.max_restarts
-        log.error("failures in a row without a new checkpoint: %d, --max-restarts %d", limit + 1, limit)
-        if isinstance(error, TrainingFailedError):
-            return error
-        return TrainingFailedError(
-            f"{self._paths.root} failed {limit + 1} times in a row without a new checkpoint",
-            got=str(error),
-            allowed=f"up to {limit} restarts in a row (--max-restarts)",
-            next_step="Remove the cause and start again with the same flags: the run resumes from its last checkpoint.",
         )

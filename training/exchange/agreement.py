@@ -15,7 +15,7 @@ from lockstep.storage.errors import DataError
 from training.comm.base import Communicator
 from training.exchange.compare_ranks import everyones
 
-FLAGS = ("stop", "checkpoint", "busy")
+FLAGS = ("stop", "checkpoint", "busy", "leave")
 CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
 
 
@@ -35,6 +35,8 @@ class Agreement:
     checkpoint: bool
     busy: bool = False
     """A checkpoint was in flight on some rank when the step began."""
+    leave: bool = False
+    """All ranks write a checkpoint now and end; the run is resumed later."""
     skipped: bool = False
     """Something was not finite, and the step was skipped: no rank has changed its weights."""
     batches: int = 1

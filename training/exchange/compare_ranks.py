@@ -118,8 +118,8 @@ def view_of(variable: Any) -> NDArray[Any]:
     """
     value = variable.value if hasattr(variable, "value") and not callable(variable.value) else variable
     # NumPy would copy TensorFlow's variable, but not the tensor read from it, which it cannot convert if it is a scalar
-    # of bfloat16.
-    read = getattr(value, "read_value", None) if len(value.shape) else None
+    # of bfloat16, nor a scalar of TensorFlow's strategies.
+    read = getattr(value, "read_value" if len(value.shape) else "numpy", None)
     return np.asarray(value if read is None else read())
 
 

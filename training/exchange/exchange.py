@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator
+from training.comm.base import Communicator, LinkUse
 from training.compression.bucket_sum import Tensors
 from training.compression.method import NONE, Compression
 from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
@@ -152,6 +152,10 @@ class Exchange:
     """Steps after which a step's sum is returned."""
     apart = False
     """Whether each rank applies its own gradients, as if it were the only one."""
+    sums_metrics = False
+    """Whether the states of metrics are sums over all ranks where they are read."""
+    served = False
+    """Whether parameter servers apply gradients, and not the optimizer."""
     takes_rows = True
     """Whether a large table's gradient is sent by rows; else whole."""
 
@@ -201,6 +205,10 @@ class Exchange:
         """Bytes that this rank has sent over the network so far, in all collectives."""
         return self.communicator.sent_bytes
 
+    def links(self) -> dict[int, LinkUse]:
+        """As of the communicator."""
+        return self.communicator.links()
+
     def compression_state(self) -> Tensors:
         """What compression keeps on this rank between steps, for a checkpoint."""
         return self._compressed.state()
@@ -232,7 +240,7 @@ class Exchange:
         self.step = step
 
     def want(self, flag: str) -> None:
-        """Ask all ranks for `stop` or `checkpoint`, or report this one `busy`; they agree with the next step."""
+        """Ask all ranks for stop, checkpoint or leave, or report this one `busy`; they agree with the next step."""
         if flag not in FLAGS:
             raise ConfigError(
                 "ranks cannot agree on this flag", got=flag, allowed=", ".join(FLAGS), next_step="Use one of these."

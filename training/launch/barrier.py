@@ -6,32 +6,46 @@ import logging
 import os
 import re
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.storage.errors import ConfigError
-from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
+from training.control.failures import (
+    LauncherError,
+    LauncherGoneError,
+    MemoryKillError,
+    PreemptedError,
+    RankFailedError,
+    RankState,
+)
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.devices import of_runs, shares_of_host
 from training.launch.executors import (
+    EXECUTOR_GPUS,
     RANK_MIB,
+    TASK_GPUS,
     ExecutorMemory,
     executor_memory,
     killed_for_memory,
     lost_executors,
+    preempted,
+    rank_profile,
     ranks_of_executor,
+    slots_outside,
+    task_host,
 )
 from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
 from training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import RDD, SparkContext
     from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
@@ -85,8 +99,9 @@ def check_slots(
             raise error
         asked = settings.get("spark.executor.instances")
         each = ranks_of_executor(settings)
-        gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
-        each = min(each, int(gpus / per_task)) if per_task else each
+        gpus = float(settings.get(EXECUTOR_GPUS, "0") or 0)
+        per_task = 1.0 if rank_profile(context) is not None else float(settings.get(TASK_GPUS, "0") or 0)
+        each = min(each, tasks_on_gpus(gpus, per_task)) if per_task else each
         hopeless = asked is not None and int(asked) * each < num_ranks
         if hopeless or time.monotonic() >= end:
             how = (
@@ -104,26 +119,37 @@ def check_slots(
         time.sleep(SLOTS_LOOK_S)
 
 
+def tasks_on_gpus(gpus: float, per_task: float) -> int:
+    """Tasks that an executor of `gpus` GPUs can run at once if each takes `per_task` > 0: a part of one, or several."""
+    return int(gpus) * int(1 / per_task + 1e-9) if per_task < 1 else int(gpus // per_task)
+
+
 def slots_now(context: SparkContext) -> int:
     """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them."""
     scala = context._jsc.sc()  # neither pyspark nor its Java API has a public accessor for this count
-    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+    profile, profiles = rank_profile(context), scala.resourceProfileManager()
+    of_ranks = profiles.defaultResourceProfile() if profile is None else profile._java_resource_profile
+    profiles.addResourceProfile(of_ranks)  # does nothing for one that Spark knows
+    return int(scala.maxNumConcurrentTasks(of_ranks))
 
 
+AUTHENTICATES = "spark.authenticate"
 ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 
 
 def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:
-    """Raise ConfigError if Spark would send the secrets that TLS depends on in the clear.
+    """Raise ConfigError if Spark would send the secrets that TLS depends on in the clear, or to strangers.
 
     Executors on this host (local masters) are reached over loopback, where no other host can listen.
     """
-    if master.startswith("local") or any(settings.get(name, "false").lower() == "true" for name in ENCRYPTS):
+    on = {name for name in (AUTHENTICATES, *ENCRYPTS) if settings.get(name, "false").lower() == "true"}
+    if master.startswith("local") or (AUTHENTICATES in on and len(on) > 1):
         return
+    how = "in the clear" if AUTHENTICATES in on else "to anyone who asks"
     raise ConfigError(
-        "--tls on protects nothing while Spark sends the ranks' keys in the clear",
-        got=", ".join(f"{name}={settings.get(name, 'false')}" for name in ENCRYPTS),
-        allowed=f"{ENCRYPTS[0]}=true (with spark.authenticate=true) or {ENCRYPTS[1]}=true",
+        f"--tls on protects nothing while Spark sends the ranks' keys {how}",
+        got=", ".join(f"{name}={settings.get(name, 'false')}" for name in (AUTHENTICATES, *ENCRYPTS)),
+        allowed=f"{AUTHENTICATES}=true with {ENCRYPTS[0]}=true or {ENCRYPTS[1]}=true",
         next_step="Give spark-submit --conf spark.authenticate=true --conf spark.network.crypto.enabled=true, "
         "or leave --tls off (docs/security.md).",
     )
@@ -161,6 +187,28 @@ def _take_hadoop_settings(task: RankTask) -> None:
         set_hadoop_settings(task.hadoop)  # the rank's log is uploaded from here
 
 
+def ranks_on(context: SparkContext, num_ranks: int, avoid: frozenset[str]) -> RDD[int]:
+    """A partition for each rank; as many as have slots there prefer hosts other than `avoid`.
+
+    Spark serves preferences first, and a barrier stage starts all its tasks in one round of offers: a host is kept free
+    without a task that runs on it.
+    """
+    slots = slots_outside(context, avoid) if avoid else {}
+    if not slots:
+        return context.parallelize(range(num_ranks), num_ranks)
+    from pyspark import RDD
+    from pyspark.serializers import CPickleSerializer
+
+    # Only Scala's API takes preferred hosts.
+    jvm, serializer, room = context._jvm, CPickleSerializer(), sum(slots.values())
+    assert jvm is not None, "a context has one"
+    to_seq = jvm.org.apache.spark.api.python.PythonUtils.toSeq
+    hosts, none = to_seq(sorted(slots)), to_seq([])
+    pairs = [jvm.scala.Tuple2(bytearray(serializer.dumps(r)), hosts if r < room else none) for r in range(num_ranks)]
+    rows = context._jsc.sc().makeRDD(to_seq(pairs), jvm.scala.reflect.ClassTag.AnyRef())
+    return RDD(rows.toJavaRDD(), context, serializer)
+
+
 class BarrierSession(Session):
     """Supervisors as the tasks of one barrier stage."""
 
@@ -190,13 +238,17 @@ class BarrierSession(Session):
     ) -> list[dict[str, Any]]:
         """`Session.run`; if ranks were lost with their executor, the error says why Spark lost it.
 
-        Raises MemoryKillError if the cluster manager killed an executor for its memory.
+        Raises MemoryKillError if the cluster manager killed an executor for its memory, PreemptedError if it took all
+        lost ones away for others.
         """
         try:
             return super().run(task, generation, handler, on_steps)
         except (RankFailedError, LauncherError) as error:
             if not isinstance(error, LauncherGoneError):
                 self._explain(error)
+            if isinstance(error, RankFailedError) and not in_driver(self._master):
+                with jvm_lives():
+                    error.executor_host = task_host(self._context, self._group, error.rank)
             raise
 
     def _explain(self, error: RankFailedError | LauncherError) -> None:
@@ -216,7 +268,16 @@ class BarrierSession(Session):
                     allowed=f"{memory.container_mib} MiB for all processes of an executor's container",
                     next_step=f"Give spark-submit {flag}, which is half as much again.",
                 ) from error
+        if lost and all(map(preempted, lost.values())):
+            raise PreemptedError(
+                error.what,
+                got="; ".join(f"{who}: {why}" for who, why in lost.items()),
+                allowed="executors that stay",
+                next_step="Nothing: the run resumes from its last checkpoint, and this counts as no failure.",
+            ) from error
         if lost:
+            if isinstance(error, LauncherError):
+                error.host = next(iter(lost)).partition(" on ")[2].rpartition(":")[0]
             error.got += "; Spark lost " + "; ".join(f"{who}: {why}" for who, why in lost.items())
 
     def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
@@ -242,7 +303,10 @@ class BarrierSession(Session):
         context, num_ranks = self._context, self.num_ranks
         context.setJobGroup(self._group, f"{num_ranks} training ranks", interruptOnCancel=True)
         try:
-            context.parallelize(range(num_ranks), num_ranks).barrier().mapPartitions(keep).collect()
+            ranks, profile = ranks_on(context, num_ranks, self.avoid), rank_profile(context)
+            if profile is not None:
+                ranks = ranks.withResources(profile)
+            ranks.barrier().mapPartitions(keep).collect()
         except Exception as error:  # py4j's and Spark's errors have no common base; the waiting driver raises it
             log.info("the barrier stage ended: %s", error)
             self.fail(
@@ -272,18 +336,36 @@ class OnSpark(SessionLauncher):
     devices: tuple[str, ...] | None = None
     """Under a local master, the only GPUs that its ranks get; None: all of this host."""
 
-    def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
+    def application(self) -> str | None:
+        """Spark's ID of it."""
+        return str(classic_context(self.spark).applicationId)
+
+    def slots(self) -> int:
+        """Task slots of the executors that are registered now."""
+        with jvm_lives():
+            return slots_now(classic_context(self.spark))
+
+    def room_outside(self, hosts: frozenset[str]) -> int:
+        """Task slots of executors on other hosts; 0 under a local master, which has no executors."""
+        with jvm_lives():
+            return sum(slots_outside(classic_context(self.spark), hosts).values())
+
+    def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> ExecutorMemory | None:
         """Raise ConfigError unless the session has memory and task slots (`check_slots`) for all ranks at once.
 
         Returns the memory of an executor for its ranks, if the cluster manager enforces it.
         """
         context = classic_context(self.spark)
         with jvm_lives():
-            memory = executor_memory(context, num_ranks)
+            memory = executor_memory(context, most or num_ranks)
             if memory is not None:
                 memory.judge(RANK_MIB, "the rank of the smallest model")
             check_slots(context, num_ranks, wait_s)
         return memory
+
+    def signals(self) -> AbstractContextManager[None]:
+        """As `signals_of_submit`."""
+        return signals_of_submit(classic_context(self.spark))
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors in the tasks of one barrier stage, which begins with the first run."""
@@ -329,6 +411,43 @@ def other_resources(settings: Mapping[str, str]) -> list[str]:
     """Resources that Spark gives to tasks and that ranks do not use: all but `gpu`."""
     found = (_TASK_RESOURCE.fullmatch(name) for name in settings)
     return sorted({match[1] for match in found if match} - {GPU})
+
+
+class _PassedOn:
+    """A signal handler of Spark's Java process, which sends SIGTERM to this one."""
+
+    def handle(self, _signal: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    class Java:
+        implements: ClassVar[list[str]] = ["sun.misc.SignalHandler"]
+
+
+@contextmanager
+def signals_of_submit(context: SparkContext) -> Iterator[None]:
+    """Under spark-submit, whose Java process is this one's parent, let this one decide what its signals mean.
+
+    Meanwhile Java passes SIGTERM on, and ignores Ctrl-C, which a terminal sends to both: else it would end the
+    executors at once.
+    """
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        yield
+        return
+    from pyspark.java_gateway import ensure_callback_server_started
+
+    with jvm_lives():
+        gateway = context._gateway
+        assert gateway is not None, "a context has one"
+        ensure_callback_server_started(gateway)
+        java = gateway.jvm.sun.misc
+        handlers = {"TERM": _PassedOn(), "INT": java.SignalHandler.SIG_IGN}
+        before = {name: java.Signal.handle(java.Signal(name), handler) for name, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        with suppress(LauncherGoneError), jvm_lives():
+            for name, handler in before.items():
+                java.Signal.handle(java.Signal(name), handler)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Spark's executors under YARN and Kubernetes: what memory a container has for its ranks, and why one was lost.
+"""Spark's executors: what memory a container has for its ranks, why one was lost, and which hosts are left out.
 
 A container that holds more memory than it was given is killed, with all its ranks. What counts is the resident memory
 of every process in it, added up; docs/operations.md has the sizes that were measured.
@@ -7,14 +7,19 @@ of every process in it, added up; docs/operations.md has the sizes that were mea
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import ConfigError
+from training.control.failures import LauncherError, RankFailedError, Weight
 
 if TYPE_CHECKING:
     from pyspark import SparkConf, SparkContext
+    from pyspark.resource import ResourceProfile
 
     Settings = SparkConf | Mapping[str, str]
 
@@ -31,6 +36,8 @@ SLACK = 0.1
 STEP_MIB = 256
 _YARN_LEAST_MIB = 1024  # yarn.scheduler.minimum-allocation-mb, where this host's configuration names none
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+FAILURES, WITHIN_S = 2, 3600.0  # of a host until it is left out
+LEFT_OUT_S, MOST_LEFT_OUT_S = 600.0, 7200.0  # the first time, and at most: twice as long each time
 _SIZE = re.compile(r"(\d+)([kmgt]?)b?")
 # YARN's words, and those of Spark on Kubernetes: "exited with exit code 137(SIGKILL, possible container OOM)".
 _FOR_MEMORY = re.compile(r"exceeding (physical|virtual) memory limits|container OOM")
@@ -72,6 +79,10 @@ class ExecutorMemory:
             allowed=f"{self._rounded(safe)} MiB or more",
             next_step=f"Give spark-submit {self.flag(safe)}.",
         )
+
+    def rank_limit_mib(self) -> int:
+        """The most that each rank may hold, in addition to what Spark takes at least."""
+        return (self.container_mib - JVM_MIB - DAEMON_MIB) // self.ranks - SUPERVISOR_MIB
 
     def flag(self, container_mib: float) -> str:
         """The flag of spark-submit for a container of at least so many MiB."""
@@ -118,6 +129,23 @@ def ranks_of_executor(settings: Settings) -> int:
     return int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
 
 
+EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
+
+
+@lru_cache(maxsize=1)  # Spark gives each profile a number, and keeps it
+def rank_profile(context: SparkContext) -> ResourceProfile | None:
+    """What the task of a rank needs beyond other tasks: a GPU, where executors have some and the session's settings
+    give tasks none, so that ETL in the same application needs none. None: nothing more.
+    """
+    settings = context.getConf()
+    if float(settings.get(EXECUTOR_GPUS, "0") or 0) < 1 or settings.get(TASK_GPUS) is not None:
+        return None
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    cpus = int(settings.get("spark.task.cpus", "1") or 1)
+    return ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus).resource("gpu", 1)).build
+
+
 def lost_executors(context: SparkContext) -> dict[str, str]:
     """Why Spark has lost executors: "executor ID on HOST:PORT" to the reason in the cluster manager's words."""
     store = context._jsc.sc().statusStore()  # neither pyspark nor its Java API says why an executor was removed
@@ -130,6 +158,82 @@ def lost_executors(context: SparkContext) -> dict[str, str]:
     }
 
 
+def preempted(reason: str) -> bool:
+    """Whether the cluster manager took an executor away for others."""
+    return "preempted" in reason.lower()
+
+
 def killed_for_memory(reason: str) -> bool:
     """Whether the cluster manager killed an executor for its memory."""
     return _FOR_MEMORY.search(reason) is not None
+
+
+def slots_outside(context: SparkContext, hosts: Collection[str]) -> dict[str, int]:
+    """Task slots, free or not, of each live executor's host that is not among `hosts`."""
+    store = context._jsc.sc().statusStore()  # as for lost_executors
+    found = store.executorList(True)
+    slots: dict[str, int] = {}
+    for one in (found.apply(number) for number in range(found.size())):
+        host = str(one.hostPort()).rpartition(":")[0]
+        if one.id() != "driver" and host not in hosts:
+            slots[host] = slots.get(host, 0) + int(one.maxTasks())
+    return slots
+
+
+def task_host(context: SparkContext, group: str, index: int) -> str | None:
+    """The host of a task of the newest job of a group, by Spark's name; None if it has not started.
+
+    BarrierTaskInfo has the address from which the executor called, and preferences are compared to its name.
+    """
+    jobs = context.statusTracker().getJobIdsForGroup(group)
+    info = context.statusTracker().getJobInfo(max(jobs)) if jobs else None
+    for stage in info.stageIds if info else ():
+        tasks = context._jsc.sc().statusStore().taskList(stage, 0, 1 << 20)
+        for one in (tasks.apply(number) for number in range(tasks.size())):
+            if one.index() == index:
+                return str(one.host())
+    return None
+
+
+def failed_host(error: BaseException) -> str | None:
+    """The host that may be at fault for the end of a generation; None if none is, or if it is unknown.
+
+    A rank that raised an error, or lost another one, says nothing about its host.
+    """
+    if isinstance(error, RankFailedError):
+        blamed = error.weight in (Weight.ENDED, Weight.LOST, Weight.SILENT)
+        return error.executor_host if blamed else None
+    return error.host if isinstance(error, LauncherError) else None
+
+
+@dataclass(slots=True)
+class HostFailures:
+    """Failures of a run by host; a host with FAILURES within WITHIN_S is left out for a while, then taken back."""
+
+    clock: Callable[[], float] = time.monotonic
+    _recent: dict[str, deque[float]] = field(default_factory=dict)
+    _times: dict[str, int] = field(default_factory=dict)
+    """How often a host was left out."""
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, host: str) -> float | None:
+        """Count a failure; returns for how many seconds the host is left out if it is from now on, else None."""
+        now = self.clock()
+        if host in self.left_out():
+            return None  # it is used, as there is no other
+        recent = self._recent.setdefault(host, deque())
+        recent.append(now)
+        while recent[0] < now - WITHIN_S:
+            recent.popleft()
+        if len(recent) < FAILURES:
+            return None
+        recent.clear()
+        seconds = min(MOST_LEFT_OUT_S, LEFT_OUT_S * 2.0 ** self._times.get(host, 0))
+        self._times[host] = self._times.get(host, 0) + 1
+        self._until[host] = now + seconds
+        return seconds
+
+    def left_out(self) -> frozenset[str]:
+        """The hosts that get no ranks now, if others have slots."""
+        now = self.clock()
+        return frozenset(host for host, until in self._until.items() if now < until)

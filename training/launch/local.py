@@ -6,8 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from lockstep.storage.errors import LockstepError
+from lockstep.storage.errors import ConfigError, LockstepError
 from training import devices
 from training.control.failures import LauncherError
 from training.control.task import Limits, RankTask
@@ -51,6 +52,19 @@ class LocalSession(Session):
         except Exception as error:
             self.fail(LauncherError(f"the supervisor of rank {spec.rank} failed", got=repr(error)))
             raise
+
+
+def slots_in(path: str) -> int:
+    """The number in a slots file. Raises ConfigError if there is none."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the slots file {path} has no number",
+            got=str(error),
+            allowed="a text file with the number of ranks that may run on this host",
+            next_step="Write one, such as 2, and change it while the run trains.",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,9 @@ def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: C
 RankProcess = subprocess.Popen[bytes]
 
 
-def start_rank(order: Order) -> RankProcess:
-    """Start `training.rank` with this process' import path, and hand it its order.
+def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
+    """Start `training.rank` with this process' import path, and hand it its order, the page of its last words, and the
+    file for its stacks.
 
     The order goes through the pipe, since arguments and environment are readable by others on the host, and it holds
     the rank's key and certificate.
@@ -146,10 +147,12 @@ def start_rank(order: Order) -> RankProcess:
         stderr=subprocess.STDOUT,
         env=environment,
         process_group=0,
+        pass_fds=(last_words, stacks),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
-        process.stdin.write(json.dumps(_order_for_rank(order)).encode() + b"\n")
+        files = {"last_words": last_words, "stacks": stacks}
+        process.stdin.write(json.dumps(_order_for_rank(order) | files).encode() + b"\n")
         process.stdin.flush()
     return process
 

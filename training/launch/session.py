@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -18,12 +18,13 @@ from training.comm.tls import issue
 from training.control.failures import LauncherError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
-from training.control.server import ControlServer, Handler
+from training.control.server import ControlServer, Handler, not_begun
 from training.control.task import Limits, RankTask
-from training.launch.executors import ExecutorMemory
+from training.launch.executors import FAILURES, ExecutorMemory, HostFailures, failed_host
 from training.launch.process import order_to_json
 from training.run.result import IN_PLACE, NEW_SUPERVISORS, restart_words
 
+LOOK_S = 0.2  # between two looks for a reason to end a wait
 IDLE_S = 10.0  # for a supervisor to report that its rank has ended; it writes the last part of the log first
 
 
@@ -56,6 +57,8 @@ class Session(ABC):
         self._fault: BaseException | None = None
         self.failed_at: float | None = None
         """When the failure that ended the last run was first seen (monotonic seconds)."""
+        self.avoid: frozenset[str] = frozenset()
+        """Hosts whose slots are used last, by supervisors that are started from now on."""
         self._heard_out = True  # whether every supervisor has reported the end of its last rank
         self._lock = threading.Lock()
 
@@ -95,7 +98,7 @@ class Session(ABC):
         handler = handler or Handler()
 
         def ended() -> BaseException | None:
-            return self._fault or handler.overtaken()
+            return self._fault or handler.overtaken() or not_begun(handler)
 
         if self._roster is None:
             self._check(task, ended)
@@ -161,13 +164,29 @@ class SessionLauncher(ABC):
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors for several generations; they start with the first run."""
 
-    def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
+    def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> ExecutorMemory | None:
         """Raise ConfigError unless all ranks fit at once; a driver asks before it writes anything.
 
         Waits up to `wait_s` seconds for executors that are still starting. Returns the memory that an executor has for
-        its ranks, None where nothing enforces it.
+        its share of `most` ranks (None: of `num_ranks`), None where nothing enforces it.
         """
         return None
+
+    def application(self) -> str | None:
+        """The ID of the cluster's application that runs the ranks; None for ranks on this host."""
+        return None
+
+    def slots(self) -> int:
+        """How many ranks there is room for now, those that run included."""
+        raise NotImplementedError("ranks on this host: --slots-file says it")
+
+    def room_outside(self, hosts: frozenset[str]) -> int:
+        """Slots on hosts other than these; 0 where ranks cannot be kept off a host."""
+        return 0
+
+    def signals(self) -> AbstractContextManager[None]:
+        """While this is open, signals to a process that has started this one are passed on to it."""
+        return nullcontext()
 
     def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
         """Launchers for `runs` runs at once, of `num_ranks` ranks each, with GPUs of their own.
@@ -205,6 +224,8 @@ class Restart:
     """When the failure was detected."""
     ended_at: float
     """When all ranks of the older generation had ended."""
+    waited_s: float
+    """How long the driver waited then, on purpose."""
     called_at: float
     """When the driver had claimed the generation and requested its ranks."""
     given_at: float
@@ -219,7 +240,8 @@ class Restart:
         last = max(states, key=lambda state: state.marks.first_step_at or 0.0)
         marks, joined_at = last.marks, last.joined_at
         assert marks.first_step_at is not None and joined_at is not None
-        points = [("end the other ranks", self.failed_at), ("claim", self.ended_at), ("supervisors", self.called_at)]
+        points = [("end the other ranks", self.failed_at), ("wait", self.ended_at)]
+        points += [("claim", self.ended_at + self.waited_s), ("supervisors", self.called_at)]
         points.append(("start the process", self.given_at))
         points.append(("start Python", marks.started_at or joined_at))
         points.append(("import", joined_at))
@@ -267,13 +289,25 @@ class Launches(AbstractContextManager["Launches"]):
         self._launch, self._num_ranks, self._limits, self._report = launch, num_ranks, limits, report
         self._session: Session | None = None
         self._failed: tuple[float, float] | None = None  # when the last generation failed, and when it had ended
+        self._waited_s = 0.0  # since then
         self._fault: BaseException | None = None
+        self._hosts = HostFailures()
+        self._moves = False  # whether the next run needs new supervisors, on other hosts
         self._lock = threading.Lock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(error)
+
+    def wait(self, seconds: float, ended: Callable[[], BaseException | None]) -> BaseException | None:
+        """Let `seconds` pass before the next `run`; supervisors stay. Returns an error of `ended` at once."""
+        began, error = time.monotonic(), ended()
+        while error is None and (left_s := began + seconds - time.monotonic()) > 0:
+            time.sleep(min(LOOK_S, left_s))
+            error = ended()
+        self._waited_s += time.monotonic() - began
+        return error
 
     def fail(self, error: BaseException) -> None:
         """End the current generation with `error`, which this `run` and every later one raises. Returns at once.
@@ -286,15 +320,19 @@ class Launches(AbstractContextManager["Launches"]):
         if session is not None:
             session.fail(error)
 
-    def run(self, task: RankTask, generation: int, handler: Handler | None = None) -> list[dict[str, Any]]:
-        """Run `task` on new ranks; returns and raises what `Session.run` does."""
+    def run(
+        self, task: RankTask, generation: int, handler: Handler | None = None, num_ranks: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Run `task` on new ranks; returns and raises what `Session.run` does. `num_ranks`: from now on."""
+        self._num_ranks = self._num_ranks if num_ranks is None else num_ranks
         called_at = time.monotonic()
         restart: Restart | None = None
         session = self._usable()
         if self._failed is not None:
             level = IN_PLACE if session is not None and session.began else NEW_SUPERVISORS
-            restart = Restart(generation, level, *self._failed, called_at, time.monotonic())
+            restart = Restart(generation, level, *self._failed, self._waited_s, called_at, time.monotonic())
             self.restarts.append(restart)
+            self._waited_s = 0.0
         failed_at: float | None = None
 
         def stepped(states: Sequence[RankState]) -> None:
@@ -308,12 +346,31 @@ class Launches(AbstractContextManager["Launches"]):
             return self._launch(task, self._num_ranks, generation=generation, limits=self._limits, handler=handler)
         except Exception as error:
             failed_at = session.failed_at if session is not None else None
+            self._blame(failed_host(error))
             if restart is not None and isinstance(error, ConfigError) and session is not None and not session.began:
                 raise _not_again(error) from error
             raise
         finally:
             now = time.monotonic()
             self._failed = (now if failed_at is None else failed_at, now)
+
+    def _blame(self, host: str | None) -> None:
+        """Count a failure of `host`; if it is left out from now on and others have room, supervisors start there."""
+        if host is None or not isinstance(self._launch, SessionLauncher):
+            return
+        if (seconds := self._hosts.failed(host)) is None:
+            return
+        self._moves = self._launch.room_outside(self._hosts.left_out()) >= self._num_ranks
+        if self._moves:
+            self._report(f"{host} is left out for {seconds / 60:.0f} minutes: it failed {FAILURES} times")
+
+    def _avoided(self, launch: SessionLauncher) -> frozenset[str]:
+        """The hosts that new supervisors avoid; says so if some must be used."""
+        hosts = self._hosts.left_out()
+        if hosts and 0 < (room := launch.room_outside(hosts)) < self._num_ranks:
+            names, ranks = ", ".join(sorted(hosts)), self._num_ranks
+            self._report(f"{names}: used though left out, as other hosts have slots for {room} of {ranks} ranks")
+        return hosts
 
     def _usable(self) -> Session | None:
         """The current session if it is usable, else a new one; None for a launcher without sessions."""
@@ -323,11 +380,12 @@ class Launches(AbstractContextManager["Launches"]):
             raise fault
         if not isinstance(self._launch, SessionLauncher):
             return None
-        if session is not None and not session.usable():
+        if session is not None and (self._moves or session.num_ranks != self._num_ranks or not session.usable()):
             self._close(None)
             session = None
         if session is None:
             session = self._launch.session(self._num_ranks, self._limits)
+            session.avoid, self._moves = self._avoided(self._launch), False
             with self._lock:
                 self._session = session
                 if self._fault is not None:

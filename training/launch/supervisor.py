@@ -9,12 +9,15 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import IO
 
 from training.control.client import RosterClient, SupervisorClient, open_channel
+from training.control.last_words import LastWords, new_page
 from training.control.protocol import Role, Tag
+from training.control.stacks import Stacks, new_stacks
 from training.control.task import RankTask, is_stopped
 from training.launch.output import LineBuffer, read_lines
 from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, start_rank
@@ -32,8 +35,9 @@ DRAIN_S = 2.0  # for the last lines of a dead rank whose children keep its outpu
 class Supervisor:
     """Supervises one rank; `run` returns when its process has ended and its end is reported."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, leaving: threading.Event | None = None) -> None:
+        """`leaving` is set when this process is to end: then all ranks are asked to leave."""
+        self._order, self._leaving = order, leaving or threading.Event()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         logs = order.task.logs
         self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
@@ -56,7 +60,9 @@ class Supervisor:
         )
         client = SupervisorClient(connect, order.limits.lost_s)
         try:
-            process = start_rank(order)
+            page, stacks = new_page(), new_stacks()
+            process = start_rank(order, page, stacks)
+            last_words, self._stacks = LastWords(page), Stacks(stacks)
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
             forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
@@ -75,7 +81,10 @@ class Supervisor:
             if self._stream is not None:
                 self._stream.close()
             forwarder.join(DRAIN_S)
-            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail)})
+            step, reading = last_words.read()
+            last_words.close()
+            self._stacks.close()
+            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail), "step": step, "reading": reading})
             if self._parts is not None:
                 self._parts.try_flush()
             return code
@@ -85,12 +94,14 @@ class Supervisor:
     def _watch(self, process: RankProcess, client: SupervisorClient) -> None:
         limits = self._order.limits
         kill_at: float | None = None
-        look_at, stopped = 0.0, False
+        look_at, stopped, asked = 0.0, False, False
         uploader = threading.Thread(target=self._upload, args=(process,), name="rank-log-upload", daemon=True)
         uploader.start()
         while process.poll() is None:
             now = time.monotonic()
             if kill_at is None and client.stop.is_set():
+                if self._order.task.leaves and process.stdin is not None:
+                    process.stdin.close()  # such a rank takes a SIGTERM for a request to leave
                 process.terminate()
                 process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only then
                 kill_at = now + limits.grace_s
@@ -100,6 +111,14 @@ class Supervisor:
                 kill_at = now
             elif kill_at is not None and now >= kill_at:
                 process.kill()
+            if self._leaving.is_set() and not asked:
+                asked = client.report(Tag.LEAVE, {})
+            if client.stacks.is_set():
+                client.stacks.clear()
+                text = self._stacks.of(process.pid)
+                for line in text.splitlines():  # they belong to the log, and to the last lines of a stalled rank
+                    self._take(line)
+                client.report(Tag.STACKS, {"text": text})
             if now >= look_at:
                 look_at = now + STOPPED_LOOK_S
                 if is_stopped(process.pid) is not stopped:
@@ -118,15 +137,40 @@ class Supervisor:
                 text = line.decode("utf-8", "replace")
                 if self._stream is not None:
                     self._stream.put(text)
-                more = len(text) - TAIL_LINE_CHARS
-                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} more characters]")
-                if self._parts is not None:
-                    self._parts.add(text)
+                self._take(text)
+
+    def _take(self, text: str) -> None:
+        more = len(text) - TAIL_LINE_CHARS
+        self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} more characters]")
+        if self._parts is not None:
+            self._parts.add(text)
 
     def _forward(self, client: SupervisorClient) -> None:
         while self._stream is not None and (lines := self._stream.take()) is not None:
             while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
                 time.sleep(POLL_S)  # until it reconnects the buffer fills, and dropped lines are counted
+
+
+@contextmanager
+def leaving_on_sigterm(leaving: threading.Event, task: RankTask) -> Iterator[None]:
+    """Meanwhile a first SIGTERM to this process (a Spark task's) sets `leaving`, if the ranks of `task` can leave.
+
+    Does nothing outside the main thread: a supervisor that is a thread of the driver gets no signals.
+    """
+    if not task.leaves or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, before)  # a second one ends this process
+        leaving.set()
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None = None) -> int:
@@ -136,7 +180,7 @@ def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None =
     which ends the rank too, through its own connection. Returns the last rank's exit code, 0 before the first. Raises
     CommunicationError when the driver cannot be reached at the start of the session or of a generation.
     """
-    limits, code = spec.limits, 0
+    limits, code, leaving = spec.limits, 0, threading.Event()
     deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
     line = RosterClient(spec.control, spec.secret, spec.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
     try:
@@ -144,7 +188,10 @@ def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None =
             order = spec.order(document)
             if prepare is not None:
                 prepare(order.task)
-            code = Supervisor(order).run()
+            with leaving_on_sigterm(leaving, order.task):
+                code = Supervisor(order, leaving).run()
+            if leaving.is_set():
+                break  # the driver starts a supervisor elsewhere
             line.say_idle()
     finally:
         line.close()

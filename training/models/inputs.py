@@ -20,44 +20,49 @@ from training.strategies.sharded_embedding import ShardedEmbedding
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which tables are divided over the ranks."""
+    """Which tables are divided over the ranks, and how they learn."""
 
-    from_bytes: int
-    seed: int
-    learning_rate: float
+    from_bytes: float
+    """Tables of at least so many bytes, and all without a number of rows."""
+    options: Mapping[str, Any]
+    """Arguments of ShardedEmbedding."""
+    growing: Mapping[str, Any]
+    """More of them, of tables without a number of rows."""
 
     @classmethod
-    def of(cls, options: ModelOptions, learning_rate: float) -> Sharding | None:
-        """What the run's options ask for; None: no table is divided."""
-        least = options.shard_embeddings
-        return None if least is None else cls(least, options.seed, learning_rate)
+    def of(cls, options: ModelOptions, chosen: Mapping[str, Any]) -> Sharding:
+        """What the run's options and a ready model's settings ask for."""
+        least = math.inf if options.shard_embeddings is None else options.shard_embeddings
+        same = {"seed": options.seed, "learning_rate": chosen["table_rate"], "optimizer": chosen["table_optimizer"]}
+        steps = chosen["evict_after_steps"] or None
+        return cls(least, same, {"admit_after": chosen["admit_after"], "evict_after_steps": steps})
 
 
 def table_of(
-    name: str, rows: int, width: int, decay: float, start: Any = "uniform", sharding: Sharding | None = None
+    name: str, rows: int | None, width: int, decay: float, start: Any = "uniform", sharding: Sharding | None = None
 ) -> Any:
     """The layer of a table: Keras' Embedding, or a table in shards whose first values have the variance of `start`.
 
     Raises ConfigError for a `decay` of a table in shards.
     """
-    nbytes = rows * width * np.dtype(keras.config.floatx()).itemsize
-    if sharding is None or nbytes < sharding.from_bytes:
+    nbytes = (rows or 0) * width * np.dtype(keras.config.floatx()).itemsize
+    if rows is not None and (sharding is None or nbytes < sharding.from_bytes):
         penalty = penalty_of(decay)
         return keras.layers.Embedding(
             rows, width, embeddings_initializer=start, embeddings_regularizer=penalty, name=name
         )
+    assert sharding is not None
     if decay:
         raise ConfigError(
             f"the table {name} cannot have a penalty and be in shards",
-            got=f"decay={decay} and {nbytes} bytes, with --shard-embeddings {sharding.from_bytes}",
+            got=f"decay={decay} and {'a table that grows' if rows is None else f'{nbytes} bytes'}",
             allowed="decay=0: a penalty would touch every row in each step",
             next_step="Add --set decay=0.",
         )
     known = {"uniform": 0.05, "zeros": 0.0}
     spread = known[start] if isinstance(start, str) else math.sqrt(3) * start.stddev
-    return ShardedEmbedding(
-        rows, width, seed=sharding.seed, spread=spread, learning_rate=sharding.learning_rate, name=name
-    )
+    more = sharding.growing if rows is None else {}
+    return ShardedEmbedding(rows, width, spread=spread, name=name, **sharding.options, **more)
 
 
 # No field can have a name that begins with `_`: an input and a layer must not share one.
@@ -73,7 +78,26 @@ def ids_of(signature: Signature) -> dict[str, int]:
     return {name: spec.ids for name, spec in signature.features.items() if spec.ids is not None}
 
 
-def numbers_of(inputs: Mapping[str, Any], ids: Mapping[str, int]) -> list[Any]:
+def ids_and_any_of(signature: Signature, chosen: Mapping[str, Any]) -> dict[str, int | None]:
+    """`ids_of`, and the columns that the setting `any_ids` names, without a number; id 0 is nothing in these too.
+
+    Raises ConfigError for a column that is not of int64, or is of ids with a number.
+    """
+    ids: dict[str, int | None] = {**ids_of(signature)}
+    fit = [name for name, spec in signature.features.items() if spec.dtype == "int64" and name not in ids]
+    for name in filter(None, chosen["any_ids"].split(",")):
+        if name not in fit:
+            raise ConfigError(
+                f"the column {name} has no ids without a bound",
+                got=f"--set any_ids={chosen['any_ids']}",
+                allowed=f"columns of int64 with the encoding `number`: {', '.join(fit) or 'this dataset has none'}",
+                next_step="Correct --set any_ids, or declare encoding = number with dtype = int64 (docs/schema.md).",
+            )
+        ids[name] = None
+    return ids
+
+
+def numbers_of(inputs: Mapping[str, Any], ids: Mapping[str, int | None]) -> list[Any]:
     """Each feature that is not ids as (n, size) floats."""
     return [_flat(tensor) for name, tensor in inputs.items() if name not in ids]
 
@@ -90,7 +114,7 @@ def joined(parts: list[Any]) -> Any:
 
 def weighted_sum(
     inputs: Mapping[str, Any],
-    ids: Mapping[str, int],
+    ids: Mapping[str, int | None],
     *,
     name: str,
     activation: str | None,
@@ -99,7 +123,7 @@ def weighted_sum(
 ) -> Any:
     """A bias and a weight for each number and each id but id 0, which begin at zero: (n, 1), after `activation`.
 
-    All ids have one table: the same model as one-hot columns, without the columns.
+    All ids below a bound have one table: the same model as one-hot columns, without the columns.
     """
     penalty, floatx = penalty_of(decay), keras.config.floatx()
     numbers = numbers_of(inputs, ids)
@@ -109,7 +133,12 @@ def weighted_sum(
         )
         return last(joined(numbers))
     together = joined(numbers) if numbers else None
-    parts = [_sum_of_ids({one: inputs[one] for one in ids}, ids, decay, sharding)]
+    bounded = {name: size for name, size in ids.items() if size is not None}
+    always = ops.zeros_like(inputs[next(iter(ids))][:, :1])
+    parts = [_sum_of_ids({one: inputs[one] for one in bounded}, always, bounded, decay, sharding)]
+    for one in (one for one in ids if one not in bounded):
+        table = table_of(f"_{one}_weights", None, 1, decay, "zeros", sharding)
+        parts.append(ops.sum(vectors(inputs[one], table), axis=1))
     if together is not None:
         plain = keras.layers.Dense(
             1, use_bias=False, kernel_initializer="zeros", kernel_regularizer=penalty, name="_numbers"
@@ -119,23 +148,31 @@ def weighted_sum(
     return keras.layers.Activation(activation or "linear", name=name, dtype=floatx)(total)
 
 
-def _sum_of_ids(tensors: dict[str, Any], sizes: Mapping[str, int], decay: float, sharding: Sharding | None) -> Any:
-    """The sum of the weights of all ids of a row, and of a bias that all rows have: (n, k) int64 each -> (n, 1)."""
+def _sum_of_ids(
+    tensors: dict[str, Any], always: Any, sizes: Mapping[str, int], decay: float, sharding: Sharding | None
+) -> Any:
+    """The sum of the weights of all ids of a row, and of a bias that all rows have: (n, k) int64 each -> (n, 1).
+
+    `always`: zeros (n, 1) int64.
+    """
     indices, counted, start = [], [], 0
     for name, tensor in tensors.items():
         indices.append(tensor + start)
         counted.append(ops.cast(tensor > 0, keras.config.floatx()))
         start += sizes[name]
-    always = ops.zeros_like(indices[0][:, :1]) + start
-    indices.append(always)
-    counted.append(ops.cast(always > 0, keras.config.floatx()))
+    indices.append(always + start)
+    counted.append(ops.ones_like(ops.cast(always, keras.config.floatx())))
     table = table_of("_ids", start + 1, 1, decay, "zeros", sharding)
     weights = ops.squeeze(table(ops.concatenate(indices, axis=1)), axis=-1)  # (n, k, 1) -> (n, k)
     return ops.sum(weights * ops.concatenate(counted, axis=1), axis=1, keepdims=True)
 
 
 def embedded(
-    inputs: Mapping[str, Any], ids: Mapping[str, int], width: int, decay: float, sharding: Sharding | None = None
+    inputs: Mapping[str, Any],
+    ids: Mapping[str, int | None],
+    width: int,
+    decay: float,
+    sharding: Sharding | None = None,
 ) -> Any:
     """All features as (n, k) floats: numbers unchanged, pixels (uint8) from 0 to 1, and for each feature of ids a
     learned vector of `width` numbers, of several ids their mean.
@@ -146,7 +183,7 @@ def embedded(
     }
     parts = numbers_of(scaled, ids)
     for name, size in ids.items():
-        there = ops.cast(inputs[name] > 0, keras.config.floatx())  # (n, length)
+        there = ops.cast(ops.not_equal(inputs[name], 0), keras.config.floatx())  # (n, length)
         count = ops.maximum(ops.sum(there, axis=1, keepdims=True), 1)
         table = table_of(f"_{name}_vectors", size, width, decay, sharding=sharding)
         parts.append(ops.sum(vectors(inputs[name], table), axis=1) / count)
@@ -156,7 +193,7 @@ def embedded(
 def vectors(tensor: Any, table: Any) -> Any:
     """The learned vector of each id in a layer of `table_of`, zeros for id 0: (n, k) int64 -> (n, k, width)."""
     found = table(tensor)
-    return found * ops.expand_dims(ops.cast(tensor > 0, found.dtype), -1)
+    return found * ops.expand_dims(ops.cast(ops.not_equal(tensor, 0), found.dtype), -1)
 
 
 def last_of(x: Any, ids: Any) -> Any:

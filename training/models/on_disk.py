@@ -31,7 +31,7 @@ from training import models
 from training.config import TrainConfig, lane_groups
 from training.models import ModelOptions
 from training.plan.datasets import what_differs
-from training.run.checkpoint import Tensors, TensorSpec, read_manifest, write_bytes
+from training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
 from training.run.checkpoint_division import read_whole
 from training.run.weights_source import (
     FITTED_PREFIX,
@@ -47,7 +47,7 @@ from training.steps.batchnorm import GhostBatchNormalization
 from training.steps.distribute import own_class
 from training.steps.optimizers import CorrectedSGD, WarmUp
 from training.steps.patching import swapped
-from training.strategies.sharded_embedding import TABLES, check_fits, plain_weights
+from training.strategies.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
@@ -159,7 +159,8 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
 
 def load_model(url: str, name: str) -> keras.Model:
     """The model of an export of a run whose --model was `name`. Raises CorruptionError for a file that does not match
-    its digest, LockstepError for a model that Keras cannot make.
+    its digest, LockstepError for a model that Keras cannot make, or does not: it refuses layers that hold code, unless
+    this process has called `keras.config.enable_unsafe_deserialization`, and archives that unpack to very much more.
     """
     if ":" in name and not name.startswith(f"{models.SENT}:"):
         models.function_of(name)  # importing it registers its layers and metrics
@@ -168,11 +169,12 @@ def load_model(url: str, name: str) -> keras.Model:
         path_of_model.write_bytes(checked_model(url))
         try:
             return keras.models.load_model(path_of_model)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a file that was made to do harm may raise anything
             raise LockstepError(
                 f"the model {url} cannot be loaded",
-                got=str(error).splitlines()[0],
-                allowed="layers and metrics that Keras knows, or that the model's module registers",
+                got=(str(error).strip() or repr(error)).splitlines()[0][:500],
+                allowed="layers and metrics that Keras knows, or that the model's module registers; no Lambda layers, "
+                "which hold code",
                 next_step="Decorate own classes with keras.saving.register_keras_serializable().",
             ) from error
 
@@ -184,24 +186,30 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     # Any dataset of a mixture has the schema and fitted files of all.
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
         raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
+    base = base_url(url, manifest)
+    whole = manifest if base is None else read_manifest(base)
     specs = {
         name: TensorSpec(tuple(entry["shape"]), entry["dtype"])
-        for name, entry in manifest.get("tensors", {}).items()
+        for name, entry in whole.get("tensors", {}).items()
         if name.startswith(f"{TABLES}/")
     }
     check_fits(specs, f"the tables of {url}")
-    return plain_model(config, signature, read_whole(url, manifest, (model_state.WEIGHTS, TABLES)), url)
+    tensors = read_whole(url, manifest, (model_state.WEIGHTS, TABLES))
+    if base is not None:
+        tensors = with_base(tensors, read_whole(base, whole, (TABLES,)))
+    return plain_model(config, signature, tensors, url)
 
 
 def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, where: str) -> keras.Model:
-    """The model of `config` with the whole weights in `tensors`, and Embedding layers in place of tables in shards.
+    """The model of `config` with the whole weights in `tensors`, and plain layers in place of tables in shards.
 
     Raises DataError naming `where` for tensors of another model.
     """
     groups = lane_groups(config)
     rows = config.global_batch // groups if groups else None
     options = ModelOptions(seed=config.seed, group_rows=rows, extra=config.extra)
-    model = models.build(config.model, signature, options).model
+    with plain_tables(tensors):
+        model = models.build(config.model, signature, options).model
     kinds = (model_state.WEIGHTS,)
     model_state.load(model, plain_weights(tensors, model_state.specs_of(model, *kinds)), kinds, where)
     return model
@@ -217,6 +225,7 @@ def _other_data(what: str, got: str) -> ConfigError:
 
 
 WEIGHTS_FILE = "model.weights.h5"  # its name in a .keras archive; Keras requires this ending
+MOST_EXPANSION = 100  # as in Keras' own check
 HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -237,7 +246,7 @@ def load_initial(model: keras.Model, url: str) -> None:
     with tempfile.TemporaryDirectory() as folder, plain_layers(model):
         path = Path(folder, WEIGHTS_FILE)
         try:
-            path.write_bytes(_weights_in(source.file))
+            path.write_bytes(_weights_in(source.file, url))
             model.load_weights(path, objects_to_skip=[model.optimizer])
         # No archive, or a damaged one. RuntimeError: HDF5's names are broken, or an archive has a later version.
         except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
@@ -254,9 +263,17 @@ def load_initial(model: keras.Model, url: str) -> None:
             ) from error
 
 
-def _weights_in(data: bytes) -> bytes:
+def _weights_in(data: bytes, url: str) -> bytes:
     """The HDF5 file in a .keras archive; a file that already is HDF5 is returned unchanged."""
     if data.startswith(HDF5):
         return data
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entry = archive.getinfo(WEIGHTS_FILE)
+        if entry.file_size > MOST_EXPANSION * entry.compress_size:
+            raise CorruptionError(
+                "a model's file unpacks to too much",
+                file=url,
+                got=f"{entry.file_size} bytes of {entry.compress_size}",
+                allowed=f"up to {MOST_EXPANSION} times as much; Keras compresses nothing",
+            )
         return archive.read(WEIGHTS_FILE)

@@ -25,10 +25,14 @@ class Setting:
     help: str
     least: float = 0
     below: float = math.inf
+    choices: tuple[str, ...] = ()
+    """Of a text; none: any."""
 
     @property
     def allowed(self) -> str:
         """The allowed values in words."""
+        if self.choices:
+            return " or ".join(self.choices)
         kind = _KINDS[type(self.default)]
         if isinstance(self.default, bool | str):
             return kind
@@ -37,7 +41,7 @@ class Setting:
     def fits(self, value: Value) -> bool:
         """Whether `value` has the type and is in the range; a float may be given as an integer."""
         if isinstance(self.default, bool | str) or isinstance(value, bool | str):
-            return type(value) is type(self.default)
+            return type(value) is type(self.default) and (not self.choices or value in self.choices)
         return (isinstance(value, int) or isinstance(self.default, float)) and self.least <= value < self.below
 
 
@@ -46,7 +50,15 @@ DROPOUT = Setting(0.1, "share of values that a training step sets to 0", below=1
 LAYERS = Setting(2, "hidden layers", least=1)
 WIDTH = Setting(128, "neurons of a hidden layer", least=1)
 EMBEDDING = Setting(16, "numbers of the vector that each id gets", least=1)
-TABLE_RATE = Setting(0.05, "learning rate of tables in shards, by row-wise Adagrad (--shard-embeddings)")
+TABLES = {
+    "table_rate": Setting(0.05, "learning rate of tables in shards (--shard-embeddings, any_ids)"),
+    "table_optimizer": Setting(
+        "adagrad", "row-wise Adagrad or lazy Adam, of tables in shards", choices=("adagrad", "adam")
+    ),
+    "any_ids": Setting("", "columns of int64, by commas, that are ids without a bound; their tables grow, in shards"),
+    "admit_after": Setting(1, "such an id has a row once it was seen so many times in training", least=1),
+    "evict_after_steps": Setting(0, "steps without an id after which its row is removed; 0: never"),
+}
 SEQUENCE = Setting("", "the column of ids in order (default: the only one)")
 
 
@@ -82,7 +94,7 @@ READY: dict[str, Ready] = {
             "dropout": DROPOUT,
             "embedding": EMBEDDING,
             "decay": DECAY,
-            "table_rate": TABLE_RATE,
+            **TABLES,
         },
     ),
     "two-tower": Ready(
@@ -94,7 +106,7 @@ READY: dict[str, Ready] = {
             "embedding": Setting(32, "numbers of the vector of each user and item", least=1),
             # MovieLens 100K, fold-0, 15 epochs: RMSE 0.914; 3e-5 0.930 (it overfits).
             "decay": Setting(1e-4, DECAY.help),
-            "table_rate": TABLE_RATE,
+            **TABLES,
         },
     ),
     "gru": Ready(

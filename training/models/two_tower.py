@@ -8,7 +8,7 @@ from keras import ops
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import Sharding, column_of, ids_of, inputs_of, table_of, vectors
+from training.models.inputs import Sharding, column_of, ids_and_any_of, inputs_of, table_of, vectors
 from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
 from training.models.ready import settings_of
 
@@ -24,9 +24,10 @@ def two_tower(signature: Signature, options: ModelOptions) -> keras.Model:
     there are not two such columns and `--set user=COLUMN --set item=COLUMN` do not name them.
     """
     label = label_of("two-tower", signature, NUMBER, YES_NO)
-    chosen, ids = settings_of("two-tower", options.extra), ids_of(signature)
+    chosen = settings_of("two-tower", options.extra)
+    ids = ids_and_any_of(signature, chosen)
     pair = _pair([name for name in ids if signature.features[name].shape == (1,)], chosen["user"], chosen["item"])
-    inputs, decay, sharding = inputs_of(signature), chosen["decay"], Sharding.of(options, chosen["table_rate"])
+    inputs, decay, sharding = inputs_of(signature), chosen["decay"], Sharding.of(options, chosen)
     bias = keras.layers.Embedding(1, 1, embeddings_initializer="zeros", name="_bias")
     score, towers = bias(ops.zeros_like(inputs[pair[0]][:, 0])), []
     for name in pair:
@@ -45,6 +46,6 @@ def _pair(candidates: list[str], user: str, item: str) -> tuple[str, str]:
     """The columns of users and items: those named, or the only two, in byte order. Raises ConfigError."""
     if not user and not item and len(candidates) == 2:  # the model is the same if they change places
         user, item = candidates
-    kind = "a column of one id a row (hash or vocabulary with output = index)"
+    kind = "a column of one id a row (hash or vocabulary with output = index, or in --set any_ids)"
     user = column_of("two-tower", "user", user, [name for name in candidates if name != item], kind)
     return user, column_of("two-tower", "item", item, [name for name in candidates if name != user], kind)

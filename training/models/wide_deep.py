@@ -6,7 +6,7 @@ import keras
 
 from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
-from training.models.inputs import Sharding, dense_layers, embedded, ids_of, inputs_of, weighted_sum
+from training.models.inputs import Sharding, dense_layers, embedded, ids_and_any_of, inputs_of, weighted_sum
 from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
 from training.models.ready import settings_of
 
@@ -20,8 +20,8 @@ def wide_deep(signature: Signature, options: ModelOptions) -> keras.Model:
     AdaGrad, here Adam trains both. Crossed columns are the dataset's: a query that joins two texts, and `hash`.
     """
     label = label_of("wide-deep", signature, YES_NO, NUMBER)
-    chosen, inputs, ids = settings_of("wide-deep", options.extra), inputs_of(signature), ids_of(signature)
-    decay, sharding = chosen["decay"], Sharding.of(options, chosen["table_rate"])
+    chosen, inputs = settings_of("wide-deep", options.extra), inputs_of(signature)
+    ids, decay, sharding = ids_and_any_of(signature, chosen), chosen["decay"], Sharding.of(options, chosen)
     wide = weighted_sum(inputs, ids, name="_wide", activation=None, decay=decay, sharding=sharding)
     deep = dense_layers(embedded(inputs, ids, chosen["embedding"], decay, sharding), chosen)
     floatx = keras.config.floatx()

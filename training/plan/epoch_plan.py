@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, require
 from training.plan.datasets import split_of
-from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
+from training.plan.lane_count import check_lanes, check_shares, default_lanes, largest_divisor
 from training.plan.order import BlockTable, CacheGroups, EveryOrder, InterleavedLanes, Orders, Run, check_cache_groups
 from training.plan.permutation import derive_key, shuffled, shuffled_each
 
@@ -250,15 +250,20 @@ class EpochPlan:
 
     # Ranks
 
-    def rank_lanes(self, rank: int, num_ranks: int, groups: int | None = None) -> range:
+    def rank_lanes(
+        self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None
+    ) -> range:
         """The contiguous lanes of one rank; ranks may have different numbers. With `groups`, ranks own whole lane
-        groups.
+        groups. `shares` are the lanes of each rank (None: as even as possible).
         """
         check_lanes(self.global_batch, self.lanes, groups, num_ranks)
+        if shares is not None:
+            check_shares(shares, self.lanes, groups, num_ranks)
+            return range(sum(shares[:rank]), sum(shares[: rank + 1]))
         shared = groups or self.lanes
         width = self.lanes // shared
         return range(rank * shared // num_ranks * width, (rank + 1) * shared // num_ranks * width)
 
-    def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
+    def rows(self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None) -> int:
         """n_r: samples of each global batch that are this rank's."""
-        return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)
+        return len(self.rank_lanes(rank, num_ranks, groups, shares)) * (self.global_batch // self.lanes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from lockstep.storage.errors import ConfigError
 from training.config import TrainConfig
@@ -51,6 +52,15 @@ def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ra
         if not groups and global_batch % more:
             hint += f" with --global-batch {-(-global_batch // more) * more}"
         raise _refuse(f"{num_ranks} ranks are more than the {owned}", hint)
+
+
+def check_shares(shares: Sequence[int], lanes: int, groups: int | None, num_ranks: int) -> None:
+    """Raise ConfigError unless `shares`, the lanes of each rank, add up and, with `groups`, are whole lane groups."""
+    width = lanes // (groups or lanes)
+    whole = all(share >= 1 and share % width == 0 for share in shares)
+    if len(shares) != num_ranks or sum(shares) != lanes or not whole:
+        what = f"shares of {' '.join(map(str, shares))} lanes for {num_ranks} ranks and {lanes} lanes"
+        raise _refuse(what, f"{num_ranks} multiples of {width} that add up to {lanes}")
 
 
 def _refuse(what: str, hint: str) -> ConfigError:

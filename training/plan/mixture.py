@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
+from training.plan.client_plan import RunPlan
 from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES, EpochPlan
 from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
 
@@ -129,14 +130,16 @@ class MixedPlan:
 
     # Ranks
 
-    def rank_lanes(self, rank: int, num_ranks: int, groups: int | None = None) -> range:
+    def rank_lanes(
+        self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None
+    ) -> range:
         """The contiguous lanes of one rank, the same of each dataset."""
         check_lanes(self.global_batch, self.lanes, groups, num_ranks)
-        return self.parts[0].rank_lanes(rank, num_ranks, groups)
+        return self.parts[0].rank_lanes(rank, num_ranks, groups, shares)
 
-    def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
+    def rows(self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None) -> int:
         """n_r: samples of each global batch that are this rank's."""
-        return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)
+        return len(self.rank_lanes(rank, num_ranks, groups, shares)) * (self.global_batch // self.lanes)
 
     def row_datasets(self, rows: int) -> npt.NDArray[np.int64]:
         """The dataset (from 0) of each of a rank's rows of a batch: (rows,) int64, lane after lane."""
@@ -147,7 +150,7 @@ class MixedPlan:
 Plan = EpochPlan | MixedPlan
 
 
-def steps_asked(plan: Plan, epochs: int, max_steps: int | None) -> int:
+def steps_asked(plan: RunPlan, epochs: int, max_steps: int | None) -> int:
     """Steps of a run of `epochs` epochs that ends after `max_steps`. Raises ConfigError as `plan.steps` does."""
     steps = plan.steps(epochs)
     return steps if max_steps is None else min(steps, max_steps)

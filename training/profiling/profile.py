@@ -13,7 +13,7 @@ from lockstep.storage.errors import require
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 from training.comm.options import UNAUTHENTICATED, CommOptions
-from training.config import TrainConfig
+from training.config import OF_TENSORFLOW, TrainConfig
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.preflight import open_and_plan
@@ -93,6 +93,9 @@ def profile(
     for name, value, least in (("steps", steps, 2), ("rounds", rounds, 1)):
         right, allowed = value is None or value >= least, f"an integer from {least} up"
         require(right, f"a profile's `{name}`", f"{name} = {value}", allowed, f"Correct --{name}.")
+    of_lanes = "sync or async: a profile measures steps of a global batch that ranks of ours add"
+    right = not config.is_federated and config.strategy not in OF_TENSORFLOW
+    require(right, "a profile's `strategy`", config.strategy, of_lanes, "Correct --strategy.")
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
     _, encoder, plan = open_and_plan(config)
     plan.steps(config.epochs)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
@@ -26,7 +27,9 @@ from training.comm.hosts import route_address
 from training.comm.tls import Credentials
 from training.control.client import ControlClient, open_channel
 from training.control.context import RankContext
+from training.control.last_words import LastWords
 from training.control.protocol import Role, Tag, error_to_json, is_final
+from training.control.stacks import answer_with_stacks
 from training.control.task import RankTask, is_stopped
 from training.world import World
 
@@ -44,6 +47,28 @@ def end_with_stopped_parent(parent: int, limit_s: float) -> None:
     os._exit(1)
 
 
+def leave_on_sigterm(leaving: threading.Event) -> None:
+    """Set `leaving` at the first SIGTERM, and end this process at the second, whatever the main thread is doing.
+
+    The supervisor ends its rank by closing its standard input. Call this in the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        signals = (byte for byte in iter(partial(os.read, reader, 1), b"") if byte[0] == signal.SIGTERM)
+        next(signals)
+        leaving.set()
+        print("[rank: SIGTERM: all ranks leave after their next step; a second signal ends this one]", flush=True)
+        next(signals)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="sigterm-watch", daemon=True).start()
+
+
 EXIT_CRASHED, EXIT_FINAL = 1, 2
 PR_SET_PDEATHSIG = 1
 CONNECT_DEADLINE_S = 30.0
@@ -58,13 +83,17 @@ def main() -> int:
     order = _order()
     if order is None:
         return EXIT_CRASHED
+    answer_with_stacks(order["stacks"])
     threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
+    leaving = threading.Event()
+    if RankTask.from_json(order["task"]).leaves:
+        leave_on_sigterm(leaving)
     watch = (order["parent"], order["lost_s"])
     threading.Thread(target=end_with_stopped_parent, args=watch, name="parent-watch", daemon=True).start()
     world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
     host = route_address(tuple(order["control"]))
-    control = ControlClient(channel, host, order["beat_s"])
+    control = ControlClient(channel, host, order["beat_s"], leaving, LastWords(order["last_words"]))
     tls = Credentials.from_json(order["tls"]) if order["tls"] else None
     try:
         devices.expose(order["devices"], os.environ, order["host"])

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from training.config import CheckpointEvery, TrainConfig
+from training.config import TrainConfig
 from training.control.client import ControlClient
 from training.exchange.agreement import Agreement, NonFiniteError
 from training.exchange.compare_ranks import WeightCheck
 from training.exchange.exchange import Exchange
 from training.rank.metrics import Saved, StepClock, StepReports
+from training.rules import CheckpointEvery
 
 if TYPE_CHECKING:
     from training.rank.saver import Progress, Saver
@@ -176,14 +177,15 @@ class Checkpoints:
         self._wait(progress.step)
         self._begin(progress, in_epoch=False)
 
-    def finish(self, progress: Progress) -> None:
-        """At the end of the run: wait for a checkpoint in flight, and write that of the last step if it was not.
+    def finish(self, progress: Progress, *, in_epoch: bool = False) -> None:
+        """At the end of the run or of this process: wait for a checkpoint in flight, and write that of the last step if
+        it was not.
 
         Raises StorageTimeoutError naming rank, step and stage.
         """
         self._wait(progress.step)
         if self._saver.last_step != progress.step:
-            self._begin(progress, in_epoch=False)
+            self._begin(progress, in_epoch=in_epoch)
             self._wait(progress.step)
 
     def abandon(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,30 +16,33 @@ from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.batches.audit_log import sample_hex
+from training.batches.audit_log import AuditLog, sample_hex
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.feed import Batch
 from training.batches.tf_dataset import FeedPipeline
 from training.batches.training_set import TrainingSet
-from training.comm.base import Communicator
-from training.config import StopRule, TrainConfig, lane_groups, of_validation
+from training.comm.base import Communicator, SoloCommunicator
+from training.config import TrainConfig, lane_groups
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
 from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from training.models.on_disk import export, load_initial, plain_model
+from training.plan.client_plan import RunPlan
 from training.plan.mixture import Plan, steps_asked
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
 from training.rank.early_stop import EarlyStop
 from training.rank.metrics import StepClock, StepReports, reading_row
-from training.rank.prepare import RankModel, agreement_on
+from training.rank.prepare import JoinedModel, RankModel, agreement_on
 from training.rank.saver import Progress, Saver
 from training.rank.validation import Validation
+from training.reading.bad_records import BadRecords
 from training.reading.open import OpenSplit, verify_share
 from training.reading.reader import ReadOptions
+from training.rules import StopRule, of_validation
+from training.run.metrics import BAD_RECORD
 from training.run.paths import staged_model
-from training.steps.distribute import finalize
 from training.steps.distribute_checks import compare_start
 from training.steps.model_state import (
     METRICS,
@@ -58,7 +62,7 @@ log = logging.getLogger(__name__)
 def compare_ranks(
     communicator: Communicator,
     data: TrainingSet,
-    plan: Plan,
+    plan: RunPlan,
     model: keras.Model,
     signature: Signature,
     step: int,
@@ -100,33 +104,50 @@ def losses_of(agreement: Agreement) -> list[tuple[int, float]]:
 
 
 class LabelCounts:
-    """Counts the rows of each class since the last `taken`; without a number of classes, those of 0 and of 1."""
+    """Counts the rows of each class in the steps of an epoch that are done; without a number of classes, those of 0 and
+    of 1. Safe for two threads: one adds batches ahead of the steps.
+    """
 
     def __init__(self, signature: Signature) -> None:
         self._classes = signature.num_classes
+        self._lock = threading.Lock()
+        self._ahead: dict[int, NDArray[np.float64]] = {}
         # Without classes the third counts other numbers. Float, since mixup makes shares of classes.
-        self._counts = np.zeros(self._classes or 3)
+        self.epoch = np.zeros(self._classes or 3)
+        """This rank's part (classes,), which a checkpoint within an epoch keeps."""
 
-    def add(self, labels: NDArray[Any] | None) -> None:
-        """Labels (n,), or shares of classes (n, classes)."""
+    def add(self, batch: int, labels: NDArray[Any] | None) -> None:
+        """Labels (n,), or shares of classes (n, classes), of batch number `batch`, from 0."""
         if labels is None:
             return
         if self._classes is None:
-            self._counts += [(labels == 0).sum(), (labels == 1).sum(), ((labels != 0) & (labels != 1)).sum()]
+            counts = np.array([(labels == 0).sum(), (labels == 1).sum(), ((labels != 0) & (labels != 1)).sum()], float)
         elif labels.ndim == 2:
-            self._counts += labels.sum(axis=0)
+            counts = labels.sum(axis=0, dtype=np.float64)
         else:
-            self._counts += np.bincount(labels.astype(np.int64), minlength=self._classes)
+            counts = np.bincount(labels.astype(np.int64), minlength=self._classes).astype(np.float64)
+        with self._lock:
+            self._ahead[batch] = counts
 
-    def taken(self, communicator: Communicator) -> list[int] | None:
-        """Rows of each class on all ranks, and reset; None if labels are not classes. A collective."""
-        counts, self._counts = self._counts, np.zeros_like(self._counts)
+    def step_ends(self, step: int) -> None:
+        """Count the batches of optimizer step `step`, from 1, and of those before."""
+        with self._lock:
+            for batch in [batch for batch in self._ahead if batch < step]:
+                self.epoch += self._ahead.pop(batch)
+
+    def of_all_ranks(self, communicator: Communicator) -> list[int] | None:
+        """Rows of each class in this epoch so far; None if labels are not classes. A collective."""
+        counts = self.epoch.copy()
         communicator.all_reduce(counts)
         if self._classes is None:
             if counts[2] or not counts.any():
                 return None
             counts = counts[:2]
         return [round(float(count)) for count in counts]
+
+
+class _Left(Exception):
+    """All ranks have written a checkpoint and end here, in the middle of Keras' `fit`."""
 
 
 class Fit(AbstractContextManager["Fit"]):
@@ -136,22 +157,22 @@ class Fit(AbstractContextManager["Fit"]):
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, OPENING)
         self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
-        if config.bad_images == "skip":
+        if config.on_bad_record == "skip":
+            self._split = self._split.skipping_bad_records(self._report_bad_records)
+        elif config.bad_images == "skip":
             self._split = self._split.skipping_bad_images()
         held_out = None
         if config.validate is not None:
             held_out = OpenSplit.at(config.datasets, config.validate, options=ReadOptions.of(config, world.num_ranks))
+            if config.on_bad_record == "skip":
+                held_out.leave_out_bad_records()
         if config.verify == "full":
             readers = [*self._split.readers, *([held_out.reader] if held_out else [])]
             verify_share(readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
-        self._plan = self._split.plan(context.payload["plan"])
-        self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
         self._signature = labels_of(config, self._split.encoder.signature)
-        self._feed = self._split.feed(self._plan, world, groups=lane_groups(config))
+        self._audit: AuditLog | None = None
+        self._plan, self._rank_model = self._set_up()
         self._steps = steps_asked(self._plan, config.epochs, config.max_steps)
-        self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
-        non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
-        self._rank_model = RankModel(context, config, self._plan, self._signature, self._feed.rows, non_finite)
         self._model, self._exchange = self._rank_model.model, self._rank_model.exchange
         self._strategy = self._rank_model.strategy
         self._comm = self._strategy.communicator
@@ -169,11 +190,10 @@ class Fit(AbstractContextManager["Fit"]):
             steps=per_epoch,
             micro_batches=config.micro_batches,
         )
-        self._audit = self._split.audit_log(self._plan, self._feed.rows) if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None
         if self._reports is not None and self._rank_model.learning_rate is not None:
             self._reports.learning_rate(self._rank_model.learning_rate.to_json())
-        self._clock = StepClock(context.control, world.rank, self._exchange)
+        self._clock = StepClock(context.control, world.rank, self._exchange, num_ranks=world.num_ranks)
         self._tables = self._rank_model.tables
         self._saver = Saver(
             context,
@@ -189,7 +209,13 @@ class Fit(AbstractContextManager["Fit"]):
         self._validation: Validation | None = None
         if held_out is not None:
             self._validation = Validation(
-                held_out, config, self._model, self._comm, context.control, self._callbacks, self._tables
+                held_out,
+                config,
+                self._rank_model.to_score(),
+                self._comm,
+                context.control,
+                self._callbacks,
+                self._tables,
             )
         self._validated: dict[str, Any] | None = None  # at the end of this epoch
         self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch
@@ -201,6 +227,22 @@ class Fit(AbstractContextManager["Fit"]):
         self._checkpoints = Checkpoints(
             self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
         )
+
+    def _set_up(self) -> tuple[RunPlan, JoinedModel]:
+        """The plan, and the model that trains by it; also sets the audit, and what `_fit_epoch` needs."""
+        context, config = self._context, self._config
+        plan = self._split.plan(context.payload["plan"])
+        self._augmentation = augmentation_of(config, plan, self._split.encoder.signature)
+        groups, shares = lane_groups(config), context.payload.get("shares")
+        self._feed = self._split.feed(plan, context.world, groups=groups, shares=shares)
+        self._feed.watch(context.control.reads, self._report_bad_image)
+        if config.audit:
+            self._audit = self._split.audit_log(plan, self._feed.rows)
+        self._fed = FedBatches(self._feed.lanes.start, plan.global_batch // plan.lanes)
+        non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
+        self._lane_plan = plan
+        self._sums_model = RankModel(context, config, plan, self._signature, self._feed.rows, non_finite)
+        return plan, self._sums_model
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -224,25 +266,30 @@ class Fit(AbstractContextManager["Fit"]):
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
         else:
             self._progress = self._saver.restore(restored)
+            if self._progress.class_counts is not None:
+                self._labels.epoch[:] = self._progress.class_counts
             if self._early_stop is not None and self._early_stop.reason is not None:
                 self._progress.stopped = True  # more epochs end where they would have ended in one go
             self._exchange.resume(self._progress.step)
         del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
-        compare_start(self._comm, self._feed.rows / plan.global_batch, model.optimizer, model.weights)
+        compare_start(self._comm, self._share, model.optimizer, model.weights)
         self._saver.make_ready()
         began_at, began = self._progress.step, time.monotonic()
         control.beat(began_at, "train")
-        while self._progress.step < self._steps and not self._progress.stopped:
-            self._fit_epoch(plan.epoch_of_step(self._progress.step))
+        try:
+            while self._progress.step < self._steps and not self._progress.stopped:
+                self._fit_epoch(plan.epoch_of_step(self._progress.step))
+        except _Left:
+            return {"left": True, "steps": self._progress.step}
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.monotonic() - began - validation_s
         self._strategy.end()
         self._checkpoints.finish(self._progress)
         self._clock.flush()
         self._strategy.finish()
-        finalize(model.optimizer, model.trainable_variables)
+        self._finalize()
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
         exported = model if self._tables is None else self._plain(self._tables)
@@ -251,12 +298,12 @@ class Fit(AbstractContextManager["Fit"]):
             control.beat(step, "export")
             if exported is not None:
                 export_model(self._context, self._config, self._split, exported, self._signature, self._saver.staging)
-            left_over = left_over_ids(self._split, plan, step)
+            left_over = self._left_over(step)
         return {
             "steps": step,
             "epochs": plan.epoch_of_step(step - 1) + 1,
             "metrics": json_safe(self._progress.metrics),
-            "samples": (step - began_at) * plan.global_batch,
+            "samples": self._samples(began_at, step),
             "seconds": seconds,
             "validation_s": validation_s,
             "stopped_by": self._stopped_by(),
@@ -264,13 +311,31 @@ class Fit(AbstractContextManager["Fit"]):
             "class_counts": self._class_counts,
         }
 
+    # What depends on how ranks read
+
+    @property
+    def _share(self) -> float:
+        """This rank's part of the rows of a step."""
+        return self._feed.rows / self._plan.global_batch
+
+    def _finalize(self) -> None:
+        self._rank_model.finalize()
+
+    def _samples(self, first: int, last: int) -> int:
+        """Samples that all ranks trained on in steps first + 1 to last."""
+        return (last - first) * self._plan.global_batch
+
+    def _left_over(self, step: int) -> list[str]:
+        return left_over_ids(self._split, self._lane_plan, step)
+
     def _plain(self, tables: Tables) -> keras.Model | None:
         """On rank 0 the model with Embedding layers, on others None; None if it does not fit there. A collective."""
         self._context.control.beat(self._progress.step, "gather the tables")
         unfit = np.zeros(1, np.uint8)
+        specs, _ = tables.state()
         if self._context.world.is_leader:
             try:
-                check_fits(tables.specs(), "the tables of the trained model")
+                check_fits(specs, "the tables of the trained model")
             except ConfigError as error:
                 log.warning("the run ends with a checkpoint and no exported model: %s", error)
                 unfit[0] = 1
@@ -304,7 +369,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._strategy.begin_epoch(epoch, last)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
-            self._rank_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
+            self._sums_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
         self._context.control.notify(
             "metrics", rows=[reading_row(self._split.readers, self._context.world.rank, self._progress.step)]
         )
@@ -312,14 +377,21 @@ class Fit(AbstractContextManager["Fit"]):
     # Called by RunCallbacks
 
     def epoch_begins(self, epoch: int) -> bool:
-        """False if the epoch is resumed: then its metrics are restored too."""
+        """False if the epoch is resumed: then its metrics and class counts are restored too."""
         if self._progress.step == self._plan.first_step(epoch):
+            self._labels.epoch[:] = 0
             return True
         self._saver.restore_metrics()
         return False
 
     def step_begins(self) -> None:
-        """Start timing the step."""
+        """Start timing the step, and ask the others to leave or save after it if this rank is asked to."""
+        if self._context.control.leaving.is_set():
+            self._exchange.want("leave")
+        if self._context.control.saving.is_set():
+            self._context.control.saving.clear()
+            self._exchange.want("checkpoint")
+        self._strategy.step_begins()
         self._clock.begins()
 
     def step_ends(self, epoch: int) -> None:
@@ -327,12 +399,14 @@ class Fit(AbstractContextManager["Fit"]):
         agreement = agreement_on(self._exchange, self._progress.step + 1)
         agreement = self._strategy.step_ends(agreement, epoch_ends=agreement.step == self._last_step(epoch))
         self._progress.step = agreement.step
+        self._labels.step_ends(agreement.step)
+        self._progress.class_counts = self._labels.epoch
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
             for step, loss in losses_of(agreement):
                 self._reports.step(step, epoch, loss, skipped=agreement.skipped)
-        self._fed.forget(agreement.step - self._config.delay)
+        self._forget(agreement.step - self._config.delay)
         if agreement.equal:
             self._weights.after(agreement.step)
         if self._model.stop_training:
@@ -344,7 +418,16 @@ class Fit(AbstractContextManager["Fit"]):
         self._checkpoints.step_ends()
         # At the end of an epoch callbacks come first: a run that resumes there must not miss them.
         if agreement.step < self._last_step(epoch) and not agreement.stop:
+            if agreement.leave and agreement.equal:
+                self._leave(in_epoch=True)
             self._checkpoints.begin_if_due(agreement, self._progress, in_epoch=True)
+
+    def _leave(self, *, in_epoch: bool) -> None:
+        self._checkpoints.finish(self._progress, in_epoch=in_epoch)
+        self._clock.flush()
+        if self._reports is not None:
+            self._reports.flush()
+        raise _Left
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Metrics over all ranks, the same on each; after a validation also its metrics."""
@@ -353,11 +436,13 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress.cut = step != self._plan.first_step(epochs)
         if self._progress.cut:
             self._own_metrics = [(one, one.numpy().copy()) for one in variables_of(self._model, METRICS)]
-        metrics = of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
+        sums = SoloCommunicator() if self._exchange.sums_metrics else self._comm
+        metrics = of_all_ranks(self._model, sums, self._exchange.scale, logs)
         run_ends = step == self._steps or self._progress.stopped
         if self._validation is None or not (run_ends or epochs % self._config.validate_every == 0):
             return metrics
         with self._clock.validation():
+            self._rank_model.to_score()  # with the weights of this step
             validated = self._validation.after(step)
         self._checkpoints.step_begins()
         self._validated = validated.row
@@ -366,27 +451,51 @@ class Fit(AbstractContextManager["Fit"]):
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Agree on stopping, report, and write a checkpoint if one is scheduled."""
         self._progress.metrics = as_floats(logs)
-        stop = np.array([self._model.stop_training or self._stop_wanted], np.uint8)
-        self._comm.all_reduce(stop, "max")
-        self._progress.stopped = self._model.stop_training = bool(stop[0])
-        self._class_counts = self._labels.taken(self._comm)
+        leaving = self._context.control.leaving.is_set()
+        words = np.array([self._model.stop_training or self._stop_wanted, leaving], np.uint8)
+        self._comm.all_reduce(words, "max")
+        self._progress.stopped = self._model.stop_training = bool(words[0])
+        self._class_counts = self._labels.of_all_ranks(self._comm)
+        tables = {} if self._tables is None else self._tables.figures()
         if self._reports is not None:
             metrics = json_safe(self._progress.metrics)
-            self._reports.epoch(self._progress.step, epoch, metrics, self._class_counts, self._validated)
+            self._reports.epoch(self._progress.step, epoch, metrics, self._class_counts, self._validated, tables)
         self._validated = None
         for variable, value in self._own_metrics:
             variable.assign(value)  # in place of the sums over all ranks: the rest of the epoch adds to it
         self._own_metrics = []
-        if self._exchange.agreement is not None:
-            self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
+        if (agreement := self._exchange.agreement) is None:
+            return
+        goes_on = self._progress.step < self._steps and not self._progress.stopped
+        if goes_on and agreement.equal and (words[1] or agreement.leave):
+            self._leave(in_epoch=False)
+        self._checkpoints.epoch_ends(agreement, self._progress)
+
+    def _forget(self, step: int) -> None:
+        """Steps up to `step` need no names of samples any more."""
+        self._fed.forget(step)
 
     def _report_non_finite(self, row: dict[str, Any]) -> None:
         self._context.control.notify("metrics", rows=[row])
+
+    def _report_bad_image(self, words: str) -> None:
+        self._report_bad({"what": words})
+
+    def _report_bad_records(self, bad: BadRecords) -> None:
+        self._report_bad(bad.to_row())
+
+    def _report_bad(self, row: dict[str, Any]) -> None:
+        print(f"weight 0: {row['what']}", flush=True)
+        head = {"kind": BAD_RECORD, "step": self._progress.step, "rank": self._context.world.rank}
+        self._context.control.notify("metrics", rows=[head | row])
 
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by the TensorFlow thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
-        self._labels.add(batch.y)
+        if batch.step == self._context.payload.get("suspect"):
+            samples = self._fed.of_step(batch.step + 1)["samples"]
+            self._context.control.notify("suspect", step=batch.step, samples=samples)
+        self._labels.add(batch.step, batch.y)
         if self._audit is not None:
             self._audit.add(batch)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
 
+from training.comm.base import LinkUse
 from training.control.client import ControlClient
 from training.reading.reader import SplitReader
-from training.run.metrics import PARTS, READING
+from training.run.metrics import PACE, PARTS, READING
 
 ROW_EVERY_S = 1.0  # at most one row in this time, so that rows do not slow down steps
+PACE_STEPS = 10  # a row of their times after so many, or after ROW_EVERY_S: a slow rank is named within 50 steps
+PACE_EVERY_S = 0.001  # times the ranks: so many of these rows a second reach the driver at most, from all together
+PACE_KEPT = 20  # steps of such a row, the last ones
 
 
 class RowSink(Protocol):
@@ -35,15 +41,21 @@ class Waiting(Protocol):
     def sent_bytes(self) -> int:
         """Bytes sent over the network so far."""
 
+    def links(self) -> dict[int, LinkUse]:
+        """As of a Communicator."""
+
 
 class StepClock:
     """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, validation_s, other_s,
-    sent_bytes} of one rank, in seconds.
+    sent_bytes} of one rank, in seconds; and of several ranks {kind: pace, rank, step, steps, times, links}.
 
     `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
     step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
     the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs. `sent_bytes`: over the
     network, in all collectives since the first step began or the row before; 0 within one host's memory.
+
+    In a row of pace, `times` are [data, compute, exchange, other] of each of the last steps in whole microseconds, with
+    other time before the step, and `links` the [seconds, bytes] of the communicator's since the row before, a step.
     """
 
     def __init__(
@@ -52,8 +64,15 @@ class StepClock:
         rank: int,
         exchange: Waiting,
         now: Callable[[], float] = time.perf_counter,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         self._control, self._rank, self._exchange, self._now = control, rank, exchange, now
+        self._num_ranks, self._pace_steps, self._pace_sent = num_ranks, 0, now()
+        self._pace: deque[list[int]] = deque(maxlen=PACE_KEPT)
+        self._links: dict[int, LinkUse] | None = None  # before the first row of pace
+        self._ended: float | None = None  # the step before
+        self._apart = 0.0  # seconds since then that count as a checkpoint or a validation
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
         self._steps = self._last_step = 0
@@ -81,6 +100,12 @@ class StepClock:
         self._sums["data_s"] += data
         self._sums["exchange_s"] += exchange
         self._sums["compute_s"] += now - begun - data - exchange
+        if self._num_ranks > 1:
+            other = 0.0 if self._ended is None else max(0.0, begun - self._ended - self._apart)
+            parts = (data, now - begun - data - exchange, exchange, other)
+            self._pace.append([round(1e6 * seconds) for seconds in parts])
+            self._ended, self._apart, self._pace_steps = now, 0.0, self._pace_steps + 1
+            self._send_pace(step, now)
         self._steps, self._last_step = self._steps + 1, step
         if now - self._row_began >= ROW_EVERY_S:
             self.flush()
@@ -100,6 +125,22 @@ class StepClock:
             yield
         finally:
             self._sums[part] += self._now() - began
+            self._apart += self._now() - began
+
+    def _send_pace(self, step: int, now: float) -> None:
+        waited_s = now - self._pace_sent
+        if waited_s < PACE_EVERY_S * self._num_ranks or (self._pace_steps < PACE_STEPS and waited_s < ROW_EVERY_S):
+            return
+        links, steps = self._exchange.links(), self._pace_steps
+        before = links if self._links is None else self._links
+        a_step = {
+            str(peer): [round((now - then) / steps, 6) for now, then in zip(use, before.get(peer, use), strict=True)]
+            for peer, use in links.items()
+        }
+        row = {"kind": PACE, "rank": self._rank, "step": step, "steps": steps, "times": list(self._pace)}
+        self._control.notify("metrics", rows=[row | {"links": a_step}])
+        self._pace.clear()
+        self._pace_steps, self._pace_sent, self._links = 0, now, links
 
     def flush(self) -> None:
         """Send the rows collected so far; after the last step, also the time of a validation."""
@@ -166,13 +207,15 @@ class StepReports:
         metrics: dict[str, Any],
         class_counts: list[int] | None,
         validation: dict[str, Any] | None = None,
+        tables: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """The metrics of an epoch (from 0) over all ranks, how many of its rows were of each class, if known, and what
-        else its `validation` found.
+        """The metrics of an epoch (from 0) over all ranks, how many of its rows were of each class, if known, what
+        else its `validation` found, and how large `tables` without a number of rows are.
         """
         more: dict[str, Any] = {"skipped": self._skipped} if self._skipped else {}
         more |= {"class_counts": class_counts} if class_counts is not None else {}
         more |= {"validation": validation} if validation is not None else {}
+        more |= {"tables": tables} if tables else {}
         self._skipped = 0
         self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics, **more})
         self.flush()
@@ -209,7 +252,7 @@ class StepReports:
 def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[str, Any]:
     """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since its start, with
     a cache also {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}, which count blocks;
-    `resident_bytes` is the process's memory now.
+    `cache_failure` says why the cache of `host` takes no more blocks; `resident_bytes` is the process's memory now.
     """
     fetched = [reader.fetched for reader in readers]
     names = ("ahead", "direct", "dropped", "fetched_bytes")
@@ -220,6 +263,8 @@ def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[st
     if caches:
         of_cache = ("hits", "hit_bytes", "misses", "kept_bytes", "damaged")
         row |= {f"cache_{name}": sum(getattr(counts, name) for counts in caches) for name in of_cache}
+    if failures := [reader.cache_failure for reader in readers if reader.cache_failure]:
+        row |= {"cache_failure": failures[0], "host": socket.gethostname()}
     row["resident_bytes"] = resident_bytes()
     return row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,21 +17,24 @@ from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
 from training.compression.method import NONE, Compression
-from training.config import VALIDATION, CheckpointEvery, StopRule, TrainConfig, check_metric, lane_groups
+from training.config import OF_TENSORFLOW, TrainConfig, lane_groups
 from training.control.context import RankContext
 from training.exchange.agreement import Agreement, NonFinitePolicy
+from training.exchange.compare_ranks import view_of
 from training.exchange.exchange import Exchange
 from training.models import ModelOptions, build
+from training.plan.client_plan import RunPlan
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
 from training.rank.callbacks import RunCallbacks
 from training.rank.memory import arena_bytes, reckoned_bytes
 from training.rank.metrics import resident_bytes
+from training.rules import VALIDATION, CheckpointEvery, StopRule, check_metric
 from training.scoring.score_split import DATA_LOSS
 from training.scoring.scores import BINARY, CLASSES
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
-from training.steps.distribute import distribute, exchange_of, steps_of
+from training.steps.distribute import distribute, exchange_of, finalize, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
@@ -39,6 +43,8 @@ from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
+from training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
+from training.strategies.parameter_server import ServedExchange, ServedSteps
 from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
 
 
@@ -56,7 +62,7 @@ class Prepared:
     """How gradients are sent."""
 
 
-def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
+def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int, groups: int | None) -> Prepared:
     """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for a model that cannot run on ranks."""
     steps, micro = plan.steps(config.epochs), config.micro_batches
     group_rows = plan.global_batch // groups if groups else None
@@ -107,15 +113,10 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
         )
     compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
-    if type(model).train_step is keras.Model.train_step:  # others may return other metrics
-        names = metric_names(model, config)
-        check_metric(config.keep_best, names)
-        if config.early_stop is not None:
-            check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
     return Prepared(model, callbacks, group_rows, learning_rate, compression)
 
 
-def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: Plan) -> Compression:
+def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: RunPlan) -> Compression:
     """The method of `config`; deep gradient compression takes momentum and clipping over from the optimizer."""
     method = Compression.parse(config.compression, seed=config.seed)
     if method.name != "dgc":
@@ -134,6 +135,19 @@ def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, pla
     optimizer.momentum, optimizer.clipnorm = 0.0, None
     steps = round(plan.total / plan.global_batch)  # an epoch, as in the source for its language model
     return replace(method, momentum=momentum, clip_norm=clip_norm, warm_up_steps=steps)
+
+
+def check_metrics(model: keras.Model, config: TrainConfig, of_search: str | None) -> None:
+    """Raise ConfigError if --keep-best, --early-stop or `of_search`, the --metric of a search, names a metric that no
+    epoch of a built model has.
+    """
+    if type(model).train_step is not keras.Model.train_step:  # it may return other metrics
+        return
+    names = metric_names(model, config)
+    check_metric(config.keep_best, names)
+    if config.early_stop is not None:
+        check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
+    check_metric(of_search, names, "--metric")
 
 
 def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
@@ -233,11 +247,60 @@ def agreement_on(exchange: Exchange, step: int) -> Agreement:
     return agreement
 
 
-class RankModel:
-    """The compiled model of one rank, joined to the other ranks, whose gradients its optimizer sums.
+class JoinedModel:
+    """The compiled model of one rank, joined to the other ranks. Every rank makes the same calls in the same order.
 
-    Every rank makes the same calls in the same order. `rows` are the rank's samples of each global batch.
+    A subclass sets `exchange` and `strategy`.
     """
+
+    exchange: Exchange
+    strategy: EveryStep
+    tables: Tables | None = None
+    """The tables in shards; None if the model has none."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: TrainConfig,
+        plan: RunPlan,
+        signature: Signature,
+        rows: int,
+        groups: int | None,
+    ) -> None:
+        control, world = context.control, context.world
+        self._config = config
+        control.beat(0, "build the model")
+        before_bytes = resident_bytes()
+        self.prepared = prepared = prepare(config, plan, signature, rows, groups)
+        check_metrics(prepared.model, config, context.payload.get("metric"))
+        self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
+        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
+            control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
+        control.beat(0, "join the ranks")
+        self._whole = context.communicator(arena_bytes=arena_bytes(self.model))  # of ranks and parameter servers
+        self._whole.deadline_s = config.stall_limit_s
+        self.communicator = self._whole.group(range(config.num_ranks)) if config.num_servers else self._whole
+
+    def install_step(self) -> None:
+        """Give the model the train step that its rank needs."""
+
+    def to_score(self) -> keras.Model:
+        """The model to validate, with its weights now."""
+        return self.model
+
+    def finalize(self) -> None:
+        """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
+        finalize(self.model.optimizer, self.model.trainable_variables)
+
+    def abort(self, error: BaseException) -> None:
+        """End the exchange, whose thread may wait for ranks that will never come."""
+        self._whole.abort(str(error))
+
+
+class RankModel(JoinedModel):
+    """A model whose optimizer sums the gradients of all ranks. `rows` are the rank's samples of each global batch."""
 
     def __init__(
         self,
@@ -248,31 +311,45 @@ class RankModel:
         rows: int,
         non_finite: NonFinitePolicy,
     ) -> None:
-        control, world, groups = context.control, context.world, lane_groups(config)
-        self._config = config
-        control.beat(0, "build the model")
-        before_bytes = resident_bytes()
-        prepared = prepare(config, plan, signature, rows, groups)
-        self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
-        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
-            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
-            needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
-            control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
-        control.beat(0, "join the ranks")
-        self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
-        self.communicator.deadline_s = config.stall_limit_s
+        world, groups = context.world, lane_groups(config)
+        self._plan, self._signature = plan, signature
+        self._copy: keras.Model | None = None
+        of_tensorflow: tf.distribute.Strategy | None = None
+        if config.strategy in OF_TENSORFLOW:
+            context.control.beat(0, "start TensorFlow's strategy")
+            of_tensorflow = start_strategy(config, context)
+            rows = share_of_replica(config, of_tensorflow, rows)
+        with nullcontext() if of_tensorflow is None else of_tensorflow.scope():
+            super().__init__(context, config, plan, signature, rows, groups)
+        self._step: RankStep | CanonicalStep | TensorflowStep
+        self.strategy = EveryStep(self.communicator)
+        if of_tensorflow is not None:
+            self.exchange = TensorflowExchange(self.communicator, non_finite=non_finite)
+            self._step = TensorflowStep(
+                of_tensorflow,
+                self.model,
+                self.exchange,
+                seed=config.seed,
+                group_rows=self.prepared.group_rows,
+                name=config.strategy,
+            )
+            return
+        servers = config.num_servers
         make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
         if config.delay:
             make = partial(DelayedExchange, delay=config.delay)
-        elif config.is_async:
-            every = CheckpointEvery.parse(config.checkpoint_every).steps
+        elif config.is_async or servers:
+            every, most = CheckpointEvery.parse(config.checkpoint_every).steps, config.staleness or 0
             noise = Noise(config.gradient_noise, config.seed, world.rank)
-            make = partial(AsyncExchange, staleness=config.staleness or 0, every=every, noise=noise)
-        self._step = distributed(config, plan, prepared, self.communicator, rows, groups, non_finite, make)
+            make = partial(AsyncExchange, staleness=most, every=every, noise=noise)
+            if servers:
+                make = partial(ServedExchange, staleness=most, every=every, whole=self._whole)
+        self._step = distributed(config, plan, self.prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
-        self.strategy = EveryStep(self.communicator)
         if isinstance(self.exchange, DelayedExchange):
             self.strategy = Delayed(self.model, self.exchange)
+        elif isinstance(self.exchange, ServedExchange):
+            self.strategy = ServedSteps(self.model, self.exchange)
         elif isinstance(self.exchange, AsyncExchange):
             self.strategy = AsyncSteps(self.model, self.exchange)
         elif isinstance(self.exchange, LocalExchange):
@@ -285,7 +362,6 @@ class RankModel:
                 momentum=config.outer_momentum,
             )
         self.tables = Tables.of(self.model, self.communicator)
-        """The tables in shards; None if the model has none."""
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
@@ -309,9 +385,13 @@ class RankModel:
         `dataset` are the rank's batches: those of `pipeline`, if it is given.
         """
         micro_batches = self._config.micro_batches
+        of_tensorflow = self._step if isinstance(self._step, TensorflowStep) else None
         # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         try:
+            if of_tensorflow is not None:
+                of_tensorflow.fit(dataset, steps, callbacks, epoch)
+                return
             self.model.fit(
                 to_device(split(dataset, micro_batches).apply(endless)),
                 initial_epoch=epoch,
@@ -330,6 +410,27 @@ class RankModel:
                 raise
             raise cause from None
 
+    def to_score(self) -> keras.Model:
+        """The model to validate: itself, or under a strategy of TensorFlow a copy outside of it, with its weights now:
+        ranks score rows of unequal number, and TensorFlow's metrics would wait for each other.
+        """
+        if not isinstance(self._step, TensorflowStep):
+            return self.model
+        if self._copy is None:
+            options = ModelOptions(seed=self._config.seed, extra=self._config.extra)
+            self._copy = build(self._config.model, self._signature, options).model
+            self._copy.jit_compile = False
+            build_all(self._copy, self._signature, 1)  # its metrics too: a rank may have no rows to score
+        for variable, trained in zip(self._copy.weights, self.model.weights, strict=True):
+            variable.assign(view_of(trained))
+        return self._copy
+
+    def finalize(self) -> None:
+        if isinstance(self._step, TensorflowStep):
+            self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
+        else:
+            super().finalize()
+
     def abort(self, error: BaseException) -> None:
-        """End the exchange, whose thread may wait for ranks that will never come."""
-        self.communicator.abort(str(error))
+        self.exchange.error = self.exchange.error or error  # closing it then waits for no rank
+        super().abort(error)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.features.images.decode_many import set_decode_threads
@@ -17,10 +18,13 @@ from training.config import TrainConfig
 from training.control.task import MARK, scratch_folder
 from training.devices import listed
 from training.models import receive
+from training.rank.usage import Usage
+from training.strategies.server import Server
 from training.world import World
 
 if TYPE_CHECKING:
     from training.control.context import RankContext
+    from training.rank.fit import Fit
 
 # Set before the first import of TensorFlow, which reads them once. Level 3 logs only fatal errors; other errors reach
 # Python as exceptions.
@@ -146,16 +150,29 @@ def threads_of(world: World, cores: int) -> int:
 def main(context: RankContext) -> dict[str, Any]:
     """Train from the last checkpoint to the configured epochs' end; the payload is {config, plan, model_function}.
 
+    A process after the last rank is a parameter server.
+
     Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, only rank 0)}.
     Raises ConfigError and DataError for errors that a restart would repeat, CommunicationError for a lost rank.
     """
     config = TrainConfig.from_json(context.payload["config"])
     if text := context.payload.get("model_function"):
         receive(config.model, text)
+    if config.num_servers:
+        whole = context.communicator()  # before a rank opens its data: servers wait in it
+        if whole.rank >= config.num_ranks:
+            return Server(whole, config.num_ranks, config.staleness or 0, context.control.beat).run()
+        context.world = replace(context.world, num_ranks=config.num_ranks)
     configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
-    from training.rank.fit import Fit  # here, since it imports TensorFlow, which is set up now
-
-    with Fit(context, config) as fit:
+    with Usage(context.control, context.world.rank), fit_of(config)(context, config) as fit:
         return fit.run()
+
+
+def fit_of(config: TrainConfig) -> type[Fit]:
+    """What trains a rank of `config`. Imports TensorFlow, which must be set up before."""
+    from training.rank.federated_fit import FederatedFit
+    from training.rank.fit import Fit
+
+    return FederatedFit if config.is_federated else Fit

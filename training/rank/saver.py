@@ -9,10 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -35,19 +35,25 @@ from training.run import checkpoint_division
 from training.run.checkpoint import (
     HostBuffer,
     Tensors,
+    TensorSpec,
+    base_url,
     file_bytes,
     file_name,
     read_resumable,
     sha256_of,
+    tensors_in,
     upload,
     write_bytes,
 )
-from training.run.checkpoint_division import Piece, deal, read_parts, read_parts_and_own, whole_tensors
+from training.run.checkpoint_division import Piece, read_parts, read_parts_and_own, whole_tensors
+from training.run.late_copy import LateCopy
 from training.run.paths import RunPaths, staged_checkpoint
 from training.steps import model_state
 from training.strategies.every_step import EveryStep
 from training.strategies.sharded_embedding import TABLES, Tables
 
+CLASS_COUNTS = "class_counts/epoch"
+MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer
 T = TypeVar("T")
 Report = Callable[[str], None]
 
@@ -140,6 +146,8 @@ class Progress:
     """Metrics of the last epoch that has ended, over all ranks."""
     cut: bool = False
     """Whether that epoch ended before its last step, by --max-steps or a callback: a later call may train the rest."""
+    class_counts: NDArray[np.float64] | None = None
+    """(classes,): this rank's rows of each class in the epoch so far; None if no step of it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,8 @@ class Found:
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
     """With tables in shards: their parts in the files that this rank has read, which `parts` lacks."""
+    base: Found | None = None
+    """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""
 
 
 class Saver:
@@ -179,7 +189,6 @@ class Saver:
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
         self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
-        self._table_specs = {} if tables is None else tables.specs()
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -196,7 +205,11 @@ class Saver:
             return None
         manifest = read_resumable(url, self._context.payload["plan"])
         if self._tables is not None:
-            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
+            found = Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
+            if (base := base_url(url, manifest)) is None:
+                return found
+            of_base = read_resumable(base, self._context.payload["plan"])
+            return replace(found, base=Found(base, of_base, *read_parts_and_own(base, of_base, self._comm, TABLES)))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -208,7 +221,8 @@ class Saver:
         kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
         model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
         if self._tables is not None:
-            deal(url, found.manifest, found.own, self._comm, self._tables.parts(), self._table_specs)
+            for one in (found,) if found.base is None else (found.base, found):
+                self._tables.restore(one.url, one.manifest, one.own)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
         self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
@@ -218,33 +232,50 @@ class Saver:
         else:
             parts = [found.parts[rank] for rank in sorted(found.parts)]
             model_state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
+        takes_sums = same or world.is_leader
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
-            self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
+            whole = self._exchange.sums_metrics  # then each rank's states are those of all ranks
+            mine, takes = (own[:1], True) if whole else (own, takes_sums)
+            self._metrics = partial(model_state.load_metrics, self._model, mine, url, takes_sums=takes)
         self._exchange.restore_compression(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
-        return Progress(self.last_step, stopped, dict(saved["metrics"]))
+        counts = [part[CLASS_COUNTS] for part in parts if takes_sums and CLASS_COUNTS in part]
+        return Progress(
+            self.last_step, stopped, dict(saved["metrics"]), class_counts=np.sum(counts, axis=0) if counts else None
+        )
 
     def restore_metrics(self) -> None:
         """Load the metrics of the epoch that is resumed into the model; Keras has just reset them."""
         self._metrics()
 
     def make_ready(self) -> None:
-        """Touch the memory for the copies in the background, before the first checkpoint."""
-        size = file_bytes(self._tensors([model_state.SEEDS, model_state.METRICS]))
+        """Touch the memory for the copies in the background, before the first checkpoint. A collective.
+
+        Tables that are copied by a thread touch it there.
+        """
+        tables = ({}, {}) if self._tables is None else self._tables.state()
+        size = file_bytes(self._tensors([model_state.SEEDS, model_state.METRICS], *tables)) + MORE_BYTES
+        if self._tables is not None and self._tables.copied_later:
+            self._buffer.reserve(size, touch=False)
+            return
         self._touching = threading.Thread(target=self._buffer.reserve, args=(size,), daemon=True)
         self._touching.start()
 
     def save(self, progress: Progress, *, in_epoch: bool = False) -> None:
-        """Copy this rank's part; a thread writes and commits it while the training continues.
+        """Copy this rank's part; a thread writes and commits it while the training continues. A collective.
 
         Do not call this while a checkpoint is in flight. `look` and `wait` raise the error of a failed write.
         """
         control, step = self._context.control, progress.step
         control.beat(step, "checkpoint")
         resumed = in_epoch or progress.cut
-        tensors = self._tensors([model_state.SEEDS, model_state.METRICS] if resumed else [model_state.SEEDS])
+        base, table_specs, tables = (None, {}, {}) if self._tables is None else self._tables.to_save(step)
+        own = [model_state.SEEDS, model_state.METRICS] if resumed else [model_state.SEEDS]
+        tensors = self._tensors(own, table_specs, tables)
+        if resumed and progress.class_counts is not None:
+            tensors[CLASS_COUNTS] = progress.class_counts
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)
@@ -258,11 +289,24 @@ class Saver:
             }
         if self._touching is not None:
             self._touching.join()
-        file = self._buffer.fill(tensors)
+        file, copies = self._filled(tensors, table_specs, {} if base is not None else tables)
         self.last_step = step
         what = f"rank {self._context.world.rank}'s part of the checkpoint of step {step}"
-        self._flight.begin(what, partial(self._write, step, file, document))
+        report = checkpoint_division.report([*self._share, *tables], self._specs | table_specs)
+        self._flight.begin(what, partial(self._write, step, file, copies, {"tensors": report, "base": base}, document))
         control.beat(step, "train")
+
+    def _filled(
+        self, tensors: Tensors, table_specs: Mapping[str, TensorSpec], whole: Mapping[Piece, NDArray[Any]]
+    ) -> tuple[NDArray[np.uint8], list[LateCopy]]:
+        """The file of `tensors`, and the copies of `whole` tables that are still to be made in it."""
+        if self._tables is None or not whole:
+            return self._buffer.fill(tensors), []
+        later = self._tables.copied_later
+        keys = {p.name: checkpoint_division.key_of(p, table_specs[p.name]) for p in whole if p.name in later}
+        file = self._buffer.fill(tensors, keys.values())
+        views = tensors_in(file, "the copy of a checkpoint")
+        return file, self._tables.copies({name: views[key] for name, key in keys.items()})
 
     @property
     def in_flight(self) -> bool:
@@ -277,8 +321,10 @@ class Saver:
         """Wait for a checkpoint in flight, then `look`. Raises StorageTimeoutError naming rank, step and stage."""
         return self._flight.wait(deadline_s)
 
-    def _tensors(self, own: list[str]) -> Tensors:
-        """This rank's share of the common state, and its own state of these kinds: views, not copies."""
+    def _tensors(
+        self, own: list[str], table_specs: Mapping[str, TensorSpec], tables: Mapping[Piece, NDArray[Any]]
+    ) -> Tensors:
+        """This rank's share of the common state and of the tables, and its own state of these kinds: no copies."""
         mine = {piece.name for piece in self._share}
         views = model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER, only=mine)
         tensors = {}
@@ -286,18 +332,26 @@ class Saver:
             name = checkpoint_division.key_of(piece, self._specs[piece.name])
             whole = views[piece.name]
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
-        for piece, part in self._table_parts().items():
-            spec = self._table_specs[piece.name]
+        for piece, part in tables.items():
+            spec = table_specs[piece.name]
             name = checkpoint_division.key_of(piece, spec)
             tensors[name] = part.reshape(spec.shape) if name == piece.name else part
         return tensors | model_state.views_of(self._model, *own) | self._exchange.compression_state()
 
-    def _table_parts(self) -> dict[Piece, NDArray[Any]]:
-        return {} if self._tables is None else self._tables.parts()
-
-    def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], report: Report) -> Saved:
+    def _write(
+        self,
+        step: int,
+        file: NDArray[np.uint8],
+        copies: list[LateCopy],
+        about: dict[str, Any],
+        document: dict[str, Any],
+        report: Report,
+    ) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
         url, fs = join(directory, file_name(rank)), filesystem(directory)
+        report("copying the tables")
+        for copy in copies:
+            at_low_priority(copy.run)
         report("hashing it")
         digest = at_low_priority(partial(sha256_of, file))
         written = {"name": file_name(rank), "bytes": file.size, "sha256": digest}
@@ -314,9 +368,7 @@ class Saver:
             self._config.stall_limit_s,
             step=step,
             files=[written],
-            tensors=checkpoint_division.report(
-                [*self._share, *self._table_parts()], {**self._specs, **self._table_specs}
-            ),
+            **about,
             audit=audit,
             state=document,
         )

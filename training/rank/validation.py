@@ -15,10 +15,11 @@ import tensorflow as tf
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from training.batches.augmenting import labels_of
 from training.comm.base import Communicator
-from training.config import VALIDATION, TrainConfig
+from training.config import TrainConfig
 from training.control.client import ControlClient
 from training.rank.callbacks import RunCallbacks
 from training.reading.open import OpenSplit
+from training.rules import VALIDATION
 from training.scoring.score_split import Outputs, score
 from training.scoring.scores import BATCH_ROWS
 from training.steps.model_state import METRICS, SEEDS, variables_of
@@ -77,7 +78,7 @@ class Validation:
                 batch=BATCH_ROWS,
                 outputs=self._outputs,
                 callbacks=self._callbacks,
-                skip_bad_images=self._config.bad_images == "skip",
+                skip_bad_images=self._config.skips_bad_images,
                 serve=self._serve,
             )
             self._test_function = self._model.test_function
@@ -106,19 +107,22 @@ class Validation:
 
 
 class Beats:
-    """Reports the batches of a validation as progress, without which a driver ends the ranks. Called by two threads."""
+    """Reports parts of long work, such as a validation's batches, as progress, without which a driver ends the ranks.
 
-    def __init__(self, control: ControlClient, step: int) -> None:
-        self._control, self._step = control, step
+    Called by two threads.
+    """
+
+    def __init__(self, control: ControlClient, step: int, work: str = "validate") -> None:
+        self._control, self._step, self._work = control, step, work
         self._at = time.monotonic()
-        control.beat(step, "validate")
+        control.beat(step, work)
 
     def __call__(self, batch: int, what: str) -> None:
         """This rank does `what`, with its batch number `batch`. The step stays that of the training."""
         now = time.monotonic()
         if now - self._at >= BEAT_EVERY_S:  # each other phase is a message to the driver
             self._at = now
-            self._control.beat(self._step, f"validate: {what} {batch}")
+            self._control.beat(self._step, f"{self._work}: {what} {batch}")
 
 
 @contextmanager

@@ -317,6 +317,8 @@ class BlockCache:
     def __init__(self, folder: str, limit_bytes: int) -> None:
         self.folder = CacheFolder(folder, limit_bytes)
         self.counts = CacheCounts()
+        self.failure: str | None = None
+        """Why no more blocks are added: the disk is full or broken; None while they are."""
         self._off = False
         self._lock = threading.Lock()
         self._epochs = [0.0, time.time()]
@@ -415,6 +417,7 @@ class BlockCache:
     def _turn_off(self, error: OSError) -> None:
         with self._lock:
             first, self._off = not self._off, True
+            self.failure = self.failure or error.strerror or str(error)
         if first:
             log.warning(
                 "the cache %s adds no more blocks: %s; training continues, and reads them from the dataset",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,10 +11,13 @@ from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
+from lockstep.storage.documents import parse_canonical
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
+from lockstep.storage.urls import join
 from training.plan.datasets import held_out, open_parts
+from training.reading.bad_records import Skipped
 from training.reading.reader import ReadOptions, SplitReader
 
 
@@ -39,7 +41,7 @@ def load_fitted(
         assert field.fitted_file is not None
         path = _fitted_path(field.fitted_file, manifest, held_out)
         data = read_checked(fs, dataset_url, path, manifest.files[path])
-        fitted[field.name] = read_fitted(json.loads(data))
+        fitted[field.name] = read_fitted(parse_canonical(data, file=join(dataset_url, path)))
     return fitted
 
 
@@ -73,6 +75,10 @@ class OpenSplit:
     manifest: DatasetManifest
     encoder: Encoder
     reader: SplitReader
+
+    def leave_out_bad_records(self) -> None:
+        """From now on, scores leave out records that cannot be decoded (`SplitReader.skipped`), as they do images."""
+        self.reader.skip_bad_records(Skipped(lambda bad: None))
 
     @classmethod
     def at(

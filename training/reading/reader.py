@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,7 +18,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import ShardInfo
-from lockstep.storage.errors import ConfigError, CorruptionError, StorageError, require
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, StorageError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
@@ -26,6 +27,7 @@ from training.config import READ_AHEAD_BYTES, TrainConfig
 from training.plan.datasets import split_of
 from training.plan.order import BlockTable, Run
 from training.reading.background import end_in_thread
+from training.reading.bad_records import BadRecords, Skipped, blocks_near, with_ids
 from training.reading.cache import BlockCache, CacheCounts
 from training.reading.fetch import BlockFetcher, Buffer, FetchCounts
 from training.reading.files import CachedBytes, CachedShard, ShardFiles
@@ -128,6 +130,7 @@ class SplitReader:
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
         self._records: list[int] = []
+        self._skipped: Skipped | None = None
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
         """The file system, URL and manifest entry of each shard."""
         self._bytes = 0
@@ -157,6 +160,13 @@ class SplitReader:
     def cached(self) -> CacheCounts | None:
         """What the node's cache has served so far; None without a cache."""
         return None if self._cached is None else replace(self._cached.cache.counts)
+
+    @property
+    def cache_failure(self) -> str | None:
+        """Why the configured cache takes no more blocks, such as a full disk; None while it does."""
+        if self._cached is not None:
+            return self._cached.cache.failure
+        return None if self._options.cache is None else os.strerror(errno.ENOSPC)  # see `open_cache`
 
     @property
     def whole_blocks(self) -> bool:
@@ -237,11 +247,16 @@ class SplitReader:
     def read(self, run: Run) -> pa.RecordBatch:
         """The records of a run (within one block) as columns of the dataset's schema.
 
-        Raises CorruptionError naming file, record and offset.
+        Raises CorruptionError naming file, record and offset; see `skip_bad_records`.
         """
         shard = self._shards[run.shard]
         if isinstance(shard, TFRecordShard):
-            return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
+            try:
+                return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
+            except DataError as error:
+                if self._skipped is None:
+                    raise
+                return self._without_bad(run, self._skipped, error)
         skip = run.first_record % self.table.block_records
         return self.kept_block(run).rows.slice(skip, run.count)
 
@@ -254,7 +269,7 @@ class SplitReader:
         key = run.shard, run.first_record // self.table.block_records
         block = self._blocks.pop(key, None)
         if block is None:
-            rows = self.block(run)
+            rows = self._whole_block(run)
             block = Block(rows, len(rows))
         block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
         if block.unread > 0 or block.hinted:
@@ -296,6 +311,88 @@ class SplitReader:
                 batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
                 log.warning("%s (%s): the second read has the right bytes", error.what, error.got)
                 return batch
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """The error's words for each record that was skipped, by the sample id that stands for its own."""
+        return {} if self._skipped is None else self._skipped.words
+
+    def skip_bad_records(self, skipped: Skipped) -> None:
+        """From now on, a record that cannot be decoded is read as another one, with a sample id of its own, which is
+        added to `skipped`.
+
+        In TFRecord the index, whose digest is checked, says where the next record begins, whatever the record's length
+        says. In other formats all records of the block are bad. The other record is the first good one of the block,
+        else of the next block that has one (`blocks_near`); if there is none, the error is raised as before.
+        """
+        self._skipped = skipped
+
+    def _without_bad(self, run: Run, skipped: Skipped, error: DataError) -> pa.RecordBatch:
+        """The records of a run of TFRecord; those that cannot be decoded are replaced."""
+        block = run.first_record // self.table.block_records
+        found: dict[int, pa.RecordBatch] = {}
+        bad: dict[int, str] = {}
+        with self._named(run):
+            for record, one in self._one_by_one(run.shard, run.first_record, run.count):
+                if isinstance(one, DataError):
+                    bad[record] = str(one.what)
+                else:
+                    found[record] = one
+        for record, words in bad.items():
+            stored = self.stored[run.shard][2]
+            found[record] = self._stand_in(BadRecords(words, stored.path, stored.sha256, record), run, block, error)
+        return pa.concat_batches([found[record] for record in sorted(found)])
+
+    def _whole_block(self, run: Run) -> pa.RecordBatch:
+        """As `block`; if it cannot be decoded, and bad records are skipped, all its rows are replaced."""
+        try:
+            return self.block(run)
+        except DataError as error:
+            if self._skipped is None:
+                raise
+            number, stored = run.first_record // self.table.block_records, self.stored[run.shard][2]
+            first = number * self.table.block_records
+            count = min(self.table.block_records, stored.records - first)
+            # Without the records of this run, which are others on another rank.
+            words = str(error.__cause__.what if isinstance(error.__cause__, DataError) else error.what)
+            words = f"records {first} to {first + count - 1} (block {number}): {words}"
+            return self._stand_in(BadRecords(words, stored.path, stored.sha256, first, count), run, number, error)
+
+    def _stand_in(self, bad: BadRecords, run: Run, block: int, error: DataError) -> pa.RecordBatch:
+        """Rows in place of bad ones of a block; raises `error` if no good record is near."""
+        assert self._skipped is not None
+        sizes = [-(-records // self.table.block_records) for records in self._records]
+        for shard, near in blocks_near(run.shard, block, sizes):
+            if (good := self._first_good(shard, near)) is not None:
+                self._skipped.add(bad)
+                return with_ids(good, self.schema.id_field.name, bad.ids)
+        raise error
+
+    def _first_good(self, number: int, block: int) -> pa.RecordBatch | None:
+        """The first record of a block that can be decoded, a batch of one."""
+        shard, first = self._shards[number], block * self.table.block_records
+        try:
+            if isinstance(shard, TFRecordShard):
+                count = min(self.table.block_records, self._records[number] - first)
+                ones = (one for _, one in self._one_by_one(number, first, count))
+                return next((one for one in ones if not isinstance(one, DataError)), None)
+            start, stop = shard.extent(first, 1)
+            return shard.decode_block(self._files.read(number, start, stop, fresh=True), start, block).slice(0, 1)
+        except DataError:
+            return None
+
+    def _one_by_one(self, number: int, first: int, count: int) -> Iterator[tuple[int, pa.RecordBatch | DataError]]:
+        """Each record of a TFRecord shard, within one block, decoded by itself, or the error."""
+        shard = self._shards[number]
+        assert isinstance(shard, TFRecordShard)
+        begin, end = shard.extent(first, count)
+        data = memoryview(self._files.read(number, begin, end, fresh=True))
+        for record in range(first, first + count):
+            start, stop = shard.extent(record, 1)
+            try:
+                yield record, shard.decode(data[start - begin : stop - begin], start, record, 1)
+            except DataError as error:
+                yield record, error
 
     @contextmanager
     def _named(self, run: Run) -> Iterator[None]:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,18 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
 from training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
+from training.batches.clients import read_table
 from training.batches.training_set import TrainingSet, sample_ids
 from training.config import LANE_GROUPS
+from training.plan.client_plan import ClientPlan
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan, Plan
 from training.plan.order import Run
+from training.reading.bad_records import BadRecords, Skipped
 from training.reading.reader import SplitReader
+from training.results.audit_clients import check_clients
 from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
+from training.run.metrics import read_history
 from training.run.paths import RunPaths, audit_step_of
 from training.run.run_json import read_run
 
@@ -71,6 +77,17 @@ class AuditReport:
     left_over: tuple[tuple[int, str], ...]
     places: tuple[str, ...] = ()
     """Faults, each with its file and row."""
+    words: str | None = None
+    """What a run without faults did, if it has no global batches."""
+    replaced: int = 0
+    """Samples that had weight 0, since their records could not be decoded (--on-bad-record skip)."""
+
+    def __str__(self) -> str:
+        """What a run without faults did."""
+        return self.words or (
+            f"{self.samples} samples in {self.steps} steps, each once; {len(self.left_over)} left over"
+            + (f"; {self.replaced} had weight 0, their records could not be decoded" if self.replaced else "")
+        )
 
     @property
     def ok(self) -> bool:
@@ -87,18 +104,20 @@ def check_audit(
     *,
     steps: int,
     epochs: int,
+    stand_ins: Mapping[int, int] = MappingProxyType({}),
 ) -> AuditReport:
     """Check the audits of a run against its dataset, or against each dataset of a mixture.
 
     `audits` are the URLs (or name and content) of all ranks' audit files along the chain of checkpoints, oldest first;
     `steps` are the steps at the tip of the chain, `epochs` those of the whole run. Sample ids are read from the shards,
-    so the check depends on the plan only for the samples that are left over. For the datasets of a mixture after the
-    first, it checks the epochs that have begun.
+    so the check depends on the plan only for the samples that are left over; `stand_ins` are those of `stand_ins_of`.
+    For the datasets of a mixture after the first, it checks the epochs that have begun.
     """
     rows = np.concatenate([np.zeros(0, dtype=ROW), *(_load(audit) for audit in audits)])
+    replaced = translate(rows, stand_ins)
     readers = [readers] if isinstance(readers, SplitReader) else readers
     if not isinstance(plan, MixedPlan):
-        return _check(plan, readers[0], rows, steps, epochs)
+        return replace(_check(plan, readers[0], rows, steps, epochs), replaced=replaced)
     strange = rows[rows["dataset"] >= len(plan.parts)]
     reports = []
     for number, (part, reader) in enumerate(zip(plan.parts, readers, strict=True)):
@@ -113,7 +132,28 @@ def check_audit(
         unknown=(*(sample for report in reports for sample in report.unknown), *_names(strange, " of no dataset")),
         short_steps=tuple(sorted({step for report in reports for step in report.short_steps})),
         left_over=reports[0].left_over,
+        replaced=replaced,
     )
+
+
+def stand_ins_of(readers: Sequence[SplitReader], skipped: Iterable[BadRecords]) -> dict[int, int]:
+    """For each id that stood for a record's own in a run: the id that the readers find there now, which is the record's
+    own if its shard was restored since. `skipped` are the records that the run reported."""
+    found: dict[int, int] = {}
+    for bad in skipped:
+        for reader in readers:
+            for number, (_, _, stored) in enumerate(reader.stored):
+                if stored.sha256 == bad.sha256:
+                    now = sample_ids(reader, Run(number, bad.first, bad.count)).tolist()
+                    found |= dict(zip(bad.ids, now, strict=True))
+    return found
+
+
+def translate(rows: Rows, stand_ins: Mapping[int, int]) -> int:
+    """Put the ids of `stand_ins_of` into rows of an audit; returns how many rows had one that stood for another."""
+    strange = np.flatnonzero(np.isin(rows["id"], np.array(sorted(stand_ins), np.int64)))
+    rows["id"][strange] = [stand_ins[one] for one in rows["id"][strange].tolist()]
+    return len(strange)
 
 
 def all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
@@ -189,6 +229,8 @@ class Span:
     num_ranks: int
     first: int
     last: int
+    shares: tuple[int, ...] | None = None
+    """The lanes of each rank, if they are not as even as possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +262,7 @@ def _of_span(
     had = f"generation {span.generation} had {span.num_ranks} ranks"
     found = [f"{part.url}: {had}" for part in mine if part.rank >= span.num_ranks]
     for rank in range(span.num_ranks):
-        lanes = plan.rank_lanes(rank, span.num_ranks, groups)
+        lanes = plan.rank_lanes(rank, span.num_ranks, groups, span.shares)
         each = plan.global_batch // plan.lanes
         columns = slice(lanes.start * each, lanes.stop * each)
         where: dict[int, str] = {}
@@ -334,7 +376,7 @@ def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Spa
     while ref is not None:
         claim = claims[ref.generation]
         first = claim.parent.step + 1 if claim.parent else 1
-        found.append(Span(ref.generation, claim.num_ranks, first, ref.step))
+        found.append(Span(ref.generation, claim.num_ranks, first, ref.step, claim.shares))
         ref = claim.parent
     return found[::-1]
 
@@ -358,20 +400,36 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         # The run.json of an older version has no `mix`.
         datasets = [dataset_url] if dataset_url else config["datasets"]
         opened = TrainingSet.at(datasets, config["split"], config.get("mix"))
-        plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
+        where = f"{paths.run_json}: plan"
+        federated = config.get("strategy") == "federated"
+        clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None
+        plan = None if federated else opened.plan(document["plan"], where)
     except CorruptionError:
         raise
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
-    # Only the epochs that the steps have reached, and one more: memory is proportional to their number.
-    epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
+    skipped = [bad for row in read_history(run_url).bad_records if (bad := BadRecords.of_row(row)) is not None]
+    if skipped or config.get("on_bad_record") == "skip":
+        for reader in opened.readers:
+            reader.skip_bad_records(Skipped(lambda bad: None))
+    stand_ins = stand_ins_of(opened.readers, skipped)
     files = audit_files(fs, paths, tip.ref)
     contents = [(url, fs.read_bytes(url)) for url in files]
-    report = check_audit(plan, opened.readers, contents, steps=tip.ref.step, epochs=epochs)
-    parts = [_part(url, parse_audit(data, file=url)) for url, data in contents]
-    groups = LANE_GROUPS if config["batchnorm"] == "ghost" else None
+    parts, spans = [_part(url, parse_audit(data, file=url)) for url, data in contents], audit_spans(fs, paths, tip.ref)
+    for part in parts:
+        translate(part.rows, stand_ins)
     ids = all_ids(opened.readers[0])
-    return replace(report, places=tuple(misplaced(plan, groups, ids, audit_spans(fs, paths, tip.ref), parts)))
+    if clients is not None:
+        faults = check_clients(clients, read_table(opened.readers[0], clients.clients), ids, spans, parts)
+        count = sum(len(part.rows) for part in parts)
+        words = f"{count} samples in {tip.ref.step} rounds, as planned; each client on one rank"
+        return AuditReport(tip.ref.step, count, (), (), (), (), (), tuple(faults), words)
+    assert plan is not None
+    # Only the epochs that the steps have reached, and one more: memory is proportional to their number.
+    epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
+    report = check_audit(plan, opened.readers, contents, steps=tip.ref.step, epochs=epochs, stand_ins=stand_ins)
+    groups = LANE_GROUPS if config["batchnorm"] == "ghost" else None
+    return replace(report, places=tuple(misplaced(plan, groups, ids, spans, parts)))
 
 
 def _part(url: str, rows: Rows) -> Part:

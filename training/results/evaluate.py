@@ -79,7 +79,7 @@ def evaluate(
     --bad-images skip, rows of images that cannot be decoded), metrics, intervals (95 %, of metrics that have one),
     class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals, class_counts},
     difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides, None without a
-    baseline), calibration, confusion (training.scoring.calibration; None where there is none), slices ({name:
+    baseline), calibration, roc, confusion (training.scoring.calibration; None where there is none), slices ({name:
     training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such a
     result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run, and
     of each two runs (training.scoring.scores.compared). Prints notes on doubtful numbers to standard error. Raises
@@ -207,12 +207,12 @@ def summary(result: Mapping[str, Any]) -> str:
             row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
         table.append([*row, *(number(member["metrics"].get(name)) for member in members)])
     parts = [
-        [head, *_aligned(table)],
-        _aligned(_comparisons(result.get("comparisons", []))),
+        [head, *aligned(table)],
+        aligned(_comparisons(result.get("comparisons", []))),
         _calibration(result["calibration"]),
         _confusion(result["confusion"]),
     ]
-    parts += [_aligned(slice_table(name, slices)) for name, slices in result["slices"].items()]
+    parts += [aligned(slice_table(name, slices)) for name, slices in result["slices"].items()]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -237,14 +237,14 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     error, brier, bins = calibration["expected_error"], calibration["brier"], calibration["bins"]
     rows = [[name, *(f"{each[name]:.3f}" for each in bins)] for name in ("predicted", "observed")]
     of = f"calibration of {calibration['of']}"
-    return [f"{of}: expected error {error:.4f}, Brier score {brier:.4f}, bins of equal count", *_aligned(rows)]
+    return [f"{of}: expected error {error:.4f}, Brier score {brier:.4f}, bins of equal count", *aligned(rows)]
 
 
 def _confusion(confusion: Mapping[str, Any] | None) -> list[str]:
     if confusion is None or len(confusion["classes"]) > SHOWN_CLASSES:
         return []
     rows = [[name, *map(str, counts)] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
-    return _aligned([["true \\ predicted", *confusion["classes"]], *rows])
+    return aligned([["true \\ predicted", *confusion["classes"]], *rows])
 
 
 def slice_table(name: str, slices: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -267,7 +267,8 @@ def slice_table(name: str, slices: Sequence[Mapping[str, Any]]) -> list[list[str
     ]
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines, each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]  # none of an empty table
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 

@@ -53,6 +53,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if payload["baseline"] is not None:
         beat(0, "count the baseline")
         trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
+        if config.on_bad_record == "skip":
+            trained_on = trained_on.skipping_bad_records(lambda bad: None)
         baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
     details = Details(slices_of(payload["slices"], first.split.encoder.schema), _class_names(first.split.manifest))
@@ -82,6 +84,8 @@ def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
     payload, config = context.payload, TrainConfig.from_json(member["config"])
     context.control.beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
+    if config.on_bad_record == "skip":
+        split.leave_out_bad_records()
     signature = labels_of(config, split.encoder.signature)
     context.control.beat(0, "load the model")
     if member["model"] is not None:
@@ -91,7 +95,7 @@ def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
     model.jit_compile = False
     _build(model, signature)
     kept = member["kept"] and tuple(member["kept"])
-    return _Member(model, split, signature, kept, config.bad_images == "skip")
+    return _Member(model, split, signature, kept, config.skips_bad_images)
 
 
 def _build(model: keras.Model, signature: Signature) -> None:

@@ -46,6 +46,8 @@ class Predicted:
     output: str
     rows: int
     model: str
+    left_out: dict[str, Any]
+    """{samples, first}: of a run with --bad-images skip, rows without a prediction, and the names of the first 20."""
 
 
 def predict(
@@ -63,8 +65,9 @@ def predict(
     `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet.
 
     Columns: `sample_id` int64; `label` if the dataset has one; `prediction`, a double, or a list of floats for a model
-    with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Rows are in the
-    order of the dataset; files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a
+    with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Of a run with
+    --bad-images skip, rows whose image cannot be decoded have null there. Rows are in the order of the dataset;
+    files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a
     time. A failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before
     all files are complete. Prints a note if predictions are not finite. Raises ConfigError, NotFoundError and
     ExistsError, where possible before a rank is started.
@@ -97,6 +100,9 @@ def predict(
                 files = _run(task, launch, num_ranks, fs, staging, progress)
             if (found := sum(file["rows"] for file in files)) != rows:
                 raise CorruptionError("predictions of other rows", file=staging, got=f"{found}", allowed=f"{rows}")
+            bad = [file["bad_images"] for file in files]
+            names = [name for each in bad for name in each["first"]]
+            left_out = {"samples": sum(each["samples"] for each in bad), "first": names[: notes.NAMED]}
             document = {
                 "format_version": FORMAT_VERSION,
                 "kind": "predictions",
@@ -106,6 +112,7 @@ def predict(
                 "model": model or weights,
                 "batch": batch,
                 "rows": rows,
+                "left_out": left_out,
                 "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
             }
             sweep_temporaries(fs, staging)  # of killed ranks
@@ -114,7 +121,8 @@ def predict(
     finally:
         fs.discard(staging)
     notes.show(notes.of_predictions(sum(file["not_finite"] for file in files), rows))
-    return Predicted(output, rows, str(model or weights))
+    notes.show(notes.of_left_out(left_out, split, "have no prediction"))
+    return Predicted(output, rows, str(model or weights), left_out)
 
 
 class _Shown(Handler):
@@ -136,7 +144,10 @@ class _Shown(Handler):
 def _run(
     task: RankTask, launch: Launch, num_ranks: int, fs: FileSystem, staging: str, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Run the task until all files are complete; returns {name, rows, not_finite, bytes, sha256} of each, in order."""
+    """Run the task until all files are complete; returns {name, rows, not_finite, bad_images, bytes, sha256} of
+    each, in
+    order.
+    """
     failures = 0
     with Launches(launch, num_ranks, Limits()) as launches:
         for generation in count(1):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.features.encode.encoder import Encoded
@@ -25,15 +27,18 @@ from training.control.protocol import OPENING
 from training.models.on_disk import load_checkpoint, load_export, upload
 from training.reading.background import ReadAhead
 from training.results.predictor import prediction_column
+from training.run.notes import NAMED
 from training.scoring.score_split import open_split
 
 GROUP_BYTES = 8 << 20  # of a row group
+BAD_IMAGES = b"lockstep.bad_images"  # key in a file's footer
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Write the files of this rank's consecutive share of `parts`, except those that an earlier generation has written.
 
-    Each part has the same batches at any number of ranks. Returns {files: [{name, rows, not_finite, bytes, sha256}]}.
+    Each part has the same batches at any number of ranks. Returns {files: [{name, rows, not_finite, bad_images, bytes,
+    sha256}]}; bad_images are {samples, first} of a run with --bad-images skip.
     """
     payload, world, beat = context.payload, context.world, context.control.beat
     directory, parts, batch = payload["directory"], payload["parts"], payload["batch"]
@@ -47,16 +52,19 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     else:
         signature = labels_of(config, split.encoder.signature)
         model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
-    steps = 0
+    steps, encoder = 0, split.encoder
+    if config.skips_bad_images and encoder.can_skip_images:
+        encoder = encoder.skipping_bad_images()
 
-    def predicted(part: int) -> Iterator[pa.RecordBatch]:
+    def predicted(part: int, bad: list[str]) -> Iterator[pa.RecordBatch]:
         nonlocal steps
-        batches = eval_batches(split.reader, split.encoder, part, parts, batch)
+        batches = eval_batches(split.reader, encoder, part, parts, batch)
         with ReadAhead(batches, lambda: f"the rows of file {part}", config.stall_limit_s) as ahead:
             for rows in ahead:
                 outputs = model.predict_on_batch(rows.x)
                 steps += 1
                 beat(steps, "predict")
+                bad += [f"{image.what} ({image.detail})" for image in rows.bad]
                 yield columns_of(rows, outputs, yes_or_no=yes_or_no, classes=split.encoder.signature.num_classes)
 
     fs, files = filesystem(directory), []
@@ -65,42 +73,61 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         if fs.exists(join(directory, name)):
             size, digest = file_digest(fs, join(directory, name))
             file = {"name": name, "bytes": size, "sha256": digest}
-            bad = not_finite(BytesIO(fs.read_bytes(join(directory, name))))
+            found = doubts_in(BytesIO(fs.read_bytes(join(directory, name))))
         else:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, name)
-                _write(path, predicted(part))
-                bad = not_finite(path)
+                bad: list[str] = []
+                _write(path, predicted(part, bad), bad)
+                found = doubts_in(path)
                 # Not exclusive: a rank that its driver has lost may still write the same bytes.
                 file = upload(path, directory, name, exclusive=False)
         start, stop = eval_rows(split.reader, part, parts, batch)
-        files.append({**file, "rows": stop - start, "not_finite": bad})
+        files.append({**file, "rows": stop - start, **found})
         context.control.notify("predicted")
     return {"files": files}
 
 
 def columns_of(rows: Encoded, outputs: Any, *, yes_or_no: bool, classes: int | None) -> pa.RecordBatch:
-    """The columns of training.results.predict for one batch. `yes_or_no`: its label is stored as bool."""
+    """The columns of training.results.predict for one batch. `yes_or_no`: its label is stored as bool.
+
+    Rows of bad images have no prediction and no class.
+    """
     columns: dict[str, Any] = {"sample_id": rows.sample_id}
     if rows.y is not None:
         columns["label"] = rows.y.astype(np.bool_) if yes_or_no else rows.y
     several = np.ndim(outputs) == 2 and outputs.shape[1] > 1
     columns["prediction"] = prediction_column(outputs, several=several)
     if several and classes is not None:
-        columns["class"] = outputs.argmax(axis=1)
+        columns["class"] = pa.array(outputs.argmax(axis=1))
+    if rows.bad:
+        good = np.ones(len(outputs), bool)
+        good[[image.row for image in rows.bad]] = False
+        for name in columns.keys() & {"prediction", "class"}:
+            columns[name] = pc.if_else(pa.array(good), columns[name], pa.scalar(None, columns[name].type))
     return pa.RecordBatch.from_pydict(columns)
 
 
-def not_finite(file: Path | BytesIO) -> int:
-    """The rows of a file of predictions that hold NaN or an infinity."""
-    column = pq.read_table(file, columns=["prediction"]).column(0).combine_chunks()
-    several = pa.types.is_list(column.type)
-    values = np.asarray(column.flatten() if several else column).reshape(len(column), -1)
-    return int((~np.isfinite(values)).any(axis=1).sum())
+def doubts_in(file: Path | BytesIO) -> dict[str, Any]:
+    """{not_finite, bad_images} of a file of predictions: rows that hold NaN or an infinity, and {samples, first} of
+    those without a prediction.
+    """
+    parquet = pq.ParquetFile(file)
+    first = json.loads((parquet.metadata.metadata or {}).get(BAD_IMAGES, b"[]"))
+    column = parquet.read(columns=["prediction"]).column(0).combine_chunks()
+    present = column.drop_null()
+    numbers = np.asarray(present.flatten() if pa.types.is_list(column.type) else present)
+    a_row = max(1, numbers.size // max(1, len(present)))
+    return {
+        "not_finite": int((~np.isfinite(numbers.reshape(-1, a_row))).any(axis=1).sum()),
+        "bad_images": {"samples": column.null_count, "first": first},
+    }
 
 
-def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write batches, one or more, as a Parquet file in row groups of about GROUP_BYTES."""
+def _write(path: Path, batches: Iterable[pa.RecordBatch], bad: Sequence[str]) -> None:
+    """Write batches, one or more, as a Parquet file in row groups of about GROUP_BYTES. Its footer has the names in
+    `bad`, which the batches fill, for a generation that finds the file.
+    """
     more = iter(batches)
     first = next(more)
     with pq.ParquetWriter(path, first.schema, compression="zstd", write_page_checksum=True) as file:
@@ -112,3 +139,5 @@ def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
                 group = []
         if group:
             file.write_table(pa.Table.from_batches(group))
+        if bad:
+            file.add_key_value_metadata({BAD_IMAGES: json.dumps(bad[:NAMED]).encode()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class ExportedModel:
             url = find_model(fs, paths)
         data = fs.read_bytes(where := join(url, MANIFEST_NAME))
         manifest = unseal_as("model", data, where)
-        schema = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
+        schema = Schema.from_json(_document(url, SCHEMA_FILE))
         return cls(
             url=url,
             digest=sha256_hex(data),
@@ -71,7 +70,7 @@ class ExportedModel:
             model=config.model if config else str(manifest.get("model", "")),
             split=config.split if config else str(manifest.get("split", "")),
             schema=raw_schema(schema),
-            signature=Signature.from_json(json.loads(checked_file(url, SIGNATURE_FILE))),
+            signature=Signature.from_json(_document(url, SIGNATURE_FILE)),
         )
 
     @property
@@ -97,7 +96,7 @@ class ExportedModel:
         for field in self.schema.fitted_fields:
             assert field.fitted_file is not None
             name = FITTED_PREFIX + self.fitted_name(field.fitted_file)
-            fitted[field.name] = read_fitted(json.loads(checked_file(self.url, name)))
+            fitted[field.name] = read_fitted(_document(self.url, name))
         return Encoder(Schema((sample_id_field(), *self.schema.features)), fitted)
 
     def fitted_name(self, file: str) -> str:
@@ -115,6 +114,11 @@ class ExportedModel:
                 next_step="Name the run, or export the model again with `python -m jobs.export`.",
             )
         return held_out_file(file, left[0])
+
+
+def _document(url: str, name: str) -> Any:
+    """A JSON file of an exported model."""
+    return parse_canonical(checked_file(url, name), file=join(url, name))
 
 
 class Predictor:

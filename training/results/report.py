@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
-from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from lockstep.storage.documents import seal, unseal_as
@@ -17,226 +14,41 @@ from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from training.config import VALIDATION
+from lockstep.storage.urls import basename
 from training.plan.datasets import open_mixture, open_parts
 from training.results import baselines
-from training.results.evaluate import slice_table
+from training.results.curves import (
+    Followed,
+    calibration_plot,
+    confusion_table,
+    curve_names,
+    epoch_curve,
+    loss_curve,
+    roc_plot,
+    time_bars,
+)
+from training.results.evaluate import number, slice_table, span
 from training.results.follow import followed
+from training.results.pages import Section, figures, link, page, paragraph, table
+from training.results.resources import (
+    bad_record_rows,
+    checkpoint_rows,
+    reading_rows,
+    straggler_rows,
+    time_rows,
+    usage_rows,
+)
+from training.results.state import STOPPED, WORDS, read_stopped, state_of
+from training.rules import VALIDATION
+from training.run import notes
+from training.run.command import command_of
 from training.run.lineage import Claim, chain_of, read_claims
-from training.run.metrics import PARTS, History, read_history
+from training.run.metrics import History, read_history
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_TIME_WORDS = {
-    "data_s": "waiting for data",
-    "compute_s": "computing",
-    "exchange_s": "waiting for the all-reduce",
-    "checkpoint_s": "writing checkpoints",
-    "validation_s": "validating",
-    "other_s": "callbacks and ends of epochs",
-}
-
-
-def time_rows(history: History) -> list[tuple[str, str]]:
-    """How each rank's time was spent over all generations, and what it sent over the network."""
-    rows = []
-    for rank in sorted({row["rank"] for row in history.times}):
-        sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
-        if not sums["validation_s"]:  # a run without validation
-            del sums["validation_s"]
-        total = sum(sums.values())
-        shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
-        mine = [row for row in history.times if row["rank"] == rank]
-        sent, steps = _sum(mine, "sent_bytes"), _sum(mine, "steps")
-        text = f"; {sent / steps / 1e6:.3g} MB sent a step" if sent and steps else ""
-        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s{text}"))
-    return rows
-
-
-def checkpoint_rows(history: History) -> list[tuple[str, str]]:
-    """How many checkpoints were committed and skipped, and what they cost the training."""
-    rows = history.checkpoints
-    found = [
-        ("committed", str(len(rows))),
-        ("skipped, while one was being written", str(sum(row.get("skipped", 0) for row in rows))),
-    ]
-    for name, words in (
-        ("blocked_s", "steps stopped for"),
-        ("written_s", "written in the background in"),
-        ("cost_s", "cost of one, including slower steps"),
-    ):
-        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        if values:
-            found.append((words, f"{median(values):.3f} s in the median, {max(values):.3f} s at most"))
-    return found
-
-
-def reading_rows(history: History) -> list[tuple[str, str]]:
-    """What each rank read, over all generations, and how much of it came from a cache."""
-    last: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in history.reading:  # a row counts since its process began: the newest of a generation has it all
-        last[row["rank"], row["generation"]] = row
-    found = []
-    for rank in sorted({rank for rank, _ in last}):
-        rows = [row for (of, _), row in last.items() if of == rank]
-        fetched, waited = _sum(rows, "fetched_bytes"), _sum(rows, "waited_s")
-        text = f"{fetched / 1e6:.1f} MB fetched, {waited:.1f} s waited for"
-        if any("cache_hits" in row for row in rows):
-            hits, misses = _sum(rows, "cache_hits"), _sum(rows, "cache_misses")
-            share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
-            text += f"; {hits:.0f} of {hits + misses:.0f} reads from the cache{share}"
-            text += f", {_sum(rows, 'cache_hit_bytes') / 1e6:.1f} MB"
-        found.append((f"rank {rank}", text))
-    return found
-
-
-def _sum(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row.get(name, 0) for row in rows)
-
-
-SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
-MARKED_POINTS = 30  # up to this number each point is marked
-LIGHT, DARK, OTHER = "#b9cbe0", "#1f4e89", "#c8641b"
-FOLLOWED = ("#2e7d4f", "#7a4ea3", "#777777")
-
-
-def loss_curve(history: History) -> Markup:
-    """The loss of each step, and its mean over the last ones."""
-    rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
-    lines = [("one step", steps, losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", steps, smooth, DARK)]
-    return _curve(lines, "step")
-
-
-Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
-
-
-def curve_names(history: History, followed: Followed = MappingProxyType({})) -> list[str]:
-    """The metrics that get a curve by epoch, which training rows, validation and `followed` checkpoints share.
-
-    The training loss has a curve of its own, by step, unless there is another loss to compare it with.
-    """
-    names = {name for row in history.epochs for name in _numbers(row["metrics"])}
-    scored = {name for by_step in followed.values() for metrics in by_step.values() for name in _numbers(metrics)}
-    alone = {name.removeprefix(VALIDATION) for name in names} | scored
-    return sorted(alone if f"{VALIDATION}loss" in names or "loss" in scored else alone - {"loss"})
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}  # not "nan"
-
-
-def epoch_curve(history: History, name: str, followed: Followed = MappingProxyType({})) -> Markup:
-    """A metric at the end of each epoch, of the training rows and of the validation split where there are any, and of
-    each checkpoint that was `followed` (training.results.follow); before the end of an epoch by step.
-    """
-    lines: list[tuple[str, Sequence[float], Sequence[float], str]] = []
-    for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
-        rows = [row for row in history.epochs if key in _numbers(row["metrics"])]
-        if rows:
-            points = [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows]
-            lines.append((label, *points, colour))
-    steps = history.epochs[-1]["step"] / (history.epochs[-1]["epoch"] + 1) if history.epochs else 1.0
-    for (label, by_step), colour in zip(followed.items(), cycle(FOLLOWED), strict=False):
-        scores = {step: row[name] for step, row in by_step.items() if name in _numbers(row)}
-        if scores:
-            lines.append((label, [step / steps for step in scores], list(scores.values()), colour))
-    return _curve(lines, "epoch" if history.epochs else "step")
-
-
-def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
-    """The observed rate of each bin against its mean prediction; on the diagonal, predictions are right."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4, 4))
-    axes = figure.add_subplot()
-    predicted, observed = ([one[name] for one in calibration["bins"]] for name in ("predicted", "observed"))
-    most = max([*predicted, *observed]) or 1.0
-    axes.plot([0, most], [0, most], color=LIGHT)
-    axes.plot(predicted, observed, color=DARK, marker="o")
-    axes.set_xlabel("mean prediction of a bin")
-    axes.set_ylabel("observed rate")
-    axes.grid(alpha=0.3)
-    return svg(figure)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _curve(lines: Sequence[tuple[str, Sequence[float], Sequence[float], str]], x_label: str) -> Markup:
-    """`lines` are (label, x, y, colour)."""
-    from matplotlib.figure import Figure  # half a second of import that only a report needs
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 3))
-    axes = figure.add_subplot()
-    for name, x, y, colour in lines:
-        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
-    axes.set_xlabel(x_label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    return svg(figure)
-
-
-def svg(figure: Figure) -> Markup:
-    """A figure as part of a page, the same bytes each time."""
-    from matplotlib import rc_context
-
-    target = io.StringIO()
-    with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
-        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    text = target.getvalue()
-    # Made by matplotlib from numbers and metric names, which it escapes; HTML takes no XML head.
-    return Markup(text[text.index("<svg") :])
-
-
 Rows = Sequence[tuple[str, object]]
-
-
-def page(
-    title: str,
-    where: str,
-    tables: Sequence[tuple[str, Sequence[Sequence[object]]]],
-    curves: Sequence[tuple[str, Markup]],
-) -> str:
-    """The HTML of a report: tables (name, rows of cells), then curves (name, `svg`)."""
-    return _PAGE.render(title=title, where=where, tables=tables, curves=curves)
-
-
-# The template engine escapes everything that comes from data.
-_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 }
-td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p>{{ where }}</p>
-{% for name, rows in tables %}
-<h2>{{ name }}</h2>
-<table>
-{% for row in rows %}
-<tr><th>{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% endfor %}
-{% for name, svg in curves %}
-<h2>{{ name }}</h2>
-{{ svg }}
-{% endfor %}
-</body></html>
-""")
 
 
 def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
@@ -257,26 +69,44 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         )
     newest, result = max(claims), find_result(fs, paths)
     done = result if result is not None and result["generation"] == newest else None
-    about = about_run(document, claims, done or {"generation": newest})
-    training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
-    compared = baselines.tables(baselines.stored(fs, paths))
-    evaluation = _kept(fs, f"{paths.evaluations('reported')}/{generation_name(newest)}.json", evaluation)
-    page = render(run, about, training, history, _data_rows(document), evaluation, compared, followed(fs, paths))
     url = paths.report(newest)
+    content = render(
+        run,
+        about_run(document, claims, done or {"generation": newest}),
+        _result_rows(done, history) if done else _unfinished_rows(fs, paths, history),
+        history,
+        _data_rows(document, url),
+        reported_evaluation(fs, paths, newest) if evaluation is None else _keep(fs, paths, newest, evaluation),
+        baselines.tables(baselines.stored(fs, paths)),
+        followed(fs, paths),
+        document=document,
+        restarts=_restart_rows(done, history),
+    )
     fs.mkdirs(url.rpartition("/")[0])
-    write_file(fs, url, page.encode(), exclusive=False)
+    write_file(fs, url, content.encode(), exclusive=False)
     return url
 
 
-def _kept(fs: FileSystem, url: str, evaluation: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """`evaluation`, which is stored at `url`; without one, that of an earlier report, if there is any."""
-    if evaluation is not None:
-        fs.mkdirs(url.rpartition("/")[0])
-        document = {"format_version": 1, "kind": "reported evaluation", "result": evaluation}
-        write_file(fs, url, seal(document), exclusive=False)
-    elif fs.exists(url):
-        evaluation = unseal_as("reported evaluation", fs.read_bytes(url), url)["result"]
+def _evaluation_url(paths: RunPaths, generation: int) -> str:
+    return f"{paths.evaluations('reported')}/{generation_name(generation)}.json"
+
+
+def _keep(fs: FileSystem, paths: RunPaths, generation: int, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`evaluation`, which later reports of this generation show too."""
+    url = _evaluation_url(paths, generation)
+    fs.mkdirs(url.rpartition("/")[0])
+    document = {"format_version": 1, "kind": "reported evaluation", "result": evaluation}
+    write_file(fs, url, seal(document), exclusive=False)
     return evaluation
+
+
+def reported_evaluation(fs: FileSystem, paths: RunPaths, generation: int) -> Mapping[str, Any] | None:
+    """The evaluation that an earlier report of this generation has shown; None if none has. Raises CorruptionError."""
+    url = _evaluation_url(paths, generation)
+    if not fs.exists(url):
+        return None
+    result: Mapping[str, Any] = unseal_as("reported evaluation", fs.read_bytes(url), url)["result"]
+    return result
 
 
 def about_run(
@@ -345,33 +175,115 @@ def render(
     evaluation: Mapping[str, Any] | None,
     compared: Sequence[tuple[str, Rows]] = (),
     scores: Followed = MappingProxyType({}),
+    *,
+    document: Mapping[str, Any] = MappingProxyType({}),
+    restarts: Rows = (),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
-    the tables of training.results.baselines, `scores` those of training.results.follow.
+    the tables of training.results.baselines, `scores` those of training.results.follow, `document` run.json.
     """
-    tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Run", about), ("Data", data), ("Training", training)]
-    if history.times:
-        tables.append(("Where each rank's time went", time_rows(history)))
-    if history.checkpoints:
-        tables.append(("Checkpoints", checkpoint_rows(history)))
-    if history.reading:
-        tables.append(("What each rank read", reading_rows(history)))
+    first = (("model", "state", "finished"), ("versions", "git revision"))
+    state = [row for row in training if row[0] == "state"]
+    head = [f"{name} {value}" for name, value in [*about, *state] if name in first[0]]
+    environment = [row for row in about if row[0] in first[1]]
+    command = command_of(document.get("config", {}))
+    sections = [
+        _result_section(run, document, history, evaluation, compared),
+        Section("Curves", figures(_curves(history, scores, evaluation))),
+        *([] if evaluation is None else _evaluation_sections(evaluation)),
+        Section("Where each rank's time went", time_bars(history) + table(time_rows(history))),
+        Section("Starts and restarts", table(restarts)),
+        Section("Slow ranks", table(straggler_rows(history))),
+        Section("What each rank used", table(usage_rows(history), head=True) if history.usage else Markup()),
+        Section("What each rank read", table(reading_rows(history))),
+        Section("Checkpoints", table(checkpoint_rows(history)) if history.checkpoints else Markup()),
+        Section("Skipped records and images, with weight 0", table(bad_record_rows(history))),
+        Section("Training", table(training)),
+        Section("The command that repeats it", Markup("<pre><code>{}</code></pre>").format(command)),
+        Section("Run", table([row for row in about if row not in environment])),
+        Section("Data", table(data)),
+        Section("Environment", table(environment)),
+    ]
+    return page(f"{basename(run)}: report of a run", "; ".join([run, *head]), sections)
+
+
+def _result_section(
+    run: str,
+    document: Mapping[str, Any],
+    history: History,
+    evaluation: Mapping[str, Any] | None,
+    compared: Sequence[tuple[str, Rows]],
+) -> Section:
+    """The evaluation with its baseline; without one the metrics of the last epoch, and how to get one."""
+    later = Markup("").join(Markup("<h3>{}</h3>\n{}").format(name, table(rows)) for name, rows in compared)
     if evaluation is not None:
-        tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
-    tables += compared
-    curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
+        name = f"Result on {evaluation['split']}, with 95 % intervals"
+        counts = ", ".join(
+            f"{count} of class {number}" for number, count in enumerate(evaluation["class_counts"] or ())
+        )
+        records = f"{evaluation['samples']} records{f': {counts}' if counts else ''}"
+        body = paragraph(records) + Markup("").join(map(paragraph, _verdict(evaluation)))
+        return Section(name, body + table(_evaluation_rows(evaluation), head=True) + later)
+    last = history.epochs[-1]["metrics"] if history.epochs else {}
+    names = sorted({name.removeprefix(VALIDATION) for name in last})
+    rows = [(name, *(_number(last.get(key, "-")) for key in (name, VALIDATION + name))) for name in names]
+    body = table([("metric", "training", "validation"), *rows], head=True) if rows else Markup()
+    if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
+        words = ["python", "-m", "jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
+        call = shlex.join([*words, "--baseline", "majority", "--report"])
+        body += Markup(
+            "<p>Not evaluated yet, so nothing says whether it beats a baseline: <code>{}</code></p>\n"
+        ).format(call)
+    return Section("Result of the last epoch", body + later)
+
+
+def _verdict(evaluation: Mapping[str, Any]) -> list[str]:
+    """Whether the model is better than its baseline, in a sentence; nothing without an interval of the difference."""
+    decides, baseline = evaluation.get("compared_by"), evaluation["baseline"]
+    if not baseline or not decides or evaluation["difference"][decides]["interval"] is None:
+        return []
+    low, high = evaluation["difference"][decides]["interval"]
+    better = f"the model is better than its baseline {baseline['name']}: {decides} by {low:.4f} to {high:.4f}"
+    return notes.of_baseline(evaluation) or [f"{better} (95 % interval)"]
+
+
+def _curves(history: History, scores: Followed, evaluation: Mapping[str, Any] | None) -> list[tuple[str, Markup]]:
     by = "epoch" if history.epochs else "step"
-    curves += [(f"{name} by {by}", epoch_curve(history, name, scores)) for name in curve_names(history, scores)]
-    if evaluation is not None:
-        tables += _evaluation_tables(evaluation)
-    if evaluation is not None and (calibration := evaluation["calibration"]):
+    found = [
+        (f"{name} by {by}", epoch_curve(history, name, scores, evaluation)) for name in curve_names(history, scores)
+    ]
+    return [*found, ("Loss over the global batch", loss_curve(history))] if history.steps else found
+
+
+def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
+    """ROC, calibration, the confusion matrix, and the slices by each column."""
+    plots = []
+    if roc := evaluation.get("roc"):
+        plots.append(("ROC: yes found against false alarms", roc_plot(roc)))
+    if calibration := evaluation["calibration"]:
         text = f"Calibration of {calibration['of']}: expected error {calibration['expected_error']:.4f}"
-        curves.append((f"{text}, Brier score {calibration['brier']:.4f}", calibration_plot(calibration)))
-    return page("Lockstep: report of a run", run, tables, curves)
+        plots.append((f"{text}, Brier score {calibration['brier']:.4f}", calibration_plot(calibration)))
+    confusion = evaluation["confusion"]
+    matrix = confusion_table(confusion) if confusion else Markup()
+    slices = evaluation["slices"].items()
+    return [
+        Section(f"Errors on {evaluation['split']}", figures(plots)),
+        Section("Confusion: true class by row, predicted class by column", matrix),
+        *(Section(f"Slices by {name}", table(slice_table(name, each), head=True)) for name, each in slices),
+    ]
 
 
-def _data_rows(document: Mapping[str, Any]) -> Rows:
-    """Rows about the run's first dataset, if it can still be read; `document` is run.json."""
+def describe_page(dataset: str) -> str | None:
+    """The URL of the page of jobs.describe about a dataset, if one is stored next to it: DATASET.html."""
+    url = f"{dataset.rstrip('/')}.html"
+    try:
+        return url if filesystem(url).exists(url) else None
+    except LockstepError:
+        return None
+
+
+def _data_rows(document: Mapping[str, Any], url: str) -> Rows:
+    """Rows about the run's first dataset, if it can still be read; `document` is run.json, `url` the report's."""
     config, digest = document["config"], ("digest", document.get("dataset_digest"))
     try:
         opener = open_parts if config.get("mix") is None else open_mixture
@@ -379,7 +291,9 @@ def _data_rows(document: Mapping[str, Any]) -> Rows:
     except (LockstepError, KeyError) as error:
         return [("cannot be read now", str(error)), digest]
     counts = manifest.counts
+    pages = [page for dataset in config["datasets"] if (page := describe_page(dataset)) is not None]
     return [
+        *(("described in", link(url, page, basename(page))) for page in pages),
         ("read", counts.read),
         ("written", counts.written),
         ("quarantined", counts.quarantined),
@@ -397,14 +311,25 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         *([("validation", f"{result['validation_s']:.1f} s")] if result.get("validation_s") else []),
         *([("rows left out of validation", left_out)] if (left_out := _left_out(history)) else []),
         ("samples/s", f"{result['samples_per_s']:.0f}"),
-        _starts(history),
-        *((f"restart: generation {each['generation']}", restart_words(each)) for each in result.get("restart_log", [])),
         ("samples left over (they fill no last global batch)", len(result["left_over"])),
         *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
+        *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
         ("checkpoint", result["checkpoint"]),
         ("model", result["model"]),
     ]
+
+
+def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:
+    """The last figures of each table without a number of rows (training.strategies.sharded_embedding.Tables)."""
+    return history.epochs[-1].get("tables", {}) if history.epochs else {}
+
+
+def _table_words(of: Mapping[str, int]) -> str:
+    return (
+        f"{of['rows']} rows ({of['admitted']} admitted, {of['evicted']} evicted), {of['waiting']} ids wait for one, "
+        f"{of['bytes'] / 2**20:.1f} MiB on all ranks"
+    )
 
 
 def _left_out(history: History) -> int:
@@ -415,54 +340,50 @@ def _left_out(history: History) -> int:
 
 def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:
     metrics = history.epochs[-1]["metrics"] if history.epochs else {}
+    state = state_of(fs, paths)
+    stopped = read_stopped(fs, paths) if state == STOPPED else None
     try:
         chain, _ = chain_of(fs, paths)
         checkpoint = str(chain[0]) if chain else "none yet"
     except DataError as error:
         checkpoint = str(error)
     return [
-        ("state", "not finished: it is running, or jobs.train with the same flags resumes it"),
+        ("state", f"not finished, {state}: {WORDS[state]}"),
+        *([] if stopped is None else [("stopped", _stopped_words(stopped))]),
         ("steps so far", history.steps[-1]["step"] if history.steps else 0),
         ("epochs so far", len(history.epochs)),
-        _starts(history),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(metrics.items())),
         ("newest checkpoint", checkpoint),
     ]
 
 
-def _starts(history: History) -> tuple[str, object]:
-    return "starts (one, and one for each restart or resumption)", history.generations
+def _stopped_words(stopped: Mapping[str, Any]) -> str:
+    saved = "with a checkpoint of its last step" if stopped["saved"] else "without a checkpoint of its last step"
+    return f"by {stopped['by']} at {stopped['stopped_at']}, at step {stopped['step']} of {stopped['steps']}, {saved}"
 
 
-def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("records", str(evaluation["samples"]))]
-    counts, baseline = evaluation["class_counts"], evaluation["baseline"]
-    rows += [(f"records of class {number}", str(count)) for number, count in enumerate(counts or ())]
-    for name, value in sorted(evaluation["metrics"].items()):
-        text = _number(value) + _interval(evaluation["intervals"].get(name))
-        if baseline and name in baseline["metrics"]:
-            text += f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])}"
-            difference = evaluation["difference"].get(name)
-            if difference:
-                text += f"; difference {_number(difference['value'])}{_interval(difference['interval'])}"
-            text += ")"
-        rows.append((name, text))
+def _restart_rows(result: Mapping[str, Any] | None, history: History) -> Rows:
+    """The starts of the run, and each restart of a finished one."""
+    restarts = [] if result is None else result.get("restart_log", [])
+    return [
+        ("starts (one, and one for each restart or resumption)", history.generations),
+        *((f"restart: generation {each['generation']}", restart_words(each)) for each in restarts),
+    ]
+
+
+def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
+    """Head and rows of the metrics, the one that decides first."""
+    baseline, decides = evaluation["baseline"], evaluation.get("compared_by")
+    rows = [["metric", "model", "95 % interval"]]
+    if baseline:
+        rows[0] += [f"baseline {baseline['name']}", "difference", "95 % interval"]
+    for name, value in sorted(evaluation["metrics"].items(), key=lambda item: (item[0] != decides, item[0])):
+        row = [name, number(value), span(evaluation["intervals"].get(name))]
+        if baseline:
+            difference = evaluation["difference"].get(name) or {"value": None, "interval": None}
+            row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
+        rows.append(row)
     return rows
-
-
-def _evaluation_tables(evaluation: Mapping[str, Any]) -> list[tuple[str, Sequence[Sequence[object]]]]:
-    """The confusion matrix and the slices by each column, each with a head as its first row."""
-    tables: list[tuple[str, Sequence[Sequence[object]]]] = []
-    if confusion := evaluation["confusion"]:
-        rows = [[name, *counts] for name, counts in zip(confusion["classes"], confusion["samples"], strict=True)]
-        title = "Confusion: true class by row, predicted class by column"
-        tables.append((title, [["", *confusion["classes"]], *rows]))
-    tables += [(f"Slices by {name}", slice_table(name, slices)) for name, slices in evaluation["slices"].items()]
-    return tables
-
-
-def _interval(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f" [{interval[0]:.4f} to {interval[1]:.4f}]"
 
 
 def _number(value: Any) -> str:

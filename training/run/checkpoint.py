@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from lockstep.storage.files.local import whole_pages
 from lockstep.storage.formats.safetensors import DTYPES, LENGTH_BYTES, head_bytes, parse_header
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, write_file, write_stream
-from lockstep.storage.urls import join
-from training.run.paths import rank_name
+from lockstep.storage.urls import join, parent
+from training.run.paths import checkpoint_name, rank_name
 
 ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
@@ -40,15 +40,17 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def reserve(self, size: int) -> None:
-        """Make `size` bytes ready, touched. The buffer's content is lost."""
+    def reserve(self, size: int, *, touch: bool = True) -> None:
+        """Make `size` bytes ready, touched if `touch`. The buffer's content is lost."""
         if size > self._memory.size:
             self._memory = np.empty(0, np.uint8)  # free the old one before the new one is allocated
             self._memory = whole_pages(size)
-            np.copyto(self._memory, 0)
+            if touch:
+                np.copyto(self._memory, 0)
 
-    def fill(self, tensors: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
+    def fill(self, tensors: Mapping[str, NDArray[Any]], later: Collection[str] = ()) -> NDArray[np.uint8]:
         """The file (bytes,) of these tensors, a view that is valid until the next call. Equal tensors give equal bytes.
+        The values of those named by `later` are left out, for the caller to fill in.
 
         Raises ConfigError naming a tensor whose dtype the file cannot hold.
         """
@@ -57,6 +59,8 @@ class HostBuffer:
         file = self._memory[:size]
         file[: len(head)] = np.frombuffer(head, np.uint8)
         for name, value in tensors.items():
+            if name in later:
+                continue
             begin = len(head) + offsets[name]
             target = file[begin : begin + value.nbytes].view(value.dtype)
             np.copyto(target.reshape(value.shape), value)
@@ -138,8 +142,9 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
 
 
 Tensors = dict[str, NDArray[Any]]
-# 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`.
-FORMAT_VERSIONS = (1, 2)
+# 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`;
+# 3: of tables, the files hold what has changed since the `base`, a checkpoint of version 2 in the same folder.
+FORMAT_VERSIONS = (1, 2, 3)
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks")  # of the manifest's `state`, from rank 0
 
 
@@ -167,6 +172,21 @@ def read_manifest(url: str) -> dict[str, Any]:
     """The manifest of the checkpoint at `url`. Raises CorruptionError for a changed one, DataError for another kind."""
     where = join(url, MANIFEST_NAME)
     return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSIONS)
+
+
+def base_of(manifest: Mapping[str, Any], where: str) -> str | None:
+    """The name of the checkpoint of which this one holds the difference; None if it is whole. Raises DataError."""
+    if manifest.get("base") is None:
+        return None
+    base = documents.obj(manifest["base"], ("step", "generation"), where=f"{where}: base")
+    step, generation = (documents.count(base[part], where=f"{where}: base") for part in ("step", "generation"))
+    return checkpoint_name(step, generation)
+
+
+def base_url(url: str, manifest: Mapping[str, Any]) -> str | None:
+    """The URL of the checkpoint of which the one at `url` holds the difference; None if it is whole."""
+    name = base_of(manifest, url)
+    return None if name is None else join(parent(url), name)
 
 
 def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError, DataError
-from lockstep.storage.formats.safetensors import check_whole, part_name, read_divided
+from lockstep.storage.formats.safetensors import Divided, check_whole, part_name, read_divided
 from lockstep.storage.urls import join
 from training.comm.base import Communicator
 from training.run.checkpoint import (
@@ -106,7 +106,7 @@ def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: s
     Raises CorruptionError naming file and tensor if a part is missing or differs from the manifest.
     """
     found: Tensors = {}
-    for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+    for name, entry in _stored(where, manifest).items():
         if name.split("/")[0] not in kinds:
             continue
         dtype, shape, places = read_divided(name, entry, where)
@@ -209,17 +209,12 @@ def deal(
     collective: `wanted` has the same tensors in the same order on every rank. Raises DataError for tensors that the
     checkpoint does not have, or of another shape or dtype, CorruptionError as `assemble` does.
     """
-    stored = documents.mapping(manifest.get("tensors"), where=f"{url}: tensors")
+    stored = _stored(url, manifest)
     for piece, target in wanted.items():
         spec, entry = specs[piece.name], stored.get(piece.name)
         divided = None if entry is None else read_divided(piece.name, entry, url)
         if divided is None or TensorSpec(tuple(divided.shape), divided.dtype) != spec:
-            raise DataError(
-                f"the checkpoint {url} does not fit the model",
-                got=f"no tensor {piece.name}" if divided is None else f"{piece.name}: {divided.dtype} {divided.shape}",
-                allowed=f"{piece.name}: {spec.dtype} {spec.shape}",
-                next_step="Resume with the model and options that the run began with, or begin a new run.",
-            )
+            raise _unfit(url, piece.name, divided, f"{spec.dtype} {spec.shape}")
         bounds = communicator.all_gather(np.array([piece.start, piece.stop])).tolist()
         for writer, start, stop in divided.parts:
             flat = np.empty(0, spec.dtype)
@@ -231,6 +226,34 @@ def deal(
             part = received[writer % communicator.num_ranks]
             if part.size:
                 target[first : first + part.size] = part
+
+
+def held(url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors], name: str, spec: TensorSpec) -> Any:
+    """The parts of a tensor in the files that this rank has read, in their order: (n, *spec.shape[1:]).
+
+    Errors as of `deal`; the length of the whole tensor is not compared.
+    """
+    entry = _stored(url, manifest).get(name)
+    divided = None if entry is None else read_divided(name, entry, url)
+    if divided is None or (tuple(divided.shape[1:]), divided.dtype) != (spec.shape[1:], spec.dtype):
+        raise _unfit(url, name, divided, f"{spec.dtype}, {spec.shape[1:]} each")
+    whole = TensorSpec(tuple(divided.shape), divided.dtype)
+    parts = [_part(own, w, Piece(name, start, stop), whole, url) for w, start, stop in divided.parts if w in own]
+    flat = [part.reshape(-1) for part in parts]
+    return np.concatenate([np.empty(0, spec.dtype), *flat]).reshape(-1, *spec.shape[1:])
+
+
+def _stored(url: str, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    return documents.mapping(manifest.get("tensors"), where=f"{url}: tensors")
+
+
+def _unfit(url: str, name: str, found: Divided | None, allowed: str) -> DataError:
+    return DataError(
+        f"the checkpoint {url} does not fit the model",
+        got=f"no tensor {name}" if found is None else f"{name}: {found.dtype} {found.shape}",
+        allowed=f"{name}: {allowed}",
+        next_step="Resume with the model and options that the run began with, or begin a new run.",
+    )
 
 
 def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Tensors], kinds: Sequence[str]) -> Tensors:

@@ -29,6 +29,7 @@ from lockstep.storage.errors import (
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_file
 from lockstep.storage.urls import join
+from training.run.checkpoint import base_of
 from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Claim:
     parent: CheckpointRef | None
     epochs: int
     num_ranks: int
+    shares: tuple[int, ...] | None = None
+    """The lanes of each rank, if they are not as even as possible."""
 
     def to_json(self) -> dict[str, Any]:
         """The claim's file, unsealed."""
@@ -75,6 +78,7 @@ class Claim:
             "parent": self.parent.to_json() if self.parent else None,
             "epochs": self.epochs,
             "num_ranks": self.num_ranks,
+            "shares": None if self.shares is None else list(self.shares),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "claimed_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -120,6 +124,7 @@ def claim_next(
     *,
     epochs: int,
     num_ranks: int,
+    shares: tuple[int, ...] | None = None,
     after: int | None = None,
 ) -> Claim:
     """Claim the generation after `after`, the newest that this driver knows (None: look it up now).
@@ -136,7 +141,7 @@ def claim_next(
             allowed=f"generations up to {MAX_GENERATION}",
             next_step="Remove the claims that no driver of this run has made, or begin a new run.",
         )
-    claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks)
+    claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks, shares)
     try:
         write_file(fs, paths.claim(generation), seal(claim.to_json()))
     except ExistsError:
@@ -172,13 +177,14 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     url = paths.claim(generation)
     document = unseal_as("claim", fs.read_bytes(url), url, version=FORMAT_VERSION)
     try:
-        parent = document["parent"]
+        parent, shares = document["parent"], document.get("shares")  # absent before shares could be uneven
         claim = Claim(
             int(document["generation"]),
             str(document["nonce"]),
             None if parent is None else CheckpointRef(int(parent["step"]), int(parent["generation"])),
             int(document["epochs"]),
             int(document["num_ranks"]),
+            None if shares is None else tuple(map(int, shares)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError("not a claim", file=url, got=repr(error), allowed="the fields of a claim") from None
@@ -194,6 +200,18 @@ class Checkpoint:
     ref: CheckpointRef
     url: str
     manifest: dict[str, Any]
+
+    @property
+    def base(self) -> CheckpointRef | None:
+        """The checkpoint of which it holds the difference; None if it is whole."""
+        return base_ref(self.manifest, self.url)
+
+
+def base_ref(manifest: Mapping[str, Any], where: str) -> CheckpointRef | None:
+    """`base_of` as a reference."""
+    name = base_of(manifest, where)
+    found = None if name is None else checkpoint_of(name)
+    return None if found is None else CheckpointRef(*found)
 
 
 def lineage(claims: Mapping[int, Claim], refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:
@@ -252,7 +270,12 @@ def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Chec
     chain, urls = chain_of(fs, paths, before)
     for ref in chain:
         try:
-            return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
+            found = Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
+            if found.base is not None:
+                if found.base not in urls:
+                    raise CorruptionError("a checkpoint of which it is the difference is missing", file=str(found.base))
+                read_checkpoint(fs, urls[found.base], found.base)
+            return found
         except (DataError, NotFoundError) as error:
             log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
     if chain:

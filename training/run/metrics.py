@@ -103,6 +103,8 @@ _LATER_PARTS = {"validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
+USAGE, STRAGGLER, BAD_RECORD = "usage", "straggler", "bad_record"
+PACE = "pace"  # what a driver needs at once; it keeps no such row
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class History:
 
     There is one row a step and an epoch; of an epoch that --max-steps cut, that of the cut until its end is reached.
     An epoch that was validated has `val_METRIC` among its metrics, and `validation` {split, samples, left_out,
-    class_counts, intervals, seconds}.
+    class_counts, intervals, seconds}. One with tables of any ids has `tables`, of each {rows, waiting, admitted,
+    evicted, bytes}.
 
     If a generation resumed from a checkpoint and repeated steps, the newest generation's rows count. `times` are the
     rows of training.rank.metrics of all ranks and generations, with the time of repeated steps.
@@ -128,6 +131,13 @@ class History:
     """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of commits, in order of step."""
     reading: list[dict[str, Any]] = field(default_factory=list)
     """Rows of training.reading.open of all ranks, each with its `generation`: reads up to the end of an epoch."""
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of training.rank.usage of all ranks and generations."""
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
+    """Rows {step, rank, host, what, own_s, others_s} for each time that a rank became slow, of all generations."""
+    bad_records: list[dict[str, Any]] = field(default_factory=list)
+    """Rows {step, rank, what} for each record or image that was skipped, of all generations, once each; records also
+    have {shard, shard_sha256, record, records}: the first one, and how many of a block."""
     learning_rate: dict[str, Any] | None = None
     """How the model's learning rate was scaled (training.steps.optimizers.Scaled); None if it was not."""
 
@@ -143,21 +153,30 @@ def read_history(run: str) -> History:
             next_step="Check the URL.",
         )
     kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, CHECKPOINT: {}, RATE: {}}
-    times, non_finite, reading = [], [], []
+    kinds = ("time", NON_FINITE, READING, USAGE, STRAGGLER, BAD_RECORD)
+    listed: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     generations = sorted(claimed(fs, paths))
     for generation in generations:
         for row in _rows(paths.metrics(generation)):
-            if row["kind"] == "time":
-                times.append(row)
-            elif row["kind"] == NON_FINITE:
-                non_finite.append(row)
-            elif row["kind"] == READING:
-                reading.append({**row, "generation": generation})
+            if row["kind"] in listed:
+                listed[row["kind"]].append({**row, "generation": generation} if row["kind"] == READING else row)
             else:
                 kept[row["kind"]][row[_counted(row["kind"])]] = row
     steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
     rate = rates[-1] if rates else None
-    return History(steps, epochs, times, len(generations), non_finite, checkpoints, reading, rate)
+    return History(
+        steps,
+        epochs,
+        listed["time"],
+        len(generations),
+        non_finite=listed[NON_FINITE],
+        checkpoints=checkpoints,
+        reading=listed[READING],
+        usage=listed[USAGE],
+        stragglers=listed[STRAGGLER],
+        bad_records=list({row["what"]: row for row in reversed(listed[BAD_RECORD])}.values())[::-1],
+        learning_rate=rate,
+    )
 
 
 def _counted(kind: str) -> str:
@@ -184,13 +203,12 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
         if row["kind"] == "time":
             row = {**_LATER_PARTS, **row}
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
-        known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
+        kinds = ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING, USAGE, STRAGGLER, BAD_RECORD)
+        known = row["kind"] in kinds or timed
         if known and isinstance(row["step"], int) and isinstance(row[_counted(row["kind"])], int):
             return dict(row)
-        problem = (
-            "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor a value that is not finite"
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        problem = "no row of a kind that is known, with its numbers"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"
     raise CorruptionError(what, file=url, record=number, got=repr(line[:80]))

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from training.config import VALIDATION, of_validation
+from training.rules import VALIDATION, of_validation
 
 # Shares of a class are far apart by the rule of jobs.etl_* for splits: they differ by more than a tenth of the smaller
 # one, and by more than five standard deviations.
 FAR, FAR_DEVIATIONS = 0.1, 5.0
+NAMED = 20  # of the rows whose image cannot be decoded
 
 
 def show(notes: Iterable[str]) -> None:
@@ -32,13 +33,13 @@ def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
     ]
 
 
-def of_left_out(left_out: Mapping[str, Any], split: str) -> list[str]:
-    """Rows of `split` that were not evaluated; `left_out` as in training.scoring.score_split.score."""
+def of_left_out(left_out: Mapping[str, Any], split: str, what: str = "are left out") -> list[str]:
+    """Rows of `split` that cannot be decoded; `left_out` as in training.scoring.score_split.score."""
     if not left_out["samples"]:
         return []
     return [
-        f"{left_out['samples']} rows of split `{split}` are left out, the first: {left_out['first'][0]}; next: build "
-        "the dataset again without the files that cannot be decoded"
+        f"{left_out['samples']} rows of split `{split}` {what}, the first: {left_out['first'][0]}; next: build "
+        "the dataset again without what cannot be decoded"
     ]
 
 

@@ -61,6 +61,21 @@ class RunPaths:
         return f"{self.root}/{run_names.LEASE}"
 
     @property
+    def stopped(self) -> str:
+        """How the run was stopped in good order, until it is resumed."""
+        return f"{self.root}/{run_names.STOPPED}"
+
+    @property
+    def status(self) -> str:
+        """What the run is doing, replaced by its driver every few seconds."""
+        return f"{self.root}/{run_names.STATUS}"
+
+    @property
+    def control(self) -> str:
+        """Directory of requests to the driver and its answers."""
+        return f"{self.root}/{run_names.CONTROL}"
+
+    @property
     def claims(self) -> str:
         """Directory of the generation claims."""
         return f"{self.root}/{run_names.CLAIMS}"

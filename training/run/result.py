@@ -48,8 +48,12 @@ class RunResult:
     """The --max-steps that was asked for."""
     stopped_by: str | None = None
     """Why the run ended before its last epoch did; None if it did not."""
+    privacy: dict[str, Any] | None = None
+    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds} of a run with noise on clients."""
     validation_s: float = 0.0
     """Time of this generation's validations, which is no part of `seconds`."""
+    bad_records: dict[str, Any] = field(default_factory=lambda: {"samples": 0, "first": []})
+    """{samples, first} of those that this driver's ranks skipped: their number, and the first 20 by file and record."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object, the form of the result's file (unsealed)."""
@@ -67,8 +71,14 @@ class RunResult:
             f"{self.run}: {self.steps} steps, {self.epochs} epochs, {self.samples_per_s:.0f} samples/s, "
             f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
             f"{f'ended early by {self.stopped_by}{chr(10)}' if self.stopped_by else ''}"
-            f"last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
+            f"{self._privacy_words()}last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
+
+    def _privacy_words(self) -> str:
+        if self.privacy is None:
+            return ""
+        epsilon, delta = self.privacy["epsilon"], self.privacy["delta"]
+        return f"differential privacy of each client: epsilon {epsilon:.4f} at delta {delta:g}\n"
 
 
 IN_PLACE, NEW_SUPERVISORS = 1, 2
@@ -139,12 +149,17 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
             documents.count(rows, where=f"{where}: class_counts")
     restarts = checked_restarts(result.get("restart_log", []), where=f"{where}: restart_log")
     # What results of older versions lack.
-    later = dict.fromkeys(("checkpoint", "model", "class_counts", "max_steps", "stopped_by"))
-    found = {**later, "validation_s": 0.0, **result, "restart_log": restarts}
+    later = dict.fromkeys(("checkpoint", "model", "class_counts", "max_steps", "stopped_by", "privacy"))
+    none_bad = {"samples": 0, "first": []}
+    found = {**later, "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
+    documents.mapping(found["bad_records"], where=f"{where}: bad_records")
     if found["max_steps"] is not None:
         documents.count(found["max_steps"], where=f"{where}: max_steps", least=1)
     if found["stopped_by"] is not None:
         documents.string(found["stopped_by"], where=f"{where}: stopped_by")
+    if found["privacy"] is not None:
+        for name in ("epsilon", "delta"):
+            documents.number(documents.mapping(found["privacy"], where=f"{where}: privacy").get(name), where=where)
     documents.number(found["validation_s"], where=f"{where}: validation_s")
     return found
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import parent
-from training.config import TrainConfig, check_removed, flag_of
+from training.config import ANY, REMOVED, TrainConfig, flag_of
+from training.plan.client_plan import RunPlan
 from training.plan.datasets import what_differs
 from training.plan.make_plan import refuse_rotation
-from training.plan.mixture import Plan
-from training.run.lineage import checkpoints, epochs_asked, read_claims
+from training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
 from training.run.paths import RunPaths
 from training.run.result import find_result
 
@@ -38,6 +39,12 @@ LATER_FIELDS: dict[str, Any] = {
     "strategy": "sync",
     "staleness": None,
     "gradient_noise": 0.0,
+    "clients": None,
+    "client_fraction": 0.1,
+    "local_epochs": 1,
+    "update_clip": None,
+    "noise_multiplier": 0.0,
+    "privacy_delta": None,
     "sync_every": 1,
     "sync_until_epoch": 0,
     "outer_learning_rate": 1.0,
@@ -63,10 +70,11 @@ PLAN_FIELDS = {
     "window_records": "window_bytes",
     "ratios": "mix",
     "parts": "datasets",
+    "each": "noise_multiplier",
 }
 
 
-def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> bool:
+def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> bool:
     """Whether there is a run to resume; changes nothing.
 
     Raises ConfigError naming the first field that contradicts the run, and for a directory that is not a run. A run
@@ -87,9 +95,11 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) 
     return True
 
 
-def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: Plan) -> None:
+def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: RunPlan) -> None:
     identity, stored = plan.identity(), found["plan"]
     refuse_rotation(stored, paths.run_json)
+    begun_with = found["config"]
+    _same(paths, "strategy", "strategy", begun_with.get("strategy", "sync"), config.strategy)  # of it depends the plan
     names = sorted(identity.keys() | stored.keys())
     for name in ("split", "ratios"):  # first: with another split or mix, the records differ too
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
@@ -103,15 +113,44 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but one with gaps proves nothing, which would show only at the end.
-    begun_with = found["config"]
     check_removed(begun_with, paths.root)
     for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, begun_with.get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
         _same(paths, name, name, begun_with.get(name, default), getattr(config, name))
-    epochs = epochs_asked(read_claims(fs, paths))
-    if config.epochs < epochs:
-        _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")
+    if config.epochs < epochs_asked(read_claims(fs, paths)):
+        _check_not_past(fs, paths, config.epochs, plan)
+
+
+def check_removed(stored: Mapping[str, Any], run: str) -> None:
+    """Raise ConfigError if the stored configuration of `run` has a removed field whose value changed its results."""
+    for name, only in REMOVED.items():
+        value = stored.get(name, only)
+        if only is not ANY and value != only:
+            raise ConfigError(
+                f"{run} was begun with {flag_of(name)} {value}, which jobs.train no longer has",
+                got=f"{name} = {value!r}",
+                allowed=f"{name} = {only!r}: another value changes the weights",
+                next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
+            )
+
+
+def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan) -> None:
+    """Raise ConfigError if the newest checkpoint is past the end of epoch number `epochs`, counted from 1."""
+    chain, _ = chain_of(fs, paths)
+    step = chain[0].step if chain else 0
+    if step <= plan.steps(epochs):
+        return
+    begun = plan.epoch_of_step(step - 1) + 1
+    done = begun if step == plan.steps(begun) else begun - 1
+    under_way = "" if done == begun else f", and epoch {begun} is under way"
+    raise ConfigError(
+        f"{paths.root} cannot end after {epochs} epochs: it has trained more",
+        got=f"epochs = {epochs}; {done} epochs are done{under_way} (step {step})",
+        allowed=f"epochs = {begun} or more",
+        next_step="Give --epochs that the run has not passed, or another --run; jobs.export takes a kept checkpoint of "
+        "an earlier step.",
+    )
 
 
 def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
@@ -122,12 +161,25 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     return found
 
 
+def steps_in_epoch(plan: Mapping[str, Any]) -> Fraction | None:
+    """The steps of an epoch by the `plan` of run.json; None for one that has not their number. They are no whole number
+    where the last samples of an epoch fill no batch: the next epoch begins with them.
+    """
+    if "client_fraction" in plan:
+        return Fraction(1)
+    part = plan["parts"][0] if "parts" in plan else plan  # of a mix, an epoch is a pass over the first dataset
+    records, batch = part.get("records"), part.get("global_batch")
+    if isinstance(records, int) and isinstance(batch, int) and batch > 0:
+        return Fraction(records, batch)
+    return None
+
+
 def open_run(
     fs: FileSystem,
     paths: RunPaths,
     config: TrainConfig,
     manifest: DatasetManifest,
-    plan: Plan,
+    plan: RunPlan,
     confirm: Callable[[], None] | None = None,
 ) -> None:
     """Write run.json for a new run, or for one without a checkpoint; else check it as `check_run` does.
@@ -180,7 +232,7 @@ def refuse_strange_directory(fs: FileSystem, root: str, what: str, document: str
         )
 
 
-def _document(config: TrainConfig, manifest: DatasetManifest, plan: Plan) -> dict[str, Any]:
+def _document(config: TrainConfig, manifest: DatasetManifest, plan: RunPlan) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "kind": "run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.storage import documents
 from lockstep.storage.documents import sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
@@ -114,9 +115,10 @@ def checked_model(url: str) -> bytes:
 def checked_file(url: str, name: str) -> bytes:
     """A file of an exported model, checked by its digest. Raises CorruptionError for a changed one."""
     fs, where = filesystem(url), join(url, MANIFEST_NAME)
-    files = unseal(fs.read_bytes(where), where)["files"]
+    files = documents.mapping(unseal(fs.read_bytes(where), where).get("files"), where=f"{where}: files")
+    listed = documents.mapping(files.get(name, {}), where=f"{where}: {name}")
     data = fs.read_bytes(join(url, name))
-    if sha256_hex(data) != files.get(name, {}).get("sha256"):
+    if sha256_hex(data) != listed.get("sha256"):
         raise CorruptionError("a file of a model was changed", file=join(url, name), got=sha256_hex(data))
     return data
 

@@ -100,6 +100,9 @@ class Baseline:
         values: dict[str, list[int]] = {}
         for block in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks):
             batch = reader.read(reader.table.run(block))
+            if reader.skipped:
+                ids = batch.column(reader.schema.id_field.name).to_pylist()
+                batch = batch.filter(pa.array([one not in reader.skipped for one in ids]))
             labels, units = self._labels(batch).tolist(), self._units(batch)
             for label, unit in zip(labels, units, strict=True):
                 rows[label] += 1

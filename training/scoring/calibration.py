@@ -1,4 +1,4 @@
-"""Calibration of predicted probabilities, and the confusion matrix of predicted classes. NumPy only.
+"""Calibration of predicted probabilities, the ROC curve, and the confusion matrix of predicted classes. NumPy only.
 
 Bins have equal counts: a row's bin follows from its rank. Rows of equal predictions share the bin of their middle rank,
 so that no bin depends on the order of rows. The expected calibration error is the mean distance between a bin's mean
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.sampled import corrected
-from training.scoring.scores import LABEL, OUTPUTS, Floats, OutputForm, class_counts, class_shares
+from training.scoring.scores import LABEL, OUTPUTS, WEIGHT, Floats, OutputForm, class_counts, class_shares
 
 BINS = 10
 MOST_CLASSES = 100  # of a confusion matrix
+ROC_POINTS = 100
 PREDICTED, CONFIDENCE, SQUARED_ERROR = range(3)  # columns of `class_columns`
 
 
@@ -105,3 +106,30 @@ def confusion_of(
     counts = np.bincount(labels.astype(np.int64) * size + predicted, minlength=size * size)
     named = list(names) if names is not None and len(names) == size else [str(number) for number in range(size)]
     return {"classes": named, "samples": counts.reshape(size, size).tolist()}  # (size * size,) -> (size, size)
+
+
+def roc_of(rows: Floats, form: OutputForm) -> dict[str, list[list[float]]] | None:
+    """The ROC curve of yes-or-no labels: {model: points, baseline: points if `rows` have one}, each point [share of no
+    above a threshold, share of yes above it], weighted, from [0, 0] to [1, 1]. None unless there are a yes and a no.
+    """
+    labels, weights = rows[:, LABEL], rows[:, WEIGHT]
+    if not form.binary or not len(rows) or class_counts(labels, None) is None:
+        return None
+    if not (weights[labels == 1].sum() > 0 and weights[labels == 0].sum() > 0):
+        return None
+    columns = zip(("model", "baseline"), range(OUTPUTS, rows.shape[1]), strict=False)
+    return {name: _roc(labels, rows[:, column], weights) for name, column in columns}
+
+
+def _roc(labels: Floats, scores: Floats, weights: Floats) -> list[list[float]]:
+    """Points at up to ROC_POINTS thresholds, evenly spaced along the curve."""
+    order = np.argsort(-scores, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of rows with equal scores
+    shares = []
+    for label in (0, 1):
+        sums = np.cumsum(weights[order] * (labels[order] == label))[last]
+        shares.append(np.concatenate([[0.0], sums / sums[-1]]))
+    along = shares[0] + shares[1]
+    chosen = np.unique(np.searchsorted(along, np.linspace(0, 2, ROC_POINTS)).clip(0, len(along) - 1))
+    chosen = np.unique([0, *chosen, len(along) - 1])
+    return [[float(no), float(yes)] for no, yes in zip(shares[0][chosen], shares[1][chosen], strict=True)]

@@ -28,8 +28,9 @@ from training.control.protocol import json_safe
 from training.plan.datasets import held_out
 from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
+from training.run.notes import NAMED
 from training.scoring.baseline import Baseline
-from training.scoring.calibration import calibration_of, class_columns, confusion_of
+from training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
 from training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
 from training.scoring.scores import (
     OUTPUTS,
@@ -46,7 +47,6 @@ from training.steps import model_state
 from training.steps.patching import swapped
 
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
-NAMED = 20  # of the rows that are left out
 
 
 def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
@@ -82,14 +82,14 @@ def score(
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
     `baseline` is fitted. Returns samples, left_out ({samples, first}: with `skip_bad_images`, rows of images that
     cannot be decoded), metrics, intervals, class_counts, baseline, difference and compared_by, with `details` also
-    calibration, confusion and slices; {} on other ranks than 0. A collective. `outputs` collect this model's, detailed
-    if there are `details`: those of an earlier score save tracing its test step again. `members` are names and outputs
-    of the models that `model` averages, from their own scores: then `comparisons` are those of
+    calibration, roc, confusion and slices; {} on other ranks than 0. A collective. `outputs` collect this model's, in
+    detail if there are `details`: those of an earlier score save tracing its test step again. `members` are names and
+    outputs of the models that `model` averages, from their own scores: then `comparisons` are those of
     training.scoring.scores.compared, of `mean` and `members`. `callbacks` get the test hooks of this rank's part.
     `serve` is called after this rank's last batch: a model whose ranks need each other answers the others until theirs.
     """
     beat(0, "evaluate")
-    watched = _Watched(split.encoder, skip_bad_images)
+    watched = _Watched(split, skip_bad_images)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
     slices = [SliceColumn(by) for by in details.slices] if details is not None else []
     share = _Share(batches, watched, baseline, signature, slices)
@@ -117,9 +117,9 @@ def score(
     left_out = share.left_out(comm)
     if left_out["samples"] and not samples[0]:
         raise DataError(
-            f"no image of split `{split.reader.split}` can be decoded",
+            f"no row of split `{split.reader.split}` can be decoded",
             got=left_out["first"][0],
-            allowed="a split with images that can be decoded",
+            allowed="a split with records and images that can be decoded",
             next_step="Build the dataset again.",
         )
     model_state.summed_metrics(model, comm)
@@ -157,6 +157,7 @@ def score(
     if details is not None:
         of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
         found["calibration"] = calibration_of(rows, of_classes, form)
+        found["roc"] = roc_of(rows[:, : OUTPUTS + 1 + (baseline is not None)], form)
         found["confusion"] = confusion_of(rows, of_classes, form, classes, details.class_names)
         name = None if baseline is None else baseline.name
         found["slices"] = {
@@ -179,19 +180,27 @@ class Details:
 
 class _Watched(Encoder):
     """An encoder that keeps the last rows it encoded: baseline and slices need their raw columns. If it `skips` bad
-    images, it leaves out their rows.
+    images, it leaves out their rows, and always those of records that the reader has skipped.
     """
 
-    def __init__(self, encoder: Encoder, skips: bool) -> None:
+    def __init__(self, split: OpenSplit, skips: bool) -> None:
+        encoder, self._skipped = split.encoder, split.reader.skipped
         self._inner = encoder.skipping_bad_images() if skips and encoder.can_skip_images else encoder
         self._weighted = encoder.signature.weight is not None
+        self.left_out = 0
+        """Rows of the last batch that were left out."""
+        self.bad_records: list[str] = []
+        """The words for those that are bad records: of a block once."""
         self.rows = pa.RecordBatch.from_pylist([], schema=encoder.schema.arrow_schema())
 
     def encode(self, batch: pa.RecordBatch) -> Encoded:
         self.rows, found = batch, self._inner.encode(batch)
-        if not found.bad:
+        skipped = {row: self._skipped[one] for row, one in enumerate(found.sample_id.tolist()) if one in self._skipped}
+        left_out = {bad.row for bad in found.bad} | skipped.keys()
+        self.left_out, self.bad_records = len(left_out), list(dict.fromkeys(skipped.values()))
+        if not left_out:
             return found if self._weighted else replace(found, weight=None)
-        left = np.delete(np.arange(len(batch)), [bad.row for bad in found.bad])
+        left = np.delete(np.arange(len(batch)), sorted(left_out))
         self.rows = batch.take(pa.array(left))
         return Encoded(
             {name: array[left] for name, array in found.x.items()},
@@ -295,8 +304,9 @@ class _Share:
     def next_arrays(self, number: int) -> Arrays:
         """The features, label and weight of the next batch that has rows, in the signature's order."""
         for batch in self._batches:
-            self._left_out += len({bad.row for bad in batch.bad})
-            self._names += [f"{bad.what} ({bad.detail})" for bad in batch.bad[: NAMED - len(self._names)]]
+            self._left_out += self._watched.left_out
+            names = [*self._watched.bad_records, *(f"{bad.what} ({bad.detail})" for bad in batch.bad)]
+            self._names += [name for name in names if name not in self._names][: NAMED - len(self._names)]
             if len(batch):
                 break
         else:

@@ -11,7 +11,8 @@ from lockstep.storage.errors import ConfigError, NotFoundError, differences, req
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from training.config import BEST, BEST_ALLOWED, TrainConfig, of_validation
+from training.config import TrainConfig
+from training.rules import BEST, BEST_ALLOWED, of_validation
 from training.run.run_json import refuse_strange_directory
 from training.search.space import OPERATIONAL, Parameter
 
@@ -45,6 +46,9 @@ class SearchConfig:
         validated = self.base.validate is not None or not of_validation(self.metric)
         step = "Give --validate, or a metric of the training rows."
         require(validated, "--metric", f"{self.metric} without --validate", "a metric that trials have", step)
+        fixed = not self.base.elastic
+        require(fixed, "a search's number of ranks", "--min-ranks or --max-ranks", "a fixed number for each trial")
+        require(not self.base.balance, "a search's shares of ranks", "--balance", "even shares in each trial")
         require(self.parallel >= 1, "--parallel", str(self.parallel), "an integer from 1 up")
         for name, kinds in (("sampler", Sampler), ("pruner", Pruner)):
             words = get_args(kinds)

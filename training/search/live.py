@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from training.config import TrainConfig
 from training.driver.live import CellOutput, OnTerminal, RunProgress, in_notebook, png
-from training.results.report import DARK, LIGHT
+from training.results.pages import DARK, LIGHT
 from training.search.config import SearchConfig
 from training.search.report import parameter_words, value_text
 from training.search.study import DONE, OPEN, Study, Trial

@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from training.results.report import DARK, LIGHT, page, svg
+from lockstep.storage.urls import basename
+from training.results.pages import DARK, LIGHT, Section, figures, page, svg, table
 from training.search.config import SearchConfig
 from training.search.space import Parameter
 from training.search.study import DONE, Study, Trial
@@ -46,15 +47,19 @@ def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importanc
          each.reason)
         for each in trials
     ]  # fmt: skip
-    tables: list[tuple[str, Sequence[Sequence[object]]]] = [("Search", about)]
-    if importances:
-        shares = [(name, f"{share:.1%}") for name, share in importances.items()]
-        tables.append(("Importance: each parameter's share in the variance of the metric (PED-ANOVA)", shares))
-    tables.append(("Trials", [head, *rows]))
+    shares = [(name, f"{share:.1%}") for name, share in importances.items()]
     done = [each for each in trials if each.state == DONE]
-    curves = [(f"Parallel coordinates: one line a trial that is done, dark is better ({config.metric})",
-               parallel_coordinates(config.space, done, config.metric_name, maximize=config.maximize))]  # fmt: skip
-    return page("Lockstep: report of a search", config.root, tables, curves)
+    lines = parallel_coordinates(config.space, done, config.metric_name, maximize=config.maximize)
+    sections = [
+        Section("Search", table(about)),
+        Section("Importance: each parameter's share in the variance of the metric (PED-ANOVA)", table(shares)),
+        Section(
+            "Parallel coordinates",
+            figures([(f"one line a trial that is done; more contrast is better ({config.metric})", lines)]),
+        ),
+        Section("Trials", table([head, *rows], head=True)),
+    ]
+    return page(f"{basename(config.root)}: report of a search", config.root, sections, "tune")
 
 
 def parallel_coordinates(space: Sequence[Parameter], done: Sequence[Trial], metric: str, *, maximize: bool) -> Markup:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,14 +11,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.storage.errors import nearest, require
 from training.config import TrainConfig, Value, flag_of
+from training.run.command import setting_word
 
 SETTING = "set."
 """Before the name of a setting of the model (`jobs.train --set NAME=VALUE`)."""
 # A call that resumes a search may give these fields other values.
+ELASTIC = ("min_ranks", "max_ranks", "slots_file")
+"""Fields that let the number of ranks change, which a trial does not."""
 OPERATIONAL = frozenset({
-    "run", "num_ranks", "read_ahead_bytes", "cache", "cache_bytes", "verify", "checkpoint_every", "keep_checkpoints",
-    "keep_every", "keep_best", "launcher", "tls", "trust_network", "start_limit_s", "stall_limit_s",
-    "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour",
+    "run", "num_ranks", "servers", "devices", "read_ahead_bytes", "cache", "cache_bytes", "verify", "checkpoint_every",
+    "keep_checkpoints", "keep_every", "keep_best", "launcher", "tls", "trust_network", "start_limit_s", "stall_limit_s",
+    "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour", "stop_grace_s", *ELASTIC,
 })  # fmt: skip
 # With another value of these, the metrics of two trials measure different things; `extra` is searched by `set.NAME`.
 FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every"})
@@ -177,23 +178,12 @@ def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) 
     return replace(base, run=run, **changed)
 
 
-def _word(value: Value) -> str:
-    """A setting's value as --set reads it: a text in quotes if it would be read as another value without."""
-    if isinstance(value, str):
-        try:
-            tomllib.loads(f"value = {value}")
-        except tomllib.TOMLDecodeError:
-            return value
-        return json.dumps(value, ensure_ascii=False)  # also a text of TOML
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def flags_of(parameters: Mapping[str, Any]) -> list[str]:
     """The flags of jobs.train that give a run these parameters."""
     flags = []
     for name, value in parameters.items():
         if name.startswith(SETTING):
-            flags += ["--set", f"{name.removeprefix(SETTING)}={_word(value)}"]
+            flags += ["--set", f"{name.removeprefix(SETTING)}={setting_word(value)}"]
         elif isinstance(value, bool):
             flags += [flag_of(name)] if value else []
         else:

@@ -17,12 +17,13 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from training.config import TrainConfig, check_metric
+from training.config import TrainConfig
 from training.control.failures import LauncherGoneError
 from training.driver.ownership import Lease
 from training.driver.preflight import preflight
 from training.driver.train import EndedByCallerError, Hooks, train
 from training.launch.session import Launch, SessionLauncher, ended_in_order
+from training.rules import check_metric
 from training.run.lineage import SupersededError
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
@@ -71,7 +72,8 @@ def tune(
         finally:
             launches.put(mine)
 
-    return run_trials(config, trainer, take_over=take_over, hooks=hooks or Hooks(), progress=progress)
+    hooks = replace(hooks or Hooks(), metric=config.metric)
+    return run_trials(config, trainer, take_over=take_over, hooks=hooks, progress=progress)
 
 
 def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
@@ -79,16 +81,16 @@ def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
     if not isinstance(launch, SessionLauncher):
         return [launch] * min(config.parallel, config.number)
     _check_slots(config, launch)
-    return launch.divided(config.parallel, config.base.num_ranks)
+    return launch.divided(config.parallel, config.base.processes)
 
 
 def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
-    ranks = config.parallel * config.base.num_ranks
+    ranks = config.parallel * config.base.processes
     try:
         launch.ready(ranks, config.base.start_limit_s)
     except ConfigError as error:
         raise ConfigError(
-            f"{config.parallel} trials of {config.base.num_ranks} ranks do not fit at once",
+            f"{config.parallel} trials of {config.base.processes} processes do not fit at once",
             got=f"{error.what}; {error.got}",
             allowed=f"{ranks} ranks at once: --parallel times --num-ranks",
             next_step=f"Lower --parallel. {error.next_step}",

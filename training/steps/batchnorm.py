@@ -79,7 +79,7 @@ class SyncMoments:
         def gather(mine: Array) -> Array:
             return merged(self._calls.communicator.all_gather(mine), epsilon)
 
-        (rows,) = self._calls.call(gather, [flat], [tf.float64], who)
+        (rows,) = self._calls.call_in_step(gather, [flat], [tf.float64], who)
         rows.set_shape((4, x.shape[ones.index(-1)]))
         return [tf.cast(row, x.dtype) for row in tf.unstack(rows, num=4)]
 
@@ -94,7 +94,7 @@ class SyncMoments:
                     next_step="Use --batchnorm ghost or local, or another normalisation.",
                 )
 
-            (total,) = self._calls.call(self._sum, [flat], [tf.float64], who)
+            (total,) = self._calls.call_in_step(self._sum, [flat], [tf.float64], who)
             total.set_shape(flat.shape)
             return total, refuse
 

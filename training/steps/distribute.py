@@ -369,7 +369,7 @@ class _Distributed:
         if all(grad is None for grad in grads):
             reduce(grads)  # ranks that have gradients raise
             apply(grads, trainable_variables)  # raises Keras' own error
-        elif exchange.skips_any or exchange.delay:
+        elif exchange.skips_any or exchange.delay or exchange.served:
             _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
         elif steps_of(counts) == 1:
             apply(reduce(grads), trainable_variables)

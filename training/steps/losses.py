@@ -73,11 +73,14 @@ class Denominators:
 
     With `micro_batches` the optimizer takes the mean over that many calls: sums are multiplied to compensate, and
     denominators of masks and weights, unknown before the last micro-batch, are refused. They are also refused without
-    `calls`, where a rank takes its rows unit by unit and `scale` is a unit's share.
+    `calls`, where a rank takes its rows unit by unit and `scale` is a unit's share; `refused` is the flag to blame.
     """
 
-    def __init__(self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1) -> None:
+    def __init__(
+        self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1, refused: str = "--canonical"
+    ) -> None:
         self._calls, self._scale, self._micro_batches = calls, scale, micro_batches
+        self._refused = refused
 
     @contextmanager
     def of(self, model: keras.Model) -> Iterator[None]:
@@ -134,9 +137,9 @@ class Denominators:
                 # `none` leaves a value for each entry: Keras adds their gradients, and reports their mean.
                 return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
             if self._micro_batches > 1 or self._calls is None:
-                parts = "--canonical" if self._calls is None else "--micro-batches"
+                parts = self._refused if self._calls is None else "--micro-batches"
                 raise ConfigError(
-                    f"the loss {loss.name} cannot be split into {'units' if self._calls is None else 'micro-batches'}",
+                    f"the loss {loss.name} cannot be split into {'parts' if self._calls is None else 'micro-batches'}",
                     got=f"a sum divided by the batch's {divides}, and {parts}",
                     allowed="losses that are divided by the number of rows, or by nothing",
                     next_step=f"Leave out {parts}, or use reduction `sum` with weights that you have divided.",
@@ -157,7 +160,7 @@ class Denominators:
             calls.communicator.all_reduce(total)
             return np.float64(0 if total[0] == 0 or self._scale == 0 else part / total[0] / self._scale)
 
-        (factor,) = calls.call(correction, [part], [tf.float64], f"the loss {name}")
+        (factor,) = calls.call_in_step(correction, [part], [tf.float64], f"the loss {name}")
         factor.set_shape(())
         return local * tf.cast(factor, local.dtype)
 

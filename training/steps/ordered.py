@@ -35,15 +35,37 @@ def put_last(tensor: tf.Tensor) -> None:
         _LAST[tf.compat.v1.get_default_graph()] = tensor.op
 
 
-class OrderedCalls:
-    """Functions of NumPy arrays that wait for other ranks, called one after another from a step's graph.
+class Calls:
+    """Functions of NumPy arrays that wait for other ranks, called one after another from a step's graph."""
 
-    `error` is the exception that a function raised: TensorFlow repeats only its text.
-    """
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """The exception that a function raised: TensorFlow repeats only its text."""
+
+    def call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[tf.Tensor]:
+        """The results of `function(*arrays)`, after all collectives of this graph that were traced before."""
+
+        def guarded(*arrays: Any) -> Any:
+            try:
+                return function(*arrays)
+            except BaseException as error:
+                self.error = error
+                raise
+
+        with tf.control_dependencies(tail()):
+            outputs: list[tf.Tensor] = tf.nest.flatten(
+                tf.numpy_function(guarded, list(inputs), list(dtypes), name="ranks")
+            )
+        put_last(outputs[0])
+        return outputs
+
+
+class OrderedCalls(Calls):
+    """Calls that are refused outside of the step's own graph, where ranks might make them in other orders."""
 
     def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
         self.communicator = communicator.on_host
-        self.error: BaseException | None = None
         self._home: Any = None
 
     @contextmanager
@@ -55,10 +77,10 @@ class OrderedCalls:
         finally:
             self._home = before
 
-    def call(
+    def call_in_step(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], who: str
     ) -> list[tf.Tensor]:
-        """The results of `function(*arrays)`, after all calls traced before. `who` names the caller in errors.
+        """As `call`. `who` names the caller in errors.
 
         Raises ConfigError if the graph is a loop, a branch or a function of its own within the step.
         """
@@ -72,19 +94,7 @@ class OrderedCalls:
                 "or use --batchnorm local.",
             )
             raise self.error
-
-        def guarded(*arrays: Any) -> Any:
-            try:
-                return function(*arrays)
-            except BaseException as error:
-                self.error = error
-                raise
-
-        with tf.control_dependencies(tail()):
-            outputs = tf.nest.flatten(tf.numpy_function(guarded, list(inputs), list(dtypes), name="ranks"))
-        if graph is not None:
-            _LAST[graph] = outputs[0].op
-        return outputs
+        return self.call(function, inputs, dtypes)
 
 
 def _graph() -> Any:

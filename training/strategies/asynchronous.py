@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
@@ -162,8 +163,8 @@ class Noise:
             flat += (deviation * draws.standard_normal(flat.size)).astype(flat.dtype)
 
 
-class AsyncExchange(LocalExchange):
-    """An exchange whose steps apply the rank's own gradient and what has arrived of others since the last step.
+class ApartExchange(LocalExchange):
+    """An exchange whose ranks are up to `staleness` steps apart, and meet to write checkpoints.
 
     At a meeting a step waits for all gradients of all ranks up to it: at the end of an epoch, at each multiple of
     `every` (None: only there), and soon after a rank asks for a stop or a checkpoint.
@@ -179,11 +180,10 @@ class AsyncExchange(LocalExchange):
         *,
         staleness: int,
         every: int | None,
-        noise: Noise,
         scaled_loss: bool,
         non_finite: NonFinitePolicy,
     ) -> None:
-        """A collective. Raises ConfigError for an optimizer that scales the loss."""
+        """Raises ConfigError for an optimizer that scales the loss."""
         if scaled_loss:
             raise ConfigError(
                 "gradients of several steps cannot have a scaled loss: the scale may change between them",
@@ -193,10 +193,7 @@ class AsyncExchange(LocalExchange):
             )
         super().__init__(communicator, scale, scaled_loss=False, non_finite=non_finite)
         self.apart = True
-        self._staleness, self._every, self._noise = staleness, every, noise
-        self._group = communicator.group(range(communicator.num_ranks))
-        self._group.deadline_s = communicator.deadline_s
-        self._rounds: Rounds | None = None
+        self._staleness, self._every = staleness, every
         self.last = 0
         """The last step of this epoch."""
         self.met = False
@@ -212,22 +209,8 @@ class AsyncExchange(LocalExchange):
         try:
             layout = self._of_layout()
             self.agree_alone(loss, self._here, ())
-            flats = [bucket.data for bucket in self._current]
-            self._noise.add(flats, self.step, self.scale)
-            if self._rounds is None:
-                self._rounds = Rounds(self._group, flats, self.step - 1)
-            asked_at = self._rounds.add(flats, asks=bool(self._wanted & {"stop", "checkpoint"}))
-            # No rank has begun this step when it learns of a request: it could not be so far ahead.
-            asked = asked_at is not None and self.step >= asked_at + self._staleness + 2
-            self.met = asked or self.step == self.last or (self._every is not None and self.step % self._every == 0)
-            began = time.perf_counter()
-            self._rounds.wait(self.step if self.met else self.step - self._staleness)
-            if self.met:
-                self._rounds.met()
-            self._rounds.take(flats)
-            self.waited_s = time.perf_counter() - began
-            if not all(map(all_finite, flats)):
-                raise self._not_finite(["its sum with gradients of other ranks"])
+            if not all(map(all_finite, self._trade([bucket.data for bucket in self._current]))):
+                raise self._not_finite(["what it has of other ranks"])
             return [*(self._current[slot.bucket].lend(slot) for slot in layout.gradients), *map(np.copy, statistics)]
         except BaseException as error:
             self._fail(error)
@@ -235,14 +218,59 @@ class AsyncExchange(LocalExchange):
         finally:
             self._current, self._safe, self._here = [], True, []
 
+    @property
+    def _asks(self) -> bool:
+        """Whether this rank asks for a meeting."""
+        return bool(self._wanted & {"stop", "checkpoint", "leave"})
+
+    @property
+    def _scheduled(self) -> bool:
+        """Whether ranks meet after this step without being asked."""
+        return self.step == self.last or (self._every is not None and self.step % self._every == 0)
+
+    def _trade(self, flats: list[Array]) -> list[Array]:
+        """Send this step's gradients `flats`, and take what is here of other ranks; sets `met` and `waited_s`.
+
+        Returns the arrays that were taken, which must be finite.
+        """
+        raise NotImplementedError
+
+    def _send(self, bucket: int, flat: Array) -> None:
+        """Nothing: buckets are sent after the step."""
+
+
+class AsyncExchange(ApartExchange):
+    """An exchange whose steps apply the rank's own gradient and what has arrived of others since the last step."""
+
+    def __init__(self, communicator: Communicator, scale: float | None = None, *, noise: Noise, **options: Any) -> None:
+        """A collective."""
+        super().__init__(communicator, scale, **options)
+        self._noise = noise
+        self._group = communicator.group(range(communicator.num_ranks))
+        self._group.deadline_s = communicator.deadline_s
+        self._rounds: Rounds | None = None
+
     def close(self, reason: BaseException | None = None) -> None:
         """As `Exchange.close`."""
         super().close(reason)
         if self._rounds is not None:
             self._rounds.close()
 
-    def _send(self, bucket: int, flat: Array) -> None:
-        """Nothing: a round takes the bucket after the step."""
+    def _trade(self, flats: list[Array]) -> list[Array]:
+        self._noise.add(flats, self.step, self.scale)
+        if self._rounds is None:
+            self._rounds = Rounds(self._group, flats, self.step - 1)
+        asked_at = self._rounds.add(flats, asks=self._asks)
+        # No rank has begun this step when it learns of a request: it could not be so far ahead.
+        asked = asked_at is not None and self.step >= asked_at + self._staleness + 2
+        self.met = asked or self._scheduled
+        began = time.perf_counter()
+        self._rounds.wait(self.step if self.met else self.step - self._staleness)
+        if self.met:
+            self._rounds.met()
+        self._rounds.take(flats)
+        self.waited_s = time.perf_counter() - began
+        return flats
 
 
 class AsyncSteps(EveryStep):
@@ -251,7 +279,7 @@ class AsyncSteps(EveryStep):
     All gradients have arrived by then, so a checkpoint needs nothing else, and any number of ranks can continue.
     """
 
-    def __init__(self, model: keras.Model, exchange: AsyncExchange) -> None:
+    def __init__(self, model: keras.Model, exchange: ApartExchange) -> None:
         super().__init__(exchange.communicator)
         self._model, self._exchange = model, exchange
 
@@ -263,6 +291,9 @@ class AsyncSteps(EveryStep):
             return agreement
         began = time.perf_counter()
         agreement = self._exchange.agree(equal=True)
-        average_state(self._model, self.communicator, self._exchange.scale)
+        self._average()
         self._exchange.waited_s += time.perf_counter() - began
         return agreement
+
+    def _average(self) -> None:
+        average_state(self._model, self.communicator, self._exchange.scale)

@@ -22,6 +22,9 @@ class EveryStep:
         number of its last step.
         """
 
+    def step_begins(self) -> None:
+        """A step begins; callbacks have been called."""
+
     def step_ends(self, agreement: Agreement, *, epoch_ends: bool) -> Agreement:
         """What ranks agree on after a step, of which `agreement` is what its exchange found."""
         return agreement

@@ -11,6 +11,7 @@ ranks can continue from its checkpoint. docs/strategies.md.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,13 +91,57 @@ class LocalExchange(Exchange):
 KIND = "outer"
 
 
+class OuterStep:
+    """SGD with Nesterov momentum, whose gradient is the averaged change of a model since the last meeting (DiLoCo).
+
+    A rate of 1 without momentum leaves the average. A checkpoint has the momentum as outer/NUMBER/VARIABLE.
+    """
+
+    def __init__(self, variables: Sequence[Any], learning_rate: float, momentum: float) -> None:
+        self._variables, self._rate, self._momentum = list(variables), learning_rate, momentum
+        self._velocity: list[Array] = [np.zeros(v.shape, v.dtype) for v in self._variables] if momentum else []
+
+    @property
+    def changes(self) -> bool:
+        """Whether a step differs from the average."""
+        return (self._rate, self._momentum) != (1.0, 0.0)
+
+    def values(self) -> list[Array]:
+        """Copies of the variables' values."""
+        return [np.array(view_of(variable)) for variable in self._variables]
+
+    def apply(self, start: Sequence[Array], changes: Sequence[Array]) -> None:
+        """A step from the values `start` along `changes`, which are start less average, in their precision."""
+        for i, (variable, before, change) in enumerate(zip(self._variables, start, changes, strict=True)):
+            if self._momentum:
+                velocity = self._momentum * self._velocity[i] + change
+                self._velocity[i] = velocity.astype(before.dtype)
+                change = change + self._momentum * velocity
+            variable.assign((before - self._rate * change).astype(before.dtype))
+
+    def state(self) -> Tensors:
+        """The momentum, for a checkpoint."""
+        return {f"{KIND}/{i:06d}/{self._variables[i].path}": value for i, value in enumerate(self._velocity)}
+
+    def load(self, tensors: Tensors, where: str) -> None:
+        """Restore the `state` among `tensors`. Raises DataError if it does not fit the variables."""
+        stored = [tensors[name].copy() for name in sorted(tensors) if name.startswith(f"{KIND}/")]
+        if [value.shape for value in stored] != [value.shape for value in self._velocity]:
+            raise DataError(
+                f"the outer momentum in {where} does not fit the model",
+                got=f"{len(stored)} tensors",
+                allowed=f"the {len(self._velocity)} trained variables of the model",
+                next_step="Resume with the model and the options that the run began with.",
+            )
+        self._velocity = stored
+
+
 class LocalSteps(EveryStep):
     """Ranks meet after each step whose number is a multiple of `every`, and at the end of each epoch from `first_epoch`
     on; with 0 once, at the end of the run.
 
     At a meeting ranks average trained weights, moving averages and the optimizer's state, by their shares of the global
-    batch. Then `learning_rate` and `momentum` are those of an outer step along the change since the last meeting; 1 and
-    0 leave the average. A checkpoint has the outer momentum as outer/NUMBER/VARIABLE.
+    batch. Then `learning_rate` and `momentum` are those of an OuterStep.
     """
 
     def __init__(
@@ -111,10 +156,8 @@ class LocalSteps(EveryStep):
     ) -> None:
         super().__init__(exchange.communicator)
         self._model, self._exchange, self._every, self._first_epoch = model, exchange, every, first_epoch
-        self._rate, self._momentum = learning_rate, momentum
-        self._has_outer_step = (learning_rate, momentum) != (1.0, 0.0)
+        self._outer = OuterStep(model.trainable_variables, learning_rate, momentum)
         self._start: list[Array] = []  # trained weights after the last meeting
-        self._velocity: list[Array] = [np.zeros(v.shape, v.dtype) for v in self._trained()] if momentum else []
 
     def begin_epoch(self, epoch: int, last: int) -> None:
         if epoch >= self._first_epoch and not self._exchange.apart:
@@ -140,42 +183,21 @@ class LocalSteps(EveryStep):
             self._meet()
 
     def state(self) -> Tensors:
-        paths = [variable.path for variable in self._trained()]
-        return {f"{KIND}/{i:06d}/{paths[i]}": value for i, value in enumerate(self._velocity)}
+        return self._outer.state()
 
     def load(self, tensors: Tensors, where: str) -> None:
-        stored = [tensors[name].copy() for name in sorted(tensors) if name.startswith(f"{KIND}/")]
-        if [value.shape for value in stored] != [value.shape for value in self._velocity]:
-            raise DataError(
-                f"the outer momentum in {where} does not fit the model",
-                got=f"{len(stored)} tensors",
-                allowed=f"the {len(self._velocity)} trained variables of the model",
-                next_step="Resume with the model and the options that the run began with.",
-            )
-        self._velocity = stored
-
-    def _trained(self) -> list[Any]:
-        return list(self._model.trainable_variables)
+        self._outer.load(tensors, where)
 
     def _keep_start(self) -> None:
-        if self._has_outer_step and self._exchange.apart:
-            self._start = [np.array(view_of(variable)) for variable in self._trained()]
+        if self._outer.changes and self._exchange.apart:
+            self._start = self._outer.values()
 
     def _meet(self) -> None:
         average_state(self._model, self.communicator, self._exchange.scale)
-        if self._has_outer_step:
-            self._outer_step()
+        if self._outer.changes:
+            means = self._outer.values()
+            self._outer.apply(self._start, [start - mean for start, mean in zip(self._start, means, strict=True)])
         self._keep_start()
-
-    def _outer_step(self) -> None:
-        """SGD with Nesterov momentum, the difference since the last meeting being the gradient."""
-        for i, variable in enumerate(self._trained()):
-            start = self._start[i]
-            change = start - view_of(variable)
-            if self._momentum:
-                self._velocity[i] = (self._momentum * self._velocity[i] + change).astype(change.dtype)
-                change = change + self._momentum * self._velocity[i]
-            variable.assign((start - self._rate * change).astype(start.dtype))
 
 
 def average_state(model: keras.Model, communicator: Communicator, share: float) -> None:

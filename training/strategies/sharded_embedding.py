@@ -7,8 +7,11 @@ agree on rows as on all gradients, and a step that they skip changes no row.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -23,69 +26,69 @@ from lockstep.storage.errors import ConfigError, LockstepError
 from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.run.checkpoint import Tensors, TensorSpec
-from training.run.checkpoint_division import Piece
+from training.run.checkpoint_division import Piece, deal, held
+from training.run.late_copy import LateCopy
 from training.steps.distribute import exchange_of, skipped_of
-from training.steps.ordered import put_last, tail
-from training.strategies.sharded_table import SHARDS, ShardedTable, TableOptions
+from training.steps.ordered import Calls
+from training.strategies.growing_table import GrowingTable
+from training.strategies.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
 
+log = logging.getLogger(__name__)
 Array = NDArray[Any]
+Table = ShardedTable | GrowingTable
 TABLES = "tables"
-"""The kind of a table's tensors in a checkpoint: tables/LAYER/rows (padded, width), tables/LAYER/squares (padded,)."""
+"""The kind of a table's tensors in a checkpoint: tables/LAYER/rows (padded, width), and a name for each part of the
+optimizer's state, such as tables/LAYER/squares (padded,). Of a table without a number of rows: `rows` and the state for
+each of `ids` (n,), `seen`, `totals` (256, 3), and `waiting_ids`, `waiting_times`, `waiting_seen` (m,). A difference
+to a whole checkpoint has positions `changed` (k,) and `changed_rows`, ..., and the same names of fewer ids."""
 ANCHOR = "rows_are_finite"
-
-
-class _Calls:
-    """Functions of arrays that wait for other ranks, called from a step's graph in the order of the trace."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        """The exception that a function raised: TensorFlow repeats only its text."""
-
-    def call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-        """The results of `function(*arrays)`, after all collectives of this graph that were traced before."""
-
-        def guarded(*arrays: Any) -> Any:
-            try:
-                return function(*arrays)
-            except BaseException as error:
-                self.error = error
-                raise
-
-        with tf.control_dependencies(tail()):
-            found: list[Any] = tf.nest.flatten(tf.numpy_function(guarded, list(inputs), dtypes, name="table"))
-        put_last(found[0])
-        return found
+LEAST_BYTES = 64 << 20  # smaller tables, all ranks' together, are written whole each time
+MOST_DIFFERENCES = 8  # between two whole checkpoints: what a restart reads in addition is at most half of one
+PLAIN_ROWS = "rows"
+_PLAIN: ContextVar[Mapping[str, Array] | None] = ContextVar("plain tables", default=None)
 
 
 @keras.saving.register_keras_serializable("lockstep")
 class ShardedEmbedding(keras.layers.Layer):
     """A learned row of `width` numbers for each id from 0 to rows - 1: (n, ...) integers -> (n, ..., width).
 
-    Rows are learned by row-wise Adagrad with `learning_rate`, whatever the model's optimizer is. Their first values are
-    from -spread to spread, a function of seed, the layer's name and the id. Raises ConfigError for invalid arguments.
+    With `rows` None ids are any int64: an id reads zeros and learns nothing until it was seen `admit_after` times in
+    training, and loses its row if it was not seen for `evict_after_steps` (None: never; growing_table.py). Rows are
+    learned by `optimizer`, adagrad (row-wise) or adam (lazy), with `learning_rate`, whatever the model's optimizer is.
+    Their first values are from -spread to spread, a function of seed, the layer's name and the id. Raises ConfigError
+    for invalid arguments. Within `plain_tables` it is a plain layer of Keras.
     """
+
+    def __new__(cls, rows: int | None, width: int, **options: Any) -> Any:
+        known = _PLAIN.get()
+        return super().__new__(cls) if known is None else _plain_layer(rows, width, known, **options)
 
     def __init__(
         self,
-        rows: int,
+        rows: int | None,
         width: int,
         *,
         seed: int = 0,
         spread: float = 0.05,
         learning_rate: float = 0.05,
+        optimizer: str = "adagrad",
+        admit_after: int = 1,
+        evict_after_steps: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self._options: dict[str, Any] = {
             "rows": rows, "width": width, "seed": seed, "spread": spread, "learning_rate": learning_rate,
+            "optimizer": optimizer, "admit_after": admit_after, "evict_after_steps": evict_after_steps,
         }  # fmt: skip
         self.options = TableOptions(name=self.name, dtype=self.variable_dtype, **self._options)
-        self._calls = _Calls()
-        self._table: ShardedTable | None = None
+        self._calls = Calls()
+        self._table: Table | None = None
 
-    def open(self, communicator: Communicator, scale: float) -> ShardedTable:
-        """Allocate this rank's rows; see ShardedTable."""
-        self._table = ShardedTable(self.options, communicator, scale)
+    def open(self, communicator: Communicator, scale: float) -> Table:
+        """Allocate this rank's rows; see RowExchange."""
+        kind = GrowingTable if self.options.rows is None else ShardedTable
+        self._table = kind(self.options, communicator, scale)
         return self._table
 
     @property
@@ -120,7 +123,7 @@ class ShardedEmbedding(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         return super().get_config() | self._options
 
-    def _opened(self) -> ShardedTable:
+    def _opened(self) -> Table:
         if self._table is None:
             raise LockstepError(
                 f"the rows of the layer {self.name} are not on this rank",
@@ -137,6 +140,31 @@ class ShardedEmbedding(keras.layers.Layer):
     def _take(self, number: Any, gradient: Array) -> Any:
         finite = self._opened().take_gradient(int(number), gradient)
         return gradient.dtype.type(0.0 if finite else np.nan)
+
+
+def _plain_layer(
+    rows: int | None, width: int, known: Mapping[str, Array], *, name: str | None = None, dtype: Any = None, **_: Any
+) -> Any:
+    """The layer of Keras with the rows of a ShardedEmbedding; without `rows`, row 0 is for ids that have none."""
+    if rows is not None:
+        return keras.layers.Embedding(rows, width, name=name, dtype=dtype)
+    ids = known.get(name or "", np.empty(0, np.int64))
+    chosen = ids if ids.size else np.zeros(1, np.int64)  # Keras has no look-up without ids
+    unused = next(one for one in range(-1, -len(chosen) - 2, -1) if one not in chosen)
+    look_up = keras.layers.IntegerLookup(num_oov_indices=1, oov_token=unused)
+    look_up.set_vocabulary(chosen)
+    return keras.Sequential([look_up, keras.layers.Embedding(len(chosen) + 1, width, name=PLAIN_ROWS)], name=name)
+
+
+@contextmanager
+def plain_tables(tensors: Mapping[str, Array]) -> Iterator[None]:
+    """While this is open, ShardedEmbedding makes plain layers of Keras, for the ids of the tables in `tensors`."""
+    names = [name.split("/", 1)[1] for name in tensors if name.startswith(f"{TABLES}/") and name.endswith("/ids")]
+    before = _PLAIN.set({name.removesuffix("/ids"): np.sort(tensors[f"{TABLES}/{name}"]) for name in names})
+    try:
+        yield
+    finally:
+        _PLAIN.reset(before)
 
 
 def sharded_layers(model: keras.Model) -> list[ShardedEmbedding]:
@@ -162,7 +190,7 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
         "--init-from": config.init_from is not None and "first rows are drawn by the ranks that own them",
         "--delay": config.delay and "rows are updated in the step of their gradients",
         "--sync-every": config.sync_every != 1 and "a row is on one rank only, so no copies can drift apart",
-        "--strategy async": config.strategy != "sync" and "rows are updated in the step of their gradients",
+        f"--strategy {config.strategy}": config.strategy != "sync" and "rows are updated in their step",
         "--compression": config.compression != "none" and "the word of a row that is not finite must arrive as it is",
         "--micro-batches": config.micro_batches > 1 and "rows are updated once a step",
         "--canonical": config.canonical and "gradients of rows are added in the order of ranks, not in one tree",
@@ -188,8 +216,13 @@ class Tables:
         distributed optimizer."""
         self._model, self._comm = model, communicator
         scale = exchange_of(model.optimizer).scale
-        self._layers, self._calls = layers, _Calls()
+        self._layers, self._calls = layers, Calls()
         self._tables = {layer.name: layer.open(communicator, scale) for layer in layers}
+        self._base: int | None = None
+        self._differences = 0
+        self._growing = {name: table for name, table in self._tables.items() if isinstance(table, GrowingTable)}
+        for table in self._growing.values():
+            log.info(table.describe())
 
     @classmethod
     def of(cls, model: keras.Model, communicator: Communicator) -> Tables | None:
@@ -230,34 +263,107 @@ class Tables:
         while self._round(active=False):
             self._model(nothing, training=False)
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """Name -> shape and dtype of each whole tensor of the tables in a checkpoint."""
-        found = {}
+    def state(self, since: int | None = None) -> tuple[dict[str, TensorSpec], dict[Piece, Array]]:
+        """Name -> shape and dtype of each whole tensor of the tables in a checkpoint, and this rank's parts of them,
+        flat: views, where they can be. With `since` only what has changed since the whole checkpoint of that step. A
+        collective."""
+        parts: dict[str, Array] = {}
         for name, table in self._tables.items():
-            padded, width, dtype = table.options.padded, table.options.width, table.options.dtype
-            found[f"{TABLES}/{name}/rows"] = TensorSpec((padded, width), dtype)
-            found[f"{TABLES}/{name}/squares"] = TensorSpec((padded,), dtype)
+            if isinstance(table, GrowingTable):
+                found = {"totals": table.totals, **table.columns(since or 0)}
+            else:
+                found = table.columns() if since is None else table.changed()
+            parts |= {f"{TABLES}/{name}/{part}": values for part, values in found.items()}
+        lengths = self._comm.all_gather(np.array([len(values) for values in parts.values()]))  # (num_ranks, tensors)
+        lengths = lengths.reshape(self._comm.num_ranks, -1)
+        specs: dict[str, TensorSpec] = {}
+        pieces: dict[Piece, Array] = {}
+        before, totals = lengths[: self._comm.rank].sum(0).tolist(), lengths.sum(0).tolist()
+        for (name, values), first, total in zip(parts.items(), before, totals, strict=True):
+            each = math.prod(values.shape[1:])
+            specs[name] = TensorSpec((total, *values.shape[1:]), values.dtype.name)
+            pieces[Piece(name, first * each, (first + len(values)) * each)] = values.reshape(-1)
+        return specs, pieces
+
+    def to_save(self, step: int) -> tuple[int | None, dict[str, TensorSpec], dict[Piece, Array]]:
+        """What the checkpoint of `step` holds: `state`, or the difference to the whole checkpoint of an earlier step of
+        this process, whose step comes first, if that is small. A collective."""
+        whole = self.state()
+        if self._base is not None and self._differences < MOST_DIFFERENCES and _bytes_of(whole[0]) >= LEAST_BYTES:
+            difference = self.state(self._base)
+            if _bytes_of(difference[0]) <= _bytes_of(whole[0]) / 2:
+                self._differences += 1
+                return (self._base, *difference)
+        self._base, self._differences = step, 0
+        for table in self._tables.values():
+            if isinstance(table, ShardedTable):
+                table.touched[:] = False
+        return (None, *whole)
+
+    def copies(self, targets: Mapping[str, Array]) -> list[LateCopy]:
+        """Copies of the whole tables of a number of rows into `targets`, this rank's parts by the name of the tensor;
+        the caller has each `run`, while steps continue to change rows.
+        """
+        found = []
+        for name, table in self._tables.items():
+            if isinstance(table, ShardedTable):
+                columns = table.columns()
+                table.copy = LateCopy(columns, {part: targets[f"{TABLES}/{name}/{part}"] for part in columns})
+                found.append(table.copy)
         return found
 
-    def parts(self) -> dict[Piece, Array]:
-        """This rank's part of each tensor, flat: views, not copies."""
-        found: dict[Piece, Array] = {}
+    @property
+    def copied_later(self) -> set[str]:
+        """The names of the tensors that `copies` copies."""
+        return {
+            f"{TABLES}/{name}/{part}"
+            for name, table in self._tables.items()
+            if isinstance(table, ShardedTable)
+            for part in table.columns()
+        }
+
+    def restore(self, url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors]) -> None:
+        """Take this rank's rows from a checkpoint, of which `read_parts_and_own` has read `own`. If it holds a
+        difference, restore the whole one first. A collective, with the errors of `deal`."""
+        whole = manifest.get("base") is None
+        specs, pieces = self.state(None if whole else 0)
+        alike = {p: v for p, v in pieces.items() if p.name.endswith("/totals")}
+        if whole:
+            fixed = tuple(f"{TABLES}/{name}/" for name in self._tables if name not in self._growing)
+            alike |= {p: v for p, v in pieces.items() if p.name.startswith(fixed)}
+        deal(url, manifest, own, self._comm, alike, specs)
         for name, table in self._tables.items():
-            width, first, stop = table.options.width, table.first, table.stop
-            found[Piece(f"{TABLES}/{name}/rows", first * width, stop * width)] = table.rows.reshape(-1)
-            found[Piece(f"{TABLES}/{name}/squares", first, stop)] = table.squares
-        return found
+            named = {one.rpartition("/")[2]: one for one in specs if one.rpartition("/")[0] == f"{TABLES}/{name}"}
+            if isinstance(table, ShardedTable) and whole:
+                continue
+            columns = {part: held(url, manifest, own, one, specs[one]) for part, one in named.items()}
+            if isinstance(table, GrowingTable):
+                table.load(columns, whole=whole)
+            else:
+                table.load_changed(columns)
+        for each in self._tables.values():
+            each.step = int(manifest["step"])
 
     def whole(self) -> Tensors | None:
         """On rank 0 the whole tensors, on others None. A collective."""
         found: Tensors = {}
-        for piece, part in self.parts().items():
+        specs, pieces = self.state()
+        for piece, part in pieces.items():
             nothing, leads = part[:0], self._comm.rank == 0
             parts = self._comm.all_to_all_ragged([part, *[nothing] * (self._comm.num_ranks - 1)])
             if leads:
-                spec = self.specs()[piece.name]
-                found[piece.name] = np.concatenate(parts).reshape(spec.shape)
+                found[piece.name] = np.concatenate(parts).reshape(specs[piece.name].shape)
         return found if self._comm.rank == 0 else None
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Of each table without a number of rows, over all ranks: {rows, waiting, admitted, evicted, bytes}. A
+        collective."""
+        found = {}
+        for name, table in self._growing.items():
+            numbers = table.figures()
+            self._comm.all_reduce(numbers)
+            found[name] = dict(zip(("rows", "waiting", "admitted", "evicted", "bytes"), numbers.tolist(), strict=True))
+        return found
 
     def _commit(self, skipped: Any) -> Any:
         for table in self._tables.values():
@@ -271,6 +377,32 @@ class Tables:
         return bool(flag[0])
 
 
+def _bytes_of(specs: Mapping[str, TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs.values())
+
+
+def with_base(tensors: Mapping[str, Array], base: Mapping[str, Array]) -> Tensors:
+    """The whole tables of a checkpoint that holds the difference `tensors` to the checkpoint with the tables `base`."""
+    found = dict(tensors)
+    for table in {name.rpartition("/")[0] for name in base}:
+        parts, older = (
+            {name.rpartition("/")[2]: found[name] for name in found if name.rpartition("/")[0] == table}
+            for found in (tensors, base)
+        )
+        if CHANGED in parts:
+            for part, values in older.items():
+                found[f"{table}/{part}"] = values.copy()
+                found[f"{table}/{part}"][parts[CHANGED]] = found.pop(f"{table}/{CHANGED}_{part}")
+            del found[f"{table}/{CHANGED}"]
+            continue
+        newer = np.concatenate([parts["ids"], parts["waiting_ids"]])
+        for kind in ("", "waiting_"):
+            stays = (older[f"{kind}seen"] > parts["totals"][0, 2]) & ~np.isin(older[f"{kind}ids"], newer)
+            for part in (one for one in parts if one != "totals" and one.startswith("waiting_") == bool(kind)):
+                found[f"{table}/{part}"] = np.concatenate([older[part][stays], parts[part]])
+    return found
+
+
 def table_bytes(model: keras.Model) -> int:
     """Bytes of all tables in shards of `model`, whole, with their accumulators."""
     return sum(layer.options.nbytes for layer in sharded_layers(model))
@@ -281,7 +413,7 @@ COPIES = 4  # of all tables, at once: as they were read, by id, as a variable, a
 
 def check_fits(specs: Mapping[str, TensorSpec], what: str) -> None:
     """Raise ConfigError if whole tensors of `specs`, of all ranks, do not fit into this process's free memory."""
-    needed = COPIES * sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs.values())
+    needed = COPIES * _bytes_of(specs)
     free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
@@ -293,7 +425,7 @@ def check_fits(specs: Mapping[str, TensorSpec], what: str) -> None:
 
 
 def plain_weights(tensors: Mapping[str, Array], expected: Mapping[str, TensorSpec]) -> Tensors:
-    """The weights of a model with Embedding layers, as `expected` of it, from those of a model with tables in shards.
+    """The weights of a model with plain layers, as `expected` of it, from those of a model with tables in shards.
 
     `tensors` are the whole weights and tables of a checkpoint; without tables they are returned unchanged.
     """
@@ -303,10 +435,18 @@ def plain_weights(tensors: Mapping[str, Array], expected: Mapping[str, TensorSpe
             continue
         layer = name.split("/", 1)[1].rpartition("/")[0]
         (anchor,) = [one for one in tensors if one.endswith(f"/{layer}/{ANCHOR}")]
-        target = anchor.removesuffix(ANCHOR) + "embeddings"
+        ids = tensors.get(f"{TABLES}/{layer}/ids")
+        target = anchor.removesuffix(ANCHOR) + ("embeddings" if ids is None else f"{PLAIN_ROWS}/embeddings")
         spec = expected.get(target)
-        if spec is not None and len(spec.shape) == 2 and -(-spec.shape[0] // SHARDS) * SHARDS == len(tensors[name]):
+        if spec is None or len(spec.shape) != 2:
+            continue
+        if ids is not None:
+            found[target] = np.zeros(spec.shape, spec.dtype)
+            found[target][1 : len(ids) + 1] = tensors[name][np.argsort(ids)]
+        elif -(-spec.shape[0] // SHARDS) * SHARDS == len(tensors[name]):
             table = TableOptions(layer, *spec.shape, dtype=spec.dtype)
-            found[target] = tensors[name][table.positions(np.arange(table.rows))]
-            del found[anchor]  # else the caller finds that the model is another one
+            found[target] = tensors[name][table.positions(np.arange(spec.shape[0]))]
+        else:
+            continue
+        del found[anchor]  # else the caller finds that the model is another one
     return {name: value for name, value in found.items() if not name.startswith(f"{TABLES}/")}

@@ -1,4 +1,4 @@
-"""Loops over the rows of a table: first values, look-ups, sums of gradients, row-wise Adagrad."""
+"""Loops over the rows of a table: an index of keys, first values, look-ups, sums of gradients, the optimizers."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def _mixed(counter: Any) -> Any:
     return _U(z ^ (z >> _U(31)))
 
 
+@njit
+def _drawn(place: Any, key: Any, spread: Any) -> Any:
+    """A number from -spread to spread: a function of place (uint64) and key (uint64)."""
+    unit = np.float64(_mixed(_U(_mixed(_U(place + _U(1))) ^ key)) >> _U(11)) * 2.0**-53
+    return (2.0 * unit - 1.0) * spread
+
+
 @_kernel
 def draw(rows: Any, first: Any, key: Any, spread: Any) -> None:
     """Fill `rows` (n, width) with numbers from -spread to spread: a function of key (uint64) and place in the table.
@@ -52,9 +59,42 @@ def draw(rows: Any, first: Any, key: Any, spread: Any) -> None:
     count, width = rows.shape
     for row in range(count):
         for column in range(width):
-            place = _U(first + row) * _U(width) + _U(column)
-            unit = np.float64(_mixed(_U(_mixed(_U(place + _U(1))) ^ key)) >> _U(11)) * 2.0**-53
-            rows[row, column] = (2.0 * unit - 1.0) * spread
+            rows[row, column] = _drawn(_U(first + row) * _U(width) + _U(column), key, spread)
+
+
+@_kernel
+def draw_each(rows: Any, keys: Any, key: Any, spread: Any) -> None:
+    """As `draw`, where row i is that of keys[i] (int64), of which `rows` (n, width) depends only."""
+    count, width = rows.shape
+    for row in range(count):
+        for column in range(width):
+            rows[row, column] = _drawn(_U(_U(keys[row]) * _U(width) + _U(column)), key, spread)
+
+
+@_kernel
+def find(slots: Any, keys: Any, asked: Any, out: Any) -> None:
+    """The place of each of `asked` (n,) in `keys` (int64), in out (n,); 0 for a key that is not there.
+
+    `slots` is a hash table by linear probing: places in `keys`, 0 where empty; a power of two, never full. Keys are
+    mixed already, so their low bits are the first slot.
+    """
+    last = len(slots) - 1
+    for i in range(len(asked)):
+        slot = asked[i] & last
+        while slots[slot] != 0 and keys[slots[slot]] != asked[i]:
+            slot = (slot + 1) & last
+        out[i] = slots[slot]
+
+
+@_kernel
+def insert(slots: Any, keys: Any, start: Any, stop: Any) -> None:
+    """Put the places `start` to `stop` of `keys`, whose keys are new, into the hash table of `find`."""
+    last = len(slots) - 1
+    for place in range(start, stop):
+        slot = keys[place] & last
+        while slots[slot] != 0:
+            slot = (slot + 1) & last
+        slots[slot] = place
 
 
 @_kernel
@@ -97,3 +137,26 @@ def adagrad(rows: Any, squares: Any, chosen: Any, first: Any, sums: Any, rate: A
         step = rate / (np.sqrt(squares[row]) + epsilon)
         for column in range(width):
             rows[row, column] -= step * sums[i, column]
+
+
+@_kernel
+def adam(
+    rows: Any, means: Any, squares: Any, chosen: Any, first: Any, sums: Any, rate: Any, keep: Any, epsilon: Any
+) -> None:
+    """Update row chosen[i] - first of `rows` (n, width) by its gradient sums[i]; other rows and their state stay.
+
+    `keep` (2,): how much of the mean of gradients and of squared gradients, `means` and `squares` (n, width), is kept.
+    `rate` has the correction of their bias.
+    """
+    count, width = sums.shape
+    one = keep[0] / keep[0]
+    for i in range(count):
+        if i + AHEAD < count:
+            _prefetch(rows, chosen[i + AHEAD] - first)
+        row = chosen[i] - first
+        for column in range(width):
+            gradient = sums[i, column]
+            mean = means[row, column] * keep[0] + gradient * (one - keep[0])
+            square = squares[row, column] * keep[1] + gradient * gradient * (one - keep[1])
+            means[row, column], squares[row, column] = mean, square
+            rows[row, column] -= rate * mean / (np.sqrt(square) + epsilon)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,6 +89,7 @@ class Encoder:
             label_is_number=label is not None and label.num_classes is None and label.dtype != "bool",
         )
         self._skips = False
+        self._bad_ids: Collection[int] = ()
         self._names = tuple(fed)
         self.made: tuple[tuple[str, ArrayPlan], ...] = (*fed.values(), *self._other_arrays())
         """The column of each array and how to make it: the features, then label, sample id and weight."""
@@ -136,8 +137,22 @@ class Encoder:
                 allowed="images of `jobs.etl_images --store encoded`",
                 next_step="Leave --bad-images out.",
             )
+        return self._skipping(())
+
+    def skipping_bad_records(self, ids: Collection[int]) -> Encoder:
+        """A copy that gives rows with these sample ids, more of which may come, weight 0, and skips bad images."""
+        if self._label is None:
+            raise ConfigError(
+                "records of this dataset cannot be skipped",
+                got="a dataset without a label, whose samples have no weight",
+                allowed="a dataset with a label",
+                next_step="Leave --on-bad-record out.",
+            )
+        return self._skipping(ids)
+
+    def _skipping(self, ids: Collection[int]) -> Encoder:
         other = copy(self)
-        other._skips = True
+        other._skips, other._bad_ids = True, ids
         other.signature = replace(self.signature, weight=TensorSpec(shape=(), dtype="float32"))
         return other
 
@@ -152,6 +167,8 @@ class Encoder:
             encoded = self._encoded(make())
         weight = np.ones(len(encoded), np.float32) if encoded.weight is None else encoded.weight.copy()
         weight[[error.row for error in bad]] = 0
+        if self._bad_ids:
+            weight[[one in self._bad_ids for one in encoded.sample_id.tolist()]] = 0
         named = [error.of(int(encoded.sample_id[error.row])) for error in sorted(bad, key=lambda error: error.row)]
         return replace(encoded, weight=weight, bad=tuple(named))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
+from lockstep.storage.errors import DiskFullError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import (
     Blocks,
     FileStat,
@@ -375,6 +375,13 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
     except FileNotFoundError as error:
         raise _missing(verb, place, error) from error
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"the disk is full: cannot {verb} {place}",
+                got=error.strerror or str(error),
+                allowed="room on that disk, and in this user's quota",
+                next_step="Free space there (df, quota), then repeat the call.",
+            ) from error
         raise StorageError(
             f"cannot {verb} {place}",
             got=error.strerror or str(error),

@@ -103,6 +103,8 @@ def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
     unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
     check.on_ok(run_names.RUN_JSON, "sealed")
+    if check.fs.exists(check.url(run_names.STOPPED)) and _sealed(check, run_names.STOPPED) is not None:
+        check.on_ok(run_names.STOPPED, "sealed")
     _check_claims(check)
     for name in check.names(run_names.RESULTS):
         path, generation = f"{run_names.RESULTS}/{name}", run_names.result_of(name)
@@ -155,11 +157,23 @@ def _check_claims(check: Check) -> None:
 def _check_commit(check: Check, path: str, kind: str) -> None:
     try:
         manifest = _check_sealed_directory(check, path, kind)
+        _check_base(check, path, manifest)
     except (DataError, NotFoundError) as error:
         check.caught(f"{path}/{MANIFEST_NAME}", error)
         return
     if kind == "checkpoint":
         _check_files(check, "", manifest["audit"])
+
+
+def _check_base(check: Check, path: str, manifest: dict[str, Any]) -> None:
+    """The checkpoint of which this one holds the difference must be there; it is checked as every other."""
+    if manifest.get("base") is None:
+        return
+    where = check.url(f"{path}/{MANIFEST_NAME}")
+    base = documents.obj(manifest["base"], ("step", "generation"), where=f"{where}: base")
+    step, generation = (documents.count(base[part], where=f"{where}: base") for part in ("step", "generation"))
+    if (step, generation) not in map(run_names.checkpoint_of, check.names(run_names.CHECKPOINTS)):
+        check.bad(f"{path}/{MANIFEST_NAME}", f"the checkpoint of step {step}, whose difference it holds, is missing")
 
 
 def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_long_lists_and_tensors_are_not_kept_whole(
     for start in range(0, len(rows), 100):
         part = rows[start : start + 100]
         made.add(pa.array(part.tolist() if shape == (None,) else [row.tobytes() for row in part]))
-    held = made._numbers
+    held = made.numbers
     assert 400 <= len(held.picked) <= 1000 and sum(map(len, held._hashes)) == len(held.picked)
     assert min(np.bincount(held.picked.astype(int), minlength=8)) > 30
     facts = dict(made.summary().facts)

@@ -195,6 +195,7 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
         ([*good, *table, "--id-columns", "user"], ConfigError, "no column user"),
         ([*good, *table, "--split", "group:visitor:80/20"], ConfigError, "no column visitor"),
         ([*good, "--schema", "tensor.toml"], ConfigError, "field `x` cannot be read from a text"),
+        ([*good, *table, "--time-columns", "user_feature_0"], ConfigError, "cannot hold a time"),
         ([*good, "--schema", "none.toml"], NotFoundError, "none.toml"),
         ([*good, "--id-columns", "a"], ConfigError, "with --schema"),
         ([*good, "--split", "group:item_id:80/20"], ConfigError, "names the column `item_id`"),

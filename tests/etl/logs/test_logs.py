@@ -5,8 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import shutil
+import signal
 import stat
+import subprocess
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,6 +207,34 @@ def test_noise_ends_with_one_clear_error_and_killed_tasks_change_no_byte(
     assert "_quarantine-out" in error[3] and len(pq.read_table(folder / "_quarantine-out")) == 50
     there = sorted(path.name for path in folder.iterdir() if path.name != "spark-warehouse")
     assert there == ["_quarantine-out", "killed"]
+
+
+def lost(parts: str, small_log: Path, folder: Path, *what: str) -> subprocess.CompletedProcess[str]:
+    """Run lost_parts.py into folder/out, with Spark's scratch folders in folder/tmp."""
+    for name in ("marks", "tmp"):
+        (folder / name).mkdir()
+    script = Path(__file__).with_name("lost_parts.py")
+    call = [parts, str(small_log), str(folder / "out"), "100000", str(folder / "marks"), *what]
+    scratch = str(folder / "tmp")
+    return run(str(script), *call, cwd=folder, TMPDIR=scratch, SPARK_LOCAL_DIRS=scratch)
+
+
+def test_a_lost_executor_and_lost_shuffle_files_change_no_byte(small: Path, small_log: Path, tmp_path: Path) -> None:
+    done = lost("local-cluster[2,1,1024]", small_log, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(path.name for path in (tmp_path / "marks").iterdir()) == ["executor", "shuffle"]
+    assert tree(tmp_path / "out") == tree(small)
+
+
+def test_a_job_whose_driver_was_killed_is_run_again_with_clean(
+    spark: SparkSession, small: Path, small_log: Path, tmp_path: Path
+) -> None:
+    assert lost("local[2,4]", small_log, tmp_path, "driver").returncode == -signal.SIGKILL
+    (staging,) = tmp_path.glob("_staging-*")
+    again = config(small_log, tmp_path / "out", shard_bytes=100_000, clean=True)
+    os.utime(staging / "_job.json", (time.time() - 3600,) * 2)
+    logs.run(spark, again)
+    assert tree(tmp_path / "out") == tree(small) and not staging.exists()
 
 
 def test_shards_are_as_many_as_their_bytes_ask_for(small: Path) -> None:

@@ -145,6 +145,19 @@ def test_only_a_column_of_that_name_without_nulls_is_the_label(tmp_path: Path) -
         assert fields[name].kind == "feature" and "No column is called label" in text
 
 
+def test_texts_for_null_and_a_label_of_two_texts_are_named(tmp_path: Path) -> None:
+    rows = {
+        "job": [" ?", " Sales", " Tech", " ?"],
+        "sex": ["m", "f", "f", "m"],
+        "income": [" <=50K", " >50K", " <=50K", " <=50K"],
+    }
+    _, text = proposed(tmp_path, table(**rows))
+    assert 'with --null-text " ?" null too' in text and text.count("--null-text") == 1
+    assert """--label "income = ' >50K'".""" in text
+    _, text = proposed(tmp_path, table(x=["a", "b", "c"], label=[0, 1, 1]))
+    assert "--label" not in text
+
+
 def test_json_has_types_lists_and_what_no_field_holds(tmp_path: Path) -> None:
     documents = [
         {"a": i, "f": i / 3, "t": True, "s": "x", "tags": ["p", "q"][: i % 3], "nums": [1.5] * (i % 4),

@@ -44,8 +44,12 @@ class TestTwoLevels(CommunicatorContract):
     @pytest.fixture
     def run_ranks(self) -> RunRanks:
         def run(num_ranks: int, work: Callable[[Communicator], Any]) -> list[Any]:
+            through = threading.Barrier(num_ranks)
+
             def joined_by_all(joined: Joined) -> Any:
-                joined.communicator.barrier()  # a rank that fails at once would end the joining of a slower one
+                # A rank that fails at once would end the joining of a slower one, or its barrier.
+                joined.communicator.barrier()
+                through.wait(PATIENCE_S)
                 return work(joined.communicator)
 
             return run_hosts(LAYOUTS[num_ranks], joined_by_all, TWO_LEVELS)

@@ -77,8 +77,10 @@ def test_where_the_driver_listens(master: str, settings: dict[str, str], bind: s
         ("local[2]", {}, True),
         ("yarn", {}, False),
         ("yarn", {"spark.authenticate": "true"}, False),  # proves who speaks, hides nothing
-        ("yarn", {"spark.network.crypto.enabled": "true"}, True),
-        ("k8s://x", {"spark.ssl.rpc.enabled": "TRUE"}, True),
+        ("yarn", {"spark.network.crypto.enabled": "true"}, False),  # hides it from others, and proves nothing
+        ("k8s://x", {"spark.ssl.rpc.enabled": "TRUE"}, False),
+        ("yarn", {"spark.authenticate": "true", "spark.network.crypto.enabled": "true"}, True),
+        ("k8s://x", {"spark.authenticate": "true", "spark.ssl.rpc.enabled": "TRUE"}, True),
     ],
 )
 def test_tls_rests_on_what_spark_keeps_secret(master: str, settings: dict[str, str], right: bool) -> None:
@@ -88,3 +90,4 @@ def test_tls_rests_on_what_spark_keeps_secret(master: str, settings: dict[str, s
     with pytest.raises(ConfigError, match="protects nothing") as caught:
         check_spark_encrypts(master, settings)
     assert "spark.network.crypto.enabled=true" in caught.value.next_step
+    assert "spark.authenticate=" in caught.value.got and "spark.authenticate=true with" in caught.value.allowed

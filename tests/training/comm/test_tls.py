@@ -10,6 +10,7 @@ import select
 import socket
 import ssl
 import time
+import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from cryptography.x509.oid import ExtensionOID
 from jobs._train import config_of
 from jobs.train import parser
 from lockstep.storage.errors import ConfigError
+from tests.docs.test_flags import JOBS, flags_of
 from training.comm.auth import HandshakeError
 from training.comm.tcp.link import held, receive_some, send_some
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
@@ -249,5 +251,8 @@ def test_the_production_profile_turns_it_on() -> None:
     call = ["--dataset=d", "--run=r", "--model=logistic", *numbers]
     assert config_of(parser().parse(call)).tls == "off"
     assert config_of(parser().parse([*call, "--config", "conf/production.toml"])).tls == "on"
+    tables = tomllib.loads(Path("conf/production.toml").read_text())
+    with_tls = {job for job in JOBS if "--tls" in flags_of(job)}
+    assert tables == {job: {"tls": "on"} for job in with_tls}
     with pytest.raises(ConfigError, match="tls"):
         TrainConfig.from_json({**dict.fromkeys(("run", "model"), "r"), "datasets": ["d"], "tls": "yes", **NUMBERS})

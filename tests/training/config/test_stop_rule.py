@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training.config import StopRule, TrainConfig, check_metric
+from training.config import TrainConfig
+from training.rules import StopRule, check_metric
 from training.run import notes
 
 

@@ -338,14 +338,30 @@ def test_world_from_hosts() -> None:
         (STARTING, 16.0, None),  # it imports TensorFlow
         (STARTING, 299.0, None),
         (OPENING, 299.0, None),  # it loads kernels
-        (OPENING, 301.0, "no heartbeat for 10 s"),
-        (STARTING, 301.0, "no heartbeat for 10 s"),
+        (OPENING, 306.0, "no heartbeat for 10 s"),
+        (STARTING, 306.0, "no heartbeat for 10 s"),
     ],
 )
 def test_silence_counts_once_a_rank_has_started(phase: str, now: float, found: str | None) -> None:
     state = RankState(0, phase=phase, joined_at=5.0, beat_at=5.0, moved_at=5.0)
     failure = failure_of(state, now, 0.0, Limits(start_s=300.0, silent_s=10.0))
     assert (failure and failure.reason) == found
+
+
+def test_a_start_that_is_slow_but_moves_is_not_ended() -> None:
+    """A rank whose task came late, after 290 s, imports for a minute without a heartbeat, then reads for an hour."""
+    limits = Limits(start_s=300.0, silent_s=10.0, stall_s=600.0)
+    state = RankState(0)
+    assert failure_of(state, 290.0, 0.0, limits) is None
+    state.joined_at = state.beat_at = state.moved_at = 290.0
+    state.phase = STARTING
+    assert failure_of(state, 350.0, 0.0, limits) is None, "silent for a minute, of which the limit is over for 50 s"
+    for second in range(350, 4000, 50):
+        state.moves_to(0, OPENING if second == 350 else f"verify shard {second}", float(second))
+        state.beat_at = float(second)
+        assert failure_of(state, second + 9.0, 0.0, limits) is None
+    failure = failure_of(state, 3950.0 + 11.0, 0.0, limits)
+    assert failure is not None and failure.reason == "no heartbeat for 10 s"
 
 
 def test_rank_that_is_stopped_before_it_has_joined_is_not_waited_for_to_the_start_limit() -> None:

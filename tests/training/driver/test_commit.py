@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from lockstep.storage.documents import unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
-from training.config import Keep, TrainConfig
+from training.config import TrainConfig
 from training.driver.commit import CommitHandler, RunHandler
 from training.driver.live import OnTerminal
 from training.driver.retention import drop_stagings
+from training.rules import Keep
 from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
 from training.run.metrics import PartWriter
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
@@ -247,3 +249,35 @@ def test_progress_says_of_which_epoch_a_val_loss_is(paths: RunPaths, capsys: pyt
 
     assert lines(1) == "loss 0.5000, val_loss 3.0000 of epoch 1"
     assert lines(2) == "loss 0.5000, val_loss 2.0000 of epoch 2"
+
+
+def test_a_slow_rank_and_memory_that_runs_out_are_noted_and_kept(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim, commits = generation(paths)
+    config = TrainConfig(datasets=("data",), run=paths.root, model="logistic", num_ranks=2, global_batch=2, epochs=1)
+    used = {"kind": "usage", "step": 1, "rss_bytes": 95 << 20, "held_bytes": 95 << 20, "limit_bytes": 100 << 20}
+    used |= {"limit_of": "container", "cores": 0.5}
+    times = {"kind": "pace", "steps": 1, "links": {}}
+    with OnTerminal(config, 40) as progress, RunHandler(paths, claim, None, commits, progress) as handler:
+        for rank in (1, 0):
+            handler.answer(rank, "metrics", {"rows": [{**used, "rank": rank, "host": f"host-{rank}"}]})
+        for step in range(1, 41):
+            for rank, seconds in enumerate((1.0, 2.0)):
+                row = {**times, "rank": rank, "step": step, "times": [[0, round(1e6 * seconds), 0, 0]]}
+                handler.answer(rank, "metrics", {"rows": [row]})
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [line.split(";")[0] for line in said] == [
+        *(
+            f"note: rank {rank} on host-{rank} may be killed for its memory: its container holds 95 of 100 MiB (95%), "
+            "this rank 95"
+            for rank in (1, 0)
+        ),
+        "note: rank 1 on host-1 is slow: 2,000.0 ms of its own a step, the others 1,000.0 ms, most of it for compute",
+    ]
+    rows = [json.loads(line) for part in Path(paths.metrics(1)).iterdir() for line in part.open()]
+    found = [row for row in rows if row["kind"] == "straggler"]
+    assert not [row for row in rows if row["kind"] == "pace"], "they are for the driver at once"
+    assert found == [
+        {"kind": "straggler", "step": 29, "rank": 1, "host": "host-1", "what": "compute", "own_s": 2.0, "others_s": 1.0}
+    ]

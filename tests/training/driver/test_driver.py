@@ -19,12 +19,15 @@ from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.verify import verify
+from tests.training import _ranks
+from tests.training._driver_alone import in_this_process
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_images, write_table
 from tests.waiting import until
 from training.config import TrainConfig
 from training.control.failures import RankFailedError
 from training.control.task import Limits
+from training.driver.stop import EXIT_STOPPED
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
 from training.run.lineage import find_tip, read_claims
@@ -179,9 +182,37 @@ def test_resume(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
     assert not list(Path(config.run, ".trash/g0001").iterdir())  # emptied by the later claimant
 
 
+def test_a_run_may_end_at_an_earlier_epoch_than_it_was_begun_for(
+    config: TrainConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An epoch has 12 steps and four samples of the next. The rank is this process, and dies at step 15."""
+
+    def dies(context: Any) -> dict[str, Any]:
+        def hurdle(step: int) -> None:
+            if step == 15:
+                raise RuntimeError("told to die")
+
+        return _ranks._train(context, hurdle)
+
+    def trained(epochs: int, entry: Any) -> RunResult:
+        asked = dataclasses.replace(config, num_ranks=1, epochs=epochs)
+        return train(asked, in_this_process(entry), hooks=Hooks(lease_watch_s=0.1))
+
+    with pytest.raises(RuntimeError, match="told to die"):
+        trained(5, dies)
+    with pytest.raises(ConfigError, match="cannot end after 1 epochs") as caught:
+        trained(1, _ranks.train)
+    assert caught.value.got == "epochs = 1; 1 epochs are done, and epoch 2 is under way (step 15)"
+    capfd.readouterr()
+    ended = trained(2, _ranks.train)
+    assert (ended.steps, ended.epochs, ended.samples) == (25, 2, 80)
+    assert "2 epochs, but this run was started with 5" in capfd.readouterr().err
+    assert trained(2, _ranks.train) == ended
+    assert trained(3, _ranks.train).steps == 37
+
+
 def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"epochs": 1}, "epochs"),
         ({"model": "other"}, "model"),
         ({"seed": 5}, "seed"),
         ({"global_batch": 16}, "global_batch"),
@@ -195,8 +226,10 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
         with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
             go(dataclasses.replace(config, **change))
         assert caught.value.exit_code == 2
-        if named == "epochs":
-            assert (caught.value.got, caught.value.allowed) == ("epochs = 1", "epochs = 2 or more")
+    with pytest.raises(ConfigError, match="cannot end after 1 epochs") as caught:
+        go(dataclasses.replace(config, epochs=1))
+    got, allowed = "epochs = 1; 2 epochs are done (step 25)", "epochs = 2 or more"
+    assert (caught.value.got, caught.value.allowed) == (got, allowed)
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 
@@ -360,7 +393,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
         "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"
     )
-    slow = dataclasses.replace(config, epochs=4)
+    slow = dataclasses.replace(config, epochs=4, stop_grace_s=0.0)  # as after a second signal
     with (tmp_path / "told").open("wb") as told:
         first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=told)
     try:
@@ -374,7 +407,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         pids = living_ranks(first.pid)
         assert len(pids) == 2
         first.send_signal(by)
-        assert first.wait(240) == 128 + by
+        assert first.wait(240) == EXIT_STOPPED
         lines = (tmp_path / "told").read_text().splitlines()
         saved = "the newest checkpoint is step-0000000005.g0001, step 5 of 50; the same call resumes from there"
         assert f"{config.run}: {saved}" in lines, lines

@@ -152,7 +152,7 @@ def test_a_claim_whose_checkpoint_an_older_driver_has_deleted_since_is_followed_
     late, claimed = tmp_path / "late", Ownership.claim
     Path(paths.checkpoint(12, 1)).rename(late)
 
-    def claim_late(ownership: Ownership, parent: CheckpointRef | None, **asked: int) -> Claim | None:
+    def claim_late(ownership: Ownership, parent: CheckpointRef | None, **asked: Any) -> Claim | None:
         if late.exists():
             assert parent == CheckpointRef(10, 1)
             late.rename(paths.checkpoint(12, 1))

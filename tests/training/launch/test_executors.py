@@ -8,10 +8,11 @@ import pytest
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
-from training.config import Keep, TrainConfig
+from training.config import TrainConfig
 from training.driver.commit import CommitHandler, RunHandler
 from training.driver.live import OnTerminal
-from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
+from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory, preempted
+from training.rules import Keep
 from training.run.lineage import claim_next
 from training.run.paths import RunPaths
 
@@ -90,7 +91,7 @@ def test_too_little_is_refused_and_a_little_is_warned_of_with_a_flag_that_is_eno
     ],
 )
 def test_a_kill_for_memory_is_told_from_other_losses(reason: str, memory: bool) -> None:
-    assert killed_for_memory(reason) is memory
+    assert killed_for_memory(reason) is memory and preempted(reason) is reason.endswith("preempted.")
 
 
 def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

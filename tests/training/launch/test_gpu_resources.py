@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyspark
 import pytest
@@ -18,6 +19,7 @@ from tests.training._ranks import rank_path
 from training import devices
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
+from training.launch.barrier import tasks_on_gpus
 from training.launch.local import run_local
 from training.launch.session import Launch
 
@@ -33,19 +35,24 @@ def spark_home(folder: Path) -> Path:
     return folder
 
 
-def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_path: Path) -> None:
-    """A process of its own: this one's Spark session has another master."""
+def driver(folder: Path, *more: str) -> dict[str, Any]:
+    """What `tests.training._gpu_driver` says, in a process of its own: this one's Spark session has another master."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_", "CUDA_"))}
     environment |= {
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_CONF_DIR": str(ROOT / "tests" / "spark"),
-        "SPARK_HOME": str(spark_home(tmp_path / "spark")),
+        "SPARK_HOME": str(spark_home(folder / "spark")),
         "PYSPARK_SUBMIT_ARGS": "--driver-memory 512m pyspark-shell",
     }
-    command = [sys.executable, "-m", "tests.training._gpu_driver", str(tmp_path / "gpus")]
+    command = [sys.executable, "-m", "tests.training._gpu_driver", str(folder / "gpus"), *more]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_path: Path) -> None:
+    told = driver(tmp_path)
     assert sorted(rank[devices.VISIBLE] for rank in told["seen"]) == ["3", "5"]
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
     assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
@@ -54,6 +61,34 @@ def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_
     # Where the lost one was counted on once more, by its supervisor's line or as a slot, that generation ended at once.
     assert told["levels"] and told["levels"][-1] == 2
     assert told["results"] == [{"generation": 1 + len(told["levels"])}] * 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("amount", "ranks", "seen", "too_many"),
+    [
+        ("0.5", 2, ["3", "3"], "Each task also takes 0.5 of an executor's 1 GPUs."),
+        ("2", 1, ["3,5"], "Each task also takes 2 of an executor's 2 GPUs."),
+        # Tasks of the session need no GPU, as ETL's; a rank's takes one.
+        ("none", 1, ["3"], "Each task also takes 1 of an executor's 1 GPUs."),
+    ],
+)
+def test_tasks_share_a_gpu_or_have_two(tmp_path: Path, amount: str, ranks: int, seen: list[str], too_many: str) -> None:
+    """One executor: two ranks on its GPU, or a rank with both of its GPUs; one rank more has no slot."""
+    told = driver(tmp_path, amount, str(ranks))
+    assert [rank[devices.VISIBLE] for rank in told["seen"]] == seen
+    assert f"num_ranks={ranks + 1} exceeds the {ranks} task slots" in told["too many"]
+    assert too_many in told["too many"]
+    assert any(told["other tasks"]) is (amount != "none")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_task", "tasks"),
+    [(1, 0.5, 2), (1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 1), (1, 0.1, 10), (3, 1 / 3, 9), (2, 0.4, 4), (2, 0.6, 2)],
+)
+def test_a_part_of_a_gpu_is_of_one_gpu(gpus: float, per_task: float, tasks: int) -> None:
+    """Two GPUs have room for four tasks of 0.4, not for five: what is left of both is no part of either."""
+    assert tasks_on_gpus(gpus, per_task) == tasks
 
 
 def test_local_ranks_share_the_hosts_gpus(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark import InheritableThread
 
 from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
 from tests.training._ranks import HERE, judge_when, lives, rank_path
 from tests.training._tiny import write_table
 from tests.training.horovod.test_horovod import DATA, SCRIPTS, check_loop
+from tests.waiting import until
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
+from training.driver.stop import EXIT_STOPPED
 from training.driver.train import Hooks, train
 from training.launch.barrier import (
     BarrierSession,
@@ -29,7 +35,8 @@ from training.launch.barrier import (
     slots_now,
 )
 from training.launch.script_driver import ScriptConfig, launch_script
-from training.run.lineage import SupersededError, superseded
+from training.run.lineage import SupersededError, read_claims, superseded
+from training.run.paths import RunPaths
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -117,6 +124,39 @@ def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> Non
     assert time.monotonic() - began < 60, "executors on their way would be waited for five times as long"
 
 
+def test_two_launches_that_find_half_of_the_slots_end_by_the_deadline(session: SparkSession) -> None:
+    """The cause: another job's task holds a slot for long, and Spark starts a barrier stage only when all of its slots
+    are free, so both wait. Each ends by the start limit with an error that says so; the slots are free afterwards.
+    """
+    context = session.sparkContext
+    limits = dataclasses.replace(QUICK, start_s=4.0)
+
+    def hold() -> None:
+        context.setJobGroup("half", "holds a slot", interruptOnCancel=True)
+        with contextlib.suppress(Exception):  # it is cancelled
+            context.parallelize([0], 1).foreach(lambda _: time.sleep(120.0))
+
+    def launch(number: int) -> RankFailedError:
+        with pytest.raises(RankFailedError, match="did not connect within 4 s of the start") as caught:
+            run_barrier(session, RankTask("_ranks:solo"), 2, generation=number, limits=limits)
+        return caught.value
+
+    holder = InheritableThread(target=hold)
+    holder.start()
+    try:
+        until(lambda: len(context.statusTracker().getJobIdsForGroup("half")) == 1)
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            errors = [each.result(120.0) for each in [pool.submit(launch, number) for number in (1, 2)]]
+        assert time.monotonic() - began < 60.0
+        assert all("slot" in error.next_step for error in errors), errors[0].next_step
+    finally:
+        context.cancelJobGroup("half")
+        holder.join(60.0)
+    assert not holder.is_alive()
+    assert len(run_barrier(session, RankTask("_ranks:hello"), 2, limits=QUICK, handler=Handler(lambda *_: {}))) == 2
+
+
 def test_dead_jvm_is_told_and_not_tried_again(
     session: SparkSession, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +219,24 @@ def test_training_survives_a_killed_rank_and_a_killed_task(
         assert len(ranks) == 4 and len({supervisor for _, supervisor in ranks}) == 2
 
 
+def test_a_task_that_gets_a_sigterm_lets_all_ranks_write_a_checkpoint(
+    session: SparkSession, config: TrainConfig
+) -> None:
+    """A run whose ranks may become fewer continues from there, with new tasks; any other one stops."""
+    slots = OnSpark(session).slots()
+    assert slots >= 2
+    hooks = Hooks(entry="_ranks:train_supervisor_asked_once", limits=QUICK)
+    elastic = dataclasses.replace(config, min_ranks=1, max_ranks=2, checkpoint_every=1000)
+    result = train(elastic, OnSpark(session), hooks=hooks)
+    claims = read_claims(filesystem(config.run), RunPaths(config.run))
+    assert claims[2].parent is not None and 15 < claims[2].parent.step < 25
+    assert (result.steps, result.restarts, claims[2].num_ranks) == (25, 1, 2)
+    fixed = dataclasses.replace(config, run=f"{config.run}-2", checkpoint_every=1000)
+    with pytest.raises(SystemExit) as caught:
+        train(fixed, OnSpark(session), hooks=hooks)
+    assert caught.value.code == EXIT_STOPPED
+
+
 def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that calls no other rank, with its files; and Horovod's loop, equal to what one process computes."""
     for name, text in (("beside.py", "WORD = 'imported'\n"), ("words.txt", "read\n")):
@@ -216,7 +274,11 @@ class FakeContext:
     def _jsc(self) -> Any:
         self._asked += 1
         slots = self._asked
-        manager = type("Manager", (), {"defaultResourceProfile": staticmethod(lambda: None)})
+        nothing = {
+            "defaultResourceProfile": staticmethod(lambda: None),
+            "addResourceProfile": staticmethod(lambda _: None),
+        }
+        manager = type("Manager", (), nothing)
         scala = type(
             "Sc",
             (),

@@ -146,6 +146,7 @@ def test_stalled_rank_is_told_though_it_lives(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RankFailedError, match="no progress for 4 s") as caught:
         run_local(RankTask("_ranks:one_stalled"), 2, limits=limits)
     assert (caught.value.rank, caught.value.step) == (1, 3)
+    assert "in one_stalled" in str(caught.value), "its stack is among its last lines"
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
@@ -159,9 +160,9 @@ def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's process is there but never says hello: its order is never read."""
     from training.launch import process, supervisor
 
-    def start(order: Order) -> Any:
+    def start(order: Order, *files: int) -> Any:
         if order.world.rank == 0:
-            return process.start_rank(order)
+            return process.start_rank(order, *files)
         return subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     joined: set[int] = set()

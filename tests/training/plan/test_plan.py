@@ -16,6 +16,7 @@ from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
 from training.plan.epoch_plan import EpochPlan
 from training.plan.lane_count import check_lanes, default_lanes
+from training.plan.mixture import MixedPlan
 from training.plan.order import BlockTable, Orders
 
 Record = tuple[int, int]  # shard, record
@@ -300,6 +301,30 @@ def test_cache_groups_that_no_lanes_of_the_batch_fit() -> None:
 def test_rows_of_each_rank(num_ranks: int, groups: int | None, rows: list[int]) -> None:
     plan = make((100,), batch=24, lanes=12)
     assert [plan.rows(rank, num_ranks, groups) for rank in range(num_ranks)] == rows
+
+
+@pytest.mark.parametrize(
+    ("shares", "groups", "fits"),
+    [
+        ((9, 3), None, True),
+        ((9, 3), 4, True),
+        ((10, 2), None, True),
+        ((10, 2), 4, False),  # groups of 3 lanes
+        ((9, 2), None, False),
+        ((12, 0), None, False),
+        ((6, 3, 3), None, False),  # for 3 ranks
+    ],
+)
+def test_shares_are_all_lanes_in_whole_groups(shares: tuple[int, ...], groups: int | None, fits: bool) -> None:
+    part = make((100,), batch=24, lanes=12)
+    for plan in (part, MixedPlan(dataset_digest=part.dataset_digest, ratios=(1, 1), parts=(part, part))):
+        if fits:
+            lanes = [plan.rank_lanes(rank, 2, groups, shares) for rank in range(2)]
+            assert [*lanes[0], *lanes[1]] == list(range(12)) and tuple(map(len, lanes)) == shares
+            assert plan.rows(0, 2, groups, shares) * 12 == plan.global_batch * shares[0]
+        else:
+            with pytest.raises(ConfigError, match="do not fit together"):
+                plan.rank_lanes(0, 2, groups, shares)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import DataError, StorageTimeoutError
 from training.comm import SoloCommunicator
-from training.config import CheckpointEvery, TrainConfig
+from training.config import TrainConfig
 from training.exchange.agreement import Agreement, NonFiniteError
 from training.exchange.exchange import Exchange
 from training.rank.checkpointing import FIRST_S, MEAN_TIME_BETWEEN_FAILURES_S, Checkpoints, Schedule, best_interval_s
 from training.rank.metrics import Saved
 from training.rank.saver import InFlight, Report
+from training.rules import CheckpointEvery
 
 
 @pytest.mark.parametrize(

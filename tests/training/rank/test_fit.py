@@ -12,18 +12,22 @@ import pytest
 
 from lockstep.features.sample_id import sample_id
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
+from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
-from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
+from tests.training._threads import LEAVE_AFTER, final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from training.batches.audit_log import sample_hex
 from training.config import TrainConfig
+from training.driver.stop import EXIT_STOPPED
 from training.driver.train import Hooks
 from training.exchange.agreement import NonFiniteError
 from training.rank.checkpointing import Schedule
 from training.results.audit import check_run_audit
 from training.results.evaluate import evaluate
 from training.run.checkpoint import upload
+from training.run.lineage import find_tip
 from training.run.metrics import read_history
+from training.run.paths import RunPaths
 from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -120,6 +124,17 @@ def assert_no_bit_differs(one: tuple[Path, RunResult], other: tuple[Path, RunRes
     assert final_state(str(whole_url)) == final_state(str(broken_url))
     losses = [{s: r["loss"] for s, r in rows_of(str(url), "step").items()} for url in (whole_url, broken_url)]
     assert losses[0] == losses[1]
+    assert class_counts(whole_url) == class_counts(broken_url) and broken.class_counts == whole.class_counts
+
+
+def class_counts(url: Path) -> list[list[int]]:
+    """The rows of each class in each epoch."""
+    return [row["class_counts"] for row in read_history(str(url)).epochs]
+
+
+def test_class_counts_are_of_whole_epochs(undisturbed: tuple[Path, RunResult]) -> None:
+    """The tests below compare those of a run that was cut with these."""
+    assert all(sum(counts) in (192, 216) for counts in class_counts(undisturbed[0]))
 
 
 def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(
@@ -139,6 +154,24 @@ def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(
     plateau = next(c["state"] for c in final_state(str(url))["callbacks"] if c["class"] == "ReduceLROnPlateau")
     assert plateau["best"] is not None
     assert whole.metrics["learning_rate"] < 0.001, "ReduceLROnPlateau has acted, so its state counts"
+
+
+def test_ranks_that_are_asked_leave_after_one_step_and_change_no_bit(
+    data: dict[str, str], undisturbed: tuple[Path, RunResult], tmp_path: Path
+) -> None:
+    """In the middle of an epoch, after its last step, and asked before its last step (step 25)."""
+    LEAVE_AFTER.update(dict.fromkeys((12, 16, 24), lambda: None))
+    options: dict[str, Any] = {"checkpoint_every": 1000, "audit": True}
+    for left in (13, 16, 25):
+        with pytest.raises(SystemExit) as caught:
+            train(data["table"], tmp_path, 2, f"{OWN}:with_callbacks", **options)
+        assert caught.value.code == EXIT_STOPPED
+        tip = find_tip(filesystem(str(tmp_path)), RunPaths(str(tmp_path)))
+        assert tip is not None and tip.ref.step == left
+    last = train(data["table"], tmp_path, 2, f"{OWN}:with_callbacks", **options)
+    assert not LEAVE_AFTER
+    assert_no_bit_differs(undisturbed, (tmp_path, last))
+    assert check_run_audit(str(tmp_path)).ok and verify(str(tmp_path)) == []
 
 
 def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
@@ -186,13 +219,16 @@ def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
 
 
 def test_other_ranks_go_on_with_a_run(data: dict[str, str], tmp_path: Path) -> None:
-    """More epochs and other ranks, of a table: float64, so that the order of sums does not count."""
+    """More epochs and other ranks, of a table, from the middle of an epoch: float64, so that the order of sums does not
+    count.
+    """
     straight = train(data["table"], tmp_path / "a", 1, "logistic", precision="float64", epochs=5)
-    train(data["table"], tmp_path / "b", 3, "logistic", precision="float64", epochs=2, checkpoint_every=10)
+    train(data["table"], tmp_path / "b", 3, "logistic", precision="float64", epochs=2, max_steps=12)
     later = train(data["table"], tmp_path / "b", 2, "logistic", precision="float64", epochs=5)
     assert later.steps == straight.steps == 41
     assert_same(final_tensors(str(tmp_path / "a")), final_tensors(str(tmp_path / "b")))
     assert_same_result(straight, later)
+    assert class_counts(tmp_path / "a") == class_counts(tmp_path / "b")
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step(data: dict[str, str], tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.rank.metrics import StepClock
+from training.comm.base import LinkUse
+from training.rank.metrics import PACE_KEPT, PACE_STEPS, StepClock
 from training.run.metrics import PARTS
 
 
@@ -34,6 +35,7 @@ class Exchange:
 
     def __init__(self, waits: list[float]) -> None:
         self.waits = waits
+        self.asked = 0
 
     @property
     def waited_s(self) -> float:
@@ -42,6 +44,11 @@ class Exchange:
     @property
     def sent_bytes(self) -> int:
         return 1000 * (5 - len(self.waits))
+
+    def links(self) -> dict[int, LinkUse]:
+        """Half a second and a megabyte more at each call."""
+        self.asked += 1
+        return {1: LinkUse(0.5 * self.asked, 1e6 * self.asked)}
 
 
 def test_a_row_sums_up_its_steps() -> None:
@@ -100,3 +107,28 @@ def test_a_validation_after_the_last_step_is_not_lost() -> None:
     of_step, of_validation = control.rows
     assert (of_step["step"], of_step["steps"], of_step["validation_s"]) == (7, 1, 0.0)
     assert (of_validation["step"], of_validation["steps"], of_validation["validation_s"]) == (7, 0, 4.0)
+
+
+def test_short_steps_are_reported_ten_at_a_time_and_long_ones_each() -> None:
+    """Steps of 5 ms: a slow rank must be named within 50 of them, a quarter of a second."""
+    clock, control = Clock(), Control()
+    client: Any = control
+
+    def paces(steps: int, step_s: float, num_ranks: int) -> list[dict[str, Any]]:
+        control.rows = []
+        timer = StepClock(client, 0, Exchange([0.001] * steps), clock, num_ranks=num_ranks)
+        for step in range(1, steps + 1):
+            timer.begins()
+            clock.now += step_s
+            timer.ends(step)
+            clock.now += 0.002
+        return [row for row in control.rows if row["kind"] == "pace"]
+
+    rows = paces(40, 0.005, 2)
+    assert [(row["step"], row["steps"]) for row in rows] == [(10, 10), (20, 10), (30, 10), (40, 10)]
+    assert rows[0]["times"] == [[0, 4000, 1000, 0], *[[0, 4000, 1000, 2000]] * (PACE_STEPS - 1)]
+    assert [row["links"] for row in rows] == [{"1": [0.0, 0.0]}, *[{"1": [0.05, 1e5]}] * 3]
+    assert [row["steps"] for row in paces(3, 2.0, 2)] == [1, 1, 1]
+    many = paces(100, 0.005, 300)  # 300 ranks: each reports after 0.3 s, the last steps
+    assert [row["steps"] for row in many] == [44, 43] and len(many[0]["times"]) == PACE_KEPT
+    assert paces(40, 0.005, 1) == [], "a rank without others is not compared"

@@ -199,7 +199,7 @@ def test_bad_images_are_left_out_counted_and_named(tmp_path: Path) -> None:
     assert validated == pytest.approx(clean["metrics"], rel=1e-6)
     assert "rows left out of validation" in Path(write_report(done.run)).read_text()
     write_files(tmp_path / "none", dict.fromkeys(range(2, 6), b""), records={"train": 2, "test": 4})
-    with pytest.raises(DataError, match="no image of split `test` can be decoded"):
+    with pytest.raises(DataError, match="no row of split `test` can be decoded"):
         evaluate(done.run, str(tmp_path / "none"), "test", run_threads, num_ranks=2, batch=2)
     with pytest.raises(BadImageError, match="part-00000"):
         run(config(str(tmp_path / "data"), tmp_path / "refused", 2, "mlp", **more))

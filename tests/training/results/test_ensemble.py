@@ -55,7 +55,7 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
         for ranks in (1, 3)
     ]
     result = found[0]
-    for part in ("intervals", "class_counts", "difference", "calibration", "confusion", "slices"):
+    for part in ("intervals", "class_counts", "difference", "calibration", "roc", "confusion", "slices"):
         assert found[1][part] == result[part], part  # the same bits
     raw, rows = rows_of(data)
     odds, chances = (outputs_of(url, rows.x, 500)[:, 0] for url in result["model"])

@@ -76,7 +76,7 @@ def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
     printed = capsys.readouterr().out
     assert printed.startswith(f"report {RunPaths(run).report(2)}\n[{{")
     page = Path(RunPaths(run).report(2)).read_text()
-    assert "test of data" in page and "log_loss by epoch" in page and "Evaluation on test" in page
+    assert "test of data" in page and "log_loss by epoch" in page and "Result on test" in page
     # One more is due, and retention removes its checkpoint in the middle of the evaluation.
     name = next(file.stem for file in sorted(folder.iterdir()) if checkpoint_of(file.stem) is not None)
     (folder / f"{name}.json").unlink()

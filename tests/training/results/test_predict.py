@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,15 +18,18 @@ import pytest
 
 import lockstep
 from lockstep.features.encode.encoder import Encoded
+from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import verify
 from tests.training._ranks import living_ranks
 from tests.training._threads import run, run_threads
+from tests.training._tiny import write_files
 from tests.training._visits import write_visits
 from training.config import TrainConfig
 from training.launch.local import run_local
 from training.reading.open import OpenSplit
+from training.results.evaluate import evaluate
 from training.results.export_run import export_run
 from training.results.predict import predict
 from training.results.trained_run import TrainedRun
@@ -195,11 +199,53 @@ def test_classes_are_lists_and_the_largest() -> None:
 
 
 def test_predictions_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    from training.results.predict_rank import not_finite
+    from training.results.predict_rank import doubts_in
 
-    lists = [[0.5, 0.5], [np.nan, 1.0], [np.inf, np.nan], [0.0, 1.0]]
-    for column in (pa.array([0.5, np.nan, -np.inf, 1.0]), pa.array(lists, pa.list_(pa.float32()))):
+    lists = [[0.5, 0.5], [np.nan, 1.0], None, [np.inf, np.nan], [0.0, 1.0]]
+    for column in (pa.array([0.5, np.nan, -np.inf, 1.0, None]), pa.array(lists, pa.list_(pa.float32()))):
         pq.write_table(pa.table({"prediction": column}), tmp_path / "part.parquet")
-        assert not_finite(tmp_path / "part.parquet") == 2
+        found = {"not_finite": 2, "bad_images": {"samples": 1, "first": []}}
+        assert doubts_in(tmp_path / "part.parquet") == found
     (note,) = notes.of_predictions(2, 4)
     assert note.startswith("2 of 4 predictions") and "; next: " in note and notes.of_predictions(0, 4) == []
+
+
+def test_bad_images_have_no_prediction_and_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where no image of a batch can be decoded, and the same bytes at any number of ranks."""
+    bad = {3: b"", 55: b"no image", **dict.fromkeys(range(74, 80), b"")}
+    data = str(tmp_path / "data")
+    write_files(data, bad, records={"train": 50, "test": 30})
+    config = TrainConfig(
+        datasets=(data,), run=str(tmp_path / "run"), model="mlp", global_batch=16, epochs=1, num_ranks=1,
+        launcher="local", bad_images="skip", extra={"width": 4},
+    )  # fmt: skip
+    result = run(config)
+    done = predict(result.run, data, "test", str(tmp_path / "one"), run_threads, batch=4)
+    predict(result.run, data, "test", str(tmp_path / "two"), run_threads, num_ranks=2, batch=4)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    frame = pd.read_parquet(tmp_path / "one")
+    nulls = frame.set_index("sample_id")["prediction"].isna()
+    assert nulls.index[nulls].tolist() == [55, *range(74, 80)] and frame["label"].notna().all()
+    write_files(tmp_path / "clean", {}, records={"train": 50, "test": 23}, without=[n for n in bad if n >= 50])
+    predict(result.run, str(tmp_path / "clean"), "test", str(tmp_path / "of-clean"), run_threads)
+    expected = pd.read_parquet(tmp_path / "of-clean").set_index("sample_id")["prediction"]
+    found = frame.set_index("sample_id")["prediction"].dropna()
+    assert found.index.tolist() == expected.index.tolist()
+    np.testing.assert_allclose(np.stack(found.to_list()), np.stack(expected.to_list()), rtol=1e-5)
+    evaluated = evaluate(result.run, data, "test", run_threads, batch=4)
+    assert done.left_out == evaluated["left_out"] and done.left_out["samples"] == 7
+    assert json.loads((tmp_path / "one/_manifest.json").read_text())["left_out"] == done.left_out
+    assert "7 rows of split `test` have no prediction, the first: an image of the dataset" in capsys.readouterr().err
+
+
+def test_classes_of_bad_images_are_null() -> None:
+    from training.results.predict_rank import columns_of
+
+    image = BadImageError(1, "no image")
+    rows = Encoded({}, np.array([1, 0, 1]), np.arange(3), bad=(image,))
+    table = columns_of(rows, np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]], np.float32), yes_or_no=False, classes=2)
+    assert table.column("class").to_pylist() == [1, None, 0] and table.column("prediction").null_count == 1
+    assert table.column("label").to_pylist() == [1, 0, 1]

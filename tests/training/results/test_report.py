@@ -14,18 +14,10 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
+from training.results.curves import curve_names, epoch_curve, loss_curve
 from training.results.follow import followed
-from training.results.report import (
-    about_run,
-    checkpoint_rows,
-    curve_names,
-    epoch_curve,
-    loss_curve,
-    reading_rows,
-    render,
-    time_rows,
-    write_report,
-)
+from training.results.report import about_run, render, write_report
+from training.results.resources import checkpoint_rows, reading_rows, straggler_rows, time_rows, usage_rows
 from training.run.lineage import CheckpointRef, Claim, claim_next
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
@@ -191,14 +183,17 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     }  # fmt: skip
     page = Path(write_report(run, evaluation)).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
-    assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
+    text = page.replace("http-equiv", "")
+    assert "http" not in text.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
     assert page.count("<svg") == 3  # loss, the one other metric, and calibration
     assert "Calibration of yes: expected error 0.0625, Brier score 0.1525" in page
-    assert "<td>17</td><td>3</td>" in page and "<td>25</td><td>0.6250</td><td>0.5000 to 0.7500</td>" in page
+    assert re.search(r">17</td><td [^>]*>3</td>", page)
+    assert "<td>25</td><td>0.6250</td><td>0.5000 to 0.7500</td>" in page
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
-    assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
+    cells = ("0.7500", "0.7000 to 0.8000", "0.5000", "0.2500", "-")
+    assert f"<tr><th>auc</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" in page
     assert page == Path(write_report(run, evaluation)).read_text()
     assert page == Path(write_report(run)).read_text(), "a later report keeps the evaluation"
 
@@ -274,3 +269,25 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
     assert reading_rows(history) == [("rank 0", text)]
     page = render(run, [], [], history, [], None)
     assert "<h2>Checkpoints</h2>" in page and text in page
+
+
+def test_slow_ranks_and_what_each_rank_used_are_shown_where_there_are_any(run: str) -> None:
+    used = {"kind": "usage", "rank": 0, "host": HOSTILE, "limit_bytes": 2000 << 20, "limit_of": "container"}
+    slow = {"kind": "straggler", "step": 5, "rank": 1, "host": "b", "what": "input", "own_s": 0.2, "others_s": 0.1}
+    lines = [
+        {**used, "step": 0, "rss_bytes": 500 << 20, "held_bytes": 600 << 20, "cores": 0.0},
+        {**used, "step": 4, "rss_bytes": 900 << 20, "held_bytes": 1800 << 20, "cores": 0.5},
+        {**used, "step": 5, "rss_bytes": 800 << 20, "held_bytes": 1700 << 20, "cores": 0.75, "gpu_bytes": 1 << 30,
+         "gpu_share": 0.25},
+        slow,
+    ]  # fmt: skip
+    part = Path(RunPaths(run).metrics(2)) / "part-00001.jsonl"
+    part.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    history = read_history(run)
+    assert usage_rows(history)[1:] == [
+        (f"rank 0 on {HOSTILE}", "900 MiB", "90% of 2,000 MiB (container)", "0.62", "1,024 MiB, 25% busy")
+    ]
+    text = "rank 1 on b: 200.0 ms of its own a step, the others 100.0 ms, most of it for input"
+    assert straggler_rows(history) == [("from step 5", text)]
+    page = render(run, [], [], history, [], None)
+    assert text in page and "<td>900 MiB</td>" in page and HOSTILE not in page

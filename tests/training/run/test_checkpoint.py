@@ -69,7 +69,7 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
         read_rank_file(url, 0, manifest)
 
 
-@pytest.mark.parametrize("changes", [{"kind": "dataset"}, {"format_version": 3}])
+@pytest.mark.parametrize("changes", [{"kind": "dataset"}, {"format_version": 4}])
 def test_another_kind_of_manifest_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no checkpoint"):
         read_manifest(committed(tmp_path, TENSORS, **changes))

@@ -15,9 +15,9 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from training.config import Keep
 from training.driver.ownership import Lease
 from training.driver.retention import empty_trash, retire, take_over
+from training.rules import Keep
 from training.run.lineage import (
     MAX_GENERATION,
     CheckpointRef,

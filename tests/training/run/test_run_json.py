@@ -18,6 +18,7 @@ from tests.training._tiny import write_table
 from training import config as configuration
 from training.config import TrainConfig, flag_of
 from training.driver.preflight import plan_for
+from training.plan.client_plan import ClientPlan, RunPlan
 from training.run import run_json
 from training.run.paths import RunPaths
 
@@ -48,7 +49,6 @@ REFUSED: dict[str, Any] = {
     "canonical": True,
     "backend": "tcp",
     "audit": True,
-    "epochs": 2,
     "validate": "test",
     "validate_every": 2,
     "early_stop": "loss:min:3",
@@ -56,6 +56,8 @@ REFUSED: dict[str, Any] = {
 # What decides where and how a run goes on, not what comes out.
 FREE: dict[str, Any] = {
     "num_ranks": 3,
+    "epochs": 2,  # no step is done
+    "stop_grace_s": 5.0,
     "checkpoint_every": 7,
     "keep_checkpoints": 9,
     "keep_every": 100,
@@ -67,7 +69,11 @@ FREE: dict[str, Any] = {
     "cache_bytes": 1 << 20,
     "verify": "full",
     "non_finite": "skip",  # what a run that stopped so may go on with
+    "on_bad_record": "skip",  # likewise
     "launcher": "barrier",
+    "min_ranks": 1,
+    "max_ranks": 3,
+    "slots_file": None,
     "tls": "on",
     "trust_network": "lo",
     "start_limit_s": 1.0,
@@ -77,12 +83,21 @@ FREE: dict[str, Any] = {
 }
 OF_MEETINGS = {"sync_every": 4, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 OF_ASYNC = {"staleness": 3, "gradient_noise": 0.1}
+OF_CLIENTS = {
+    "clients": "b",
+    "client_fraction": 0.5,
+    "local_epochs": 2,
+    "update_clip": 2.0,
+    "noise_multiplier": 2.0,
+    "privacy_delta": 0.01,
+}
 
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {field.name for field in fields(TrainConfig)}
     several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
-    answered = REFUSED.keys() | FREE.keys() | OF_MEETINGS.keys() | OF_ASYNC.keys() | {"strategy"}
+    ways = OF_MEETINGS.keys() | OF_ASYNC.keys() | OF_CLIENTS.keys() | {"strategy", "servers", "devices", "balance"}
+    answered = REFUSED.keys() | FREE.keys() | ways
     assert named - several == answered, "a new field: may a later call change it?"
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
     given = TrainConfig(
@@ -104,8 +119,11 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
     monkeypatch.setattr(run_json, "epochs_asked", lambda _: given.epochs)
 
+    def plan_of(config: TrainConfig) -> RunPlan:
+        return ClientPlan.for_dataset(manifest, config) if config.is_federated else plan_for(manifest, config)
+
     def goes_on(config: TrainConfig) -> bool:
-        return run_json.check_run(fs, RunPaths(config.run), config, plan_for(manifest, config))
+        return run_json.check_run(fs, RunPaths(config.run), config, plan_of(config))
 
     def refuses(begun: TrainConfig, changes: dict[str, Any]) -> None:
         for name, value in changes.items():
@@ -121,8 +139,25 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     late = replace(given, run=str(tmp_path / "late"), strategy="async", staleness=2)
     run_json.open_run(fs, RunPaths(late.run), late, manifest, plan_for(manifest, late))
     refuses(late, OF_ASYNC)
+    lanes: dict[str, Any] = {"lanes": None, "cache_groups": None, "learning_rate_scaling": "none", "base_batch": None}
+    noisy: dict[str, Any] = {"update_clip": 1.0, "noise_multiplier": 1.0, "privacy_delta": 0.02}
+    rounds = replace(given, run=str(tmp_path / "rounds"), strategy="federated", clients="a", **lanes, **noisy)
+    run_json.open_run(fs, RunPaths(rounds.run), rounds, manifest, plan_of(rounds))
+    refuses(rounds, OF_CLIENTS)
     with pytest.raises(ConfigError, match="begun with another"):
         goes_on(replace(late, strategy="sync", staleness=None))
+    moves = replace(given, run=str(tmp_path / "moves"), batchnorm="ghost", cache_groups=None)
+    run_json.open_run(fs, RunPaths(moves.run), moves, manifest, plan_for(manifest, moves))
+    assert goes_on(replace(moves, balance=True, num_ranks=3))
+    alone = replace(given, run=str(tmp_path / "alone"), num_ranks=1, strategy="mirrored", devices=2)
+    run_json.open_run(fs, RunPaths(alone.run), alone, manifest, plan_for(manifest, alone))
+    assert goes_on(replace(alone, devices=4))
+    served = replace(late, run=str(tmp_path / "served"), strategy="parameter-server", servers=1)
+    run_json.open_run(fs, RunPaths(served.run), served, manifest, plan_for(manifest, served))
+    refuses(served, {"staleness": 3})
+    with pytest.raises(ConfigError, match="begun with another"):
+        goes_on(replace(served, strategy="async", servers=None))
+    assert goes_on(replace(served, servers=3, num_ranks=3)), "servers keep nothing"
     for name, value in FREE.items():
         assert goes_on(replace(given, **{name: value})), name
 

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from training.run import checkpoint_division as division
-from training.run.checkpoint import HostBuffer, Tensors, TensorSpec, file_bytes, sha256_of, upload
+from training.run.checkpoint import (
+    HostBuffer,
+    Tensors,
+    TensorSpec,
+    file_bytes,
+    file_name,
+    read_rank_bytes,
+    sha256_of,
+    upload,
+)
 
 SHAPES = st.dictionaries(
     st.text("abc/", min_size=1, max_size=4).map(lambda name: f"weights/{name}"),
@@ -171,3 +180,24 @@ def test_a_file_that_reads_back_otherwise_is_refused(
     monkeypatch.setattr("training.run.checkpoint.write_stream", changes)
     with pytest.raises(CorruptionError, match="reads back with other bytes"):
         upload(fs, str(tmp_path / "file"), file)
+
+
+def test_damage_in_the_copy_is_found_by_the_digest_if_it_comes_after_it(tmp_path: Path) -> None:
+    """The cause: a bit flips in the memory from which a rank writes its part, while training continues. After the
+    digest was made, whoever loads the file finds it; before it, the digest is that of the damaged bytes, and nothing
+    does (docs/guarantees.md says so).
+    """
+    whole = HostBuffer().fill(TENSORS).tobytes()
+    for before in (True, False):
+        url = str(tmp_path / str(before))
+        fs, file = filesystem(url), HostBuffer().fill(TENSORS)
+        file[-1] ^= before
+        manifest = {"files": {file_name(0): {"bytes": int(file.size), "sha256": sha256_of(file)}}}
+        file[-1] ^= not before
+        fs.mkdirs(url)
+        upload(fs, f"{url}/{file_name(0)}", file)
+        if before:
+            assert read_rank_bytes(url, 0, manifest).tobytes() != whole, "it is not found"
+        else:
+            with pytest.raises(CorruptionError, match="a file of a checkpoint was changed"):
+                read_rank_bytes(url, 0, manifest)

@@ -1,4 +1,4 @@
-"""Calibration and confusion against scikit-learn."""
+"""Calibration, ROC and confusion against scikit-learn."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import brier_score_loss, confusion_matrix
+from sklearn.metrics import auc, brier_score_loss, confusion_matrix, roc_auc_score, roc_curve
 
 from lockstep.features.schema.sampled import corrected
 from training.scoring.calibration import (
     MOST_CLASSES,
     PREDICTED,
+    ROC_POINTS,
     calibration,
     calibration_of,
     class_columns,
     confusion_of,
+    roc_of,
 )
 from training.scoring.scores import OutputForm
 
@@ -125,3 +127,29 @@ def test_what_has_no_probabilities_has_no_calibration() -> None:
     confused = confusion_of(rows, scores, OutputForm(False, 2), 2, ["only one"])
     assert confused == {"classes": ["0", "1"], "samples": [[1, 0], [1, 0]]}
     assert confusion_of(rows, scores, OutputForm(False, MOST_CLASSES + 1), MOST_CLASSES + 1, None) is None
+
+
+def test_the_roc_curve_is_scikit_learns_at_fewer_thresholds() -> None:
+    labels, chance = made(3000)
+    weights = 1 + np.arange(3000) % 3
+    rows = np.stack([labels, weights, chance, np.round(chance, 1)], axis=1)
+    found = roc_of(rows, BINARY)
+    assert found is not None and set(found) == {"model", "baseline"}
+    for name, scores in (("model", chance), ("baseline", np.round(chance, 1))):
+        no, yes = np.array(found[name]).T
+        assert found[name][0] == [0, 0] and found[name][-1] == [1, 1] and len(no) <= ROC_POINTS + 2
+        whole = roc_curve(labels, scores, sample_weight=weights, drop_intermediate=False)
+        apart = np.abs(no - whole[0][:, None]) + np.abs(yes - whole[1][:, None])  # (its points, ours)
+        assert apart.min(axis=0).max() < 1e-12
+        exact = roc_auc_score(labels, scores, sample_weight=weights)
+        assert auc(no, yes) == pytest.approx(exact, abs=2e-3)
+    few = roc_of(rows_of(labels[:20], chance[:20]), BINARY)
+    assert few is not None and "baseline" not in few
+    no, yes = np.array(few["model"]).T
+    assert auc(no, yes) == pytest.approx(roc_auc_score(labels[:20], chance[:20]), rel=1e-12), "of few rows each point"
+
+
+def test_one_class_and_numbers_have_no_roc_curve() -> None:
+    assert roc_of(rows_of([1.0, 1.0], [0.2, 0.9]), BINARY) is None
+    assert roc_of(rows_of([0.5, 1.5], [0.2, 0.9]), BINARY) is None
+    assert roc_of(rows_of([0.0, 1.0], [0.2, 0.9]), CLASSES) is None

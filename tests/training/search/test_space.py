@@ -120,3 +120,5 @@ def test_every_end_and_choice_is_checked_before_anything_starts() -> None:
     negative = space_of({"learning_rate": {"low": -1.0, "high": 1.0}}, "space.toml")
     with pytest.raises(ConfigError, match="learning_rate"):
         corners(config.base, negative, "check")
+    with pytest.raises(ConfigError, match="shares of ranks"):
+        dataclasses.replace(config, base=dataclasses.replace(config.base, balance=True))

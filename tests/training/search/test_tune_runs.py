@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from tests.training._ranks import HERE, rank_path
+from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 from tests.training.search._searches import journal
 from tests.waiting import until
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 LOCAL = ("--launcher", "local")
+QUICK = Hooks(lease_watch_s=0.1)
 TRIALS = 12
 
 
@@ -50,6 +53,11 @@ def all_events(root: Path) -> list[dict[str, Any]]:
 def events(root: Path, kind: str) -> list[int]:
     """The trials of the events of one kind."""
     return [event["trial"] for event in all_events(root) if event["event"] == kind]
+
+
+def have_ended(root: Path, trials: int) -> bool:
+    """Whether so many trials of the search have ended."""
+    return root.is_dir() and len(events(root, "ended")) >= trials
 
 
 class Command:
@@ -91,6 +99,19 @@ def test_a_killed_search_is_resumed_and_a_trial_is_the_run_that_jobs_train_makes
     assert fingerprint(str(tmp_path / "plain")) == fingerprint(best["run"])
 
 
+def test_a_metric_that_the_model_lacks_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    base = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "tune"), model="logistic", num_ranks=1, global_batch=16,
+        epochs=1, validate="test", launcher="local",
+    )  # fmt: skip
+    space = space_of({"learning_rate": {"low": 0.1, "high": 1.0}}, "the test")
+    with pytest.raises(ConfigError, match="no metric `val_f1`") as caught:
+        tune(SearchConfig(base=base, space=space, metric="val_f1:max", trials=2), run_threads, hooks=QUICK)
+    assert "--metric val_f1:max" in caught.value.got and "val_auc:max" in caught.value.allowed
+    assert (tmp_path / "tune/trials/0000/run.json").exists() and not list(tmp_path.glob("tune/trials/*/metrics/*/*"))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_one(tmp_path: Path) -> None:
@@ -113,6 +134,30 @@ def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_on
         assert any(len(list(run.glob("generations/*.json"))) > 1 for run in runs), "no trial was resumed"
         assert (found["parameters"], found["value"]) == (whole["parameters"], whole["value"])
         assert fingerprint(found["run"]) == fingerprint(whole["run"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_kills_at_random_moments_leave_exactly_thirty_trials(tmp_path: Path) -> None:
+    """Two trials at once; each kill up to two seconds after a random number of trials has ended."""
+    command, root = Command(tmp_path, "--trials", "30", "--parallel", "2"), tmp_path / "tune"
+    rng = random.Random(5)
+    for ended in sorted(rng.sample(range(29), 10)):
+        with command.begin("tune", *LOCAL) as driver:
+            until(partial(have_ended, root, ended), 600)
+            time.sleep(rng.uniform(0.0, 2.0))
+            assert driver.poll() is None, "the search had ended before it was killed"
+            driver.send_signal(signal.SIGKILL)
+    best = json.loads(command.finish("tune", *LOCAL).stdout.splitlines()[-1])
+    numbers = list(range(30))
+    assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == numbers
+    runs = sorted((root / "trials").iterdir())
+    assert [run.name for run in runs] == [f"{number:04d}" for number in numbers]
+    assert all(_result(run)["epochs"] == 2 for run in runs), "each is whole"
+    resumed = [run.name for run in runs if len(list(run.glob("generations/*.json"))) > 1]
+    done = [event for event in all_events(root) if event["event"] == "ended"]
+    assert best["value"] == max(event["value"] for event in done) and resumed
+    print(f"{len(runs)} trials, of which {len(resumed)} were killed and resumed, best {best['metric']} {best['value']}")
 
 
 def test_trials_share_a_spark_session_and_pruned_ones_save_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring
-from tests.training._tiny import write_table
+from tests.training._tiny import write_images
 from tests.training.rank.test_fit import assert_no_bit_differs, train
 from training.comm import Communicator
 from training.config import TrainConfig
@@ -23,9 +24,9 @@ OWN = "tests.training._models"
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("data") / "table"
-    write_table(folder, records={"train": 200, "test": 30})
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data") / "images"
+    write_images(folder, records={"train": 400, "test": 30})
     return str(folder)
 
 
@@ -85,6 +86,44 @@ def test_a_restart_loses_no_sample(table: str, tmp_path: Path) -> None:
     assert not _models.FAIL_AT and broken.restarts == 1
     assert check_run_audit(str(tmp_path / "broken")).ok
     assert sorted(_threads.rows_of(str(tmp_path / "broken"), "step")) == list(range(1, 26)), "no loss is left out"
+
+
+def test_a_late_rank_is_named() -> None:
+    ended = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        ranks = Ranks(comm, 1, last=9)
+        ranks.step()
+        if comm.rank == 2:
+            ended.wait(60)
+            return
+        try:
+            for _ in range(8):
+                ranks.step()
+        finally:
+            ended.set()
+
+    with pytest.raises(CommunicationError, match=r"waited \d+ s for rank 2"):
+        run_ring(3, work, deadline_s=2.0)
+
+
+@pytest.mark.parametrize("strategy", ["async", "parameter-server"])
+def test_other_numbers_of_ranks_resume(strategy: str, images: str, tmp_path: Path) -> None:
+    """A model with BatchNormalization and momentum: ranks average moving averages, and have one optimizer's state."""
+    more: dict[str, Any] = {"strategy": strategy, "staleness": 2, "audit": True, "checkpoint_every": 6, "lanes": 8}
+    steps = 0
+    for ranks, epochs in ((2, 1), (3, 2), (1, 3)):
+        more["servers"] = ranks if strategy == "parameter-server" else None
+        result = train(images, tmp_path, ranks, f"{OWN}:small_conv", epochs=epochs, **more)
+        assert result.epochs == epochs and result.restarts == 0 and result.steps > steps
+        steps = result.steps
+    assert check_run_audit(str(tmp_path)).ok
+    losses = {step: row["loss"] for step, row in _threads.rows_of(str(tmp_path), "step").items()}
+    assert sorted(losses) == list(range(1, steps + 1))
+    assert np.mean([losses[step] for step in range(steps - 5, steps)]) < 0.7 * losses[1], "it learns"
+    found = _threads.final_tensors(str(tmp_path))
+    assert any("moving_variance" in name and (value != 1).all() for name, value in found.items())
+    assert all(value.any() for name, value in found.items() if "momentum" in name)
 
 
 def test_noise_is_drawn_by_seed_rank_and_step_and_falls_with_steps() -> None:

@@ -11,7 +11,7 @@ import pytest
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring
-from tests.training._tiny import write_clicks, write_table
+from tests.training._tiny import write_clicks
 from tests.training.rank.test_fit import assert_no_bit_differs, train
 from training.comm import Communicator
 from training.config import TrainConfig
@@ -20,13 +20,6 @@ from training.results.audit import check_run_audit
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
 SHARES = (0.25, 0.75)
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("data") / "table"
-    write_table(folder, records={"train": 200, "test": 30})
-    return str(folder)
 
 
 def on_two_ranks(gradients: Any, *, steps: int, inner: float = 0.0, **options: Any) -> list[Any]:

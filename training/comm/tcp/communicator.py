@@ -19,6 +19,7 @@ from lockstep.storage.errors import CommunicationError
 from training.comm.base import (
     UFUNCS,
     Communicator,
+    LinkUse,
     Op,
     SoloCommunicator,
     check_buffer,
@@ -26,6 +27,7 @@ from training.comm.base import (
     check_peer,
     check_rank,
     divide_by_ranks,
+    links_of,
 )
 from training.comm.frames import tag_of
 from training.comm.tcp.algorithms import (
@@ -181,6 +183,9 @@ class TcpCommunicator(Communicator):
     @property
     def sent_bytes(self) -> int:
         return sum(one._engine.sent_bytes for one in self._family())
+
+    def links(self) -> dict[int, LinkUse]:
+        return links_of(one._engine.links() for one in self._family())
 
     @property
     def has_ended(self) -> bool:

@@ -17,6 +17,7 @@ from contextlib import suppress
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError
+from training.comm.base import LinkUse
 from training.comm.frames import (
     ENDED,
     HEADER_BYTES,
@@ -27,7 +28,7 @@ from training.comm.frames import (
     is_word,
     pack_header,
 )
-from training.comm.tcp.link import HUNG_UP, Call, Link, held, receive_some, send_some
+from training.comm.tcp.link import HUNG_UP, Call, Link, held, link_use, receive_some, send_some
 from training.comm.tcp.mesh import Mesh
 from training.comm.tcp.parting import ask_around, last_word, rest_of_word, say_farewell
 
@@ -129,6 +130,10 @@ class Engine:
         """Between calls: read what has arrived, without waiting. Raises CommunicationError if a rank has ended."""
         self._begin(what, 0.0)
         self._serve(0.0)
+
+    def links(self) -> dict[int, LinkUse]:
+        """As of a Communicator; from any thread."""
+        return {link.name: link_use(link.sock) for link in self._links if link is not None}
 
     @staticmethod
     def end(reasons: Mapping[Engine, str | None], generation: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from training.comm.base import LinkUse
 from training.comm.frames import HEADER_BYTES
 from training.comm.tcp.schedule import Program, Receive, Send
 
@@ -66,6 +68,23 @@ def receive_some(sock: socket.socket, parts: Sequence[memoryview]) -> int | None
 def held(sock: socket.socket) -> bool:
     """Whether decrypted bytes wait in TLS itself, for which poll would never wake."""
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+
+
+# Of struct tcp_info (linux/tcp.h): tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited in microseconds.
+_ACKED, _ACKED_AT = struct.Struct("@Q"), 120
+_BUSY, _BUSY_AT = struct.Struct("@QQ"), 168
+
+
+def link_use(sock: socket.socket) -> LinkUse:
+    """The use of a connection so far."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _BUSY.size)
+    except OSError:  # it was closed, or is no TCP
+        return LinkUse(0.0, 0.0)
+    if len(info) < _BUSY_AT + _BUSY.size:
+        return LinkUse(0.0, 0.0)
+    busy, full = _BUSY.unpack_from(info, _BUSY_AT)
+    return LinkUse(max(0, busy - full) / 1e6, _ACKED.unpack_from(info, _ACKED_AT)[0])
 
 
 class Call:

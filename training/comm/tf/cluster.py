@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -122,6 +123,16 @@ def start(
         interface = next((name for name, found in local_addresses().items() if address in found), None)
         if interface is not None:  # else NCCL chooses an interface by itself
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    with addresses(rank, num_ranks, address, rendezvous) as table:
+        _enable(context.context(), rank, table)
+    return Cluster(ordinary, backend)
+
+
+@contextmanager
+def addresses(
+    rank: int, num_ranks: int, address: str, rendezvous: Callable[[str, int], list[tuple[str, int]]]
+) -> Iterator[list[tuple[str, int]]]:
+    """Each rank's address and port for a server of TensorFlow, which this process starts within the context."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as kept:
         # Bound until TensorFlow listens there too, so that no other process gets the port in between.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -137,8 +148,12 @@ def start(
         os.environ["TF_GRPC_REUSE_PORT"] = "1"
         # Peers are reached directly, not through a proxy of the environment.
         os.environ["no_grpc_proxy"] = ",".join(host for host, _ in table)  # noqa: SIM112 (gRPC's own, in lower case)
-        _enable(context.context(), rank, table)
-    return Cluster(ordinary, backend)
+        yield table
+
+
+def written(host: str, port: int) -> str:
+    """An address as TensorFlow reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _enable(context: Any, rank: int, table: Sequence[tuple[str, int]]) -> None:
@@ -146,9 +161,8 @@ def _enable(context: Any, rank: int, table: Sequence[tuple[str, int]]) -> None:
     from tensorflow.core.protobuf import tensorflow_server_pb2
 
     context.configure_collective_ops(collective_leader=f"/job:{JOB}/replica:0/task:0")
-    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in table]
     server = tensorflow_server_pb2.ServerDef(
-        cluster=tf.train.ClusterSpec({JOB: addresses}).as_cluster_def(),
+        cluster=tf.train.ClusterSpec({JOB: [written(*one) for one in table]}).as_cluster_def(),
         job_name=JOB,
         task_index=rank,
         protocol="grpc",

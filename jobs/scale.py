@@ -1,0 +1,54 @@
+"""Measure how a run scales: samples a second at several numbers of ranks, and where the rest of the time went."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs import _train, profile_run
+from jobs._cli import JobParser, run_job
+from jobs._launch import launch_of
+from lockstep.storage.progress import Progress
+from training.profiling.profile import ROUNDS
+from training.profiling.scale import scale, table, to_json
+
+
+def parser() -> JobParser:
+    """The command line: that of jobs.profile_run with several numbers of ranks."""
+    job = _train.parser(__doc__ or "", "scale", without=(*profile_run.NOT_OF_A_STEP, "--num-ranks"))
+    add = job.add_argument
+    add("--num-ranks", type=int, nargs="+", required=True, metavar="N", help="numbers of ranks, such as 1 2 4")
+    kind = job.add_mutually_exclusive_group()
+    kind.add_argument("--strong", action="store_true", help="keep the global batch (default)")
+    kind.add_argument("--weak", action="store_true", help="keep the rows of a rank: G is that of the fewest ranks")
+    add("--steps", type=int, metavar="S", help="steps of each kind in a round (default: 16 to 512)")
+    add("--rounds", type=int, default=ROUNDS, metavar="R", help=f"rounds at each number (default {ROUNDS})")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table, then the points as one line of JSON; returns the exit code."""
+    args = parser().parse(argv)
+    numbers, weak, steps, rounds = args.num_ranks, args.weak, args.steps, args.rounds
+    for name in ("strong", "weak", "num_ranks"):
+        delattr(args, name)
+    args.num_ranks = min(numbers)
+    config = profile_run.config_of(args)
+    with (
+        launch_of(config.launcher, "scale", args.master) as launch,
+        Progress("measuring", len(numbers), "points") as bar,
+    ):
+        found = scale(config, launch, numbers, weak=weak, steps=steps, rounds=rounds, on_point=bar.set)
+    print(table(found, weak=weak))
+    print(json.dumps(to_json(found), sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

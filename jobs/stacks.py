@@ -1,0 +1,38 @@
+"""Print where every thread of every rank of a run is: `python -m jobs.stacks RUN`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import absolute
+from training.run import requests
+from training.run.paths import RunPaths
+
+
+def parser() -> JobParser:
+    """The command line."""
+    found = JobParser("stacks", __doc__ or "", table="stacks")
+    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run that trains")
+    found.add_argument("--within", dest="within_s", type=float, default=60.0, metavar="S", help="wait at most so long")
+    found.epilog = "Ranks that hang in native code answer too. The stacks are also added to the ranks' logs."
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the stacks, the most recent call first; returns the exit code."""
+    args = parser().parse(argv)
+    run = absolute(args.run)
+    print(requests.ask(filesystem(run), RunPaths(run), requests.STACKS, args.within_s))
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

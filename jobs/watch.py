@@ -1,0 +1,78 @@
+"""Follow a run in a terminal until it ends: `python -m jobs.watch RUN`, from any machine that reads the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from lockstep.storage.errors import StorageError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import absolute
+from training.driver.stop import EXIT_STOPPED
+from training.run.paths import RunPaths
+from training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
+
+CLEAR = "\x1b[H\x1b[J"  # the cursor to the first line, and nothing below it
+
+
+def parser() -> JobParser:
+    """The command line."""
+    found = JobParser("watch", __doc__ or "", table="watch")
+    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run")
+    found.add_argument("--every", dest="every_s", type=float, default=2.0, metavar="S", help="seconds between looks")
+    found.add_argument(
+        "--silent-limit",
+        dest="silent_limit_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="end when no driver has written for so long (default 600)",
+    )
+    found.epilog = (
+        "Redraws a terminal, and prints a line for each change elsewhere. The exit code is that of the run: 0 "
+        "finished, 75 stopped, 1 failed or silent for too long."
+    )
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the run until it ends; returns the exit code."""
+    args = parser().parse(argv)
+    run = absolute(args.run)
+    fs, paths = filesystem(run), RunPaths(run)
+    shown = None
+    while True:
+        try:
+            status = read_status(fs, paths)
+        except StorageError as error:  # away for a while; a driver waits for it too
+            print(f"the status cannot be read: {error.what}", file=sys.stderr, flush=True)
+        else:
+            if status != shown:
+                show(status, run, first=shown is None)
+                shown = status
+            if status.ended:
+                return {FINISHED: 0, STOPPED: EXIT_STOPPED}.get(status.state, 1)
+            if (status.silent_s(now_utc()) or 0.0) > args.silent_limit_s:
+                show(status, run, first=False)
+                return 1
+        time.sleep(args.every_s)
+
+
+def show(status: RunStatus, run: str, *, first: bool) -> None:
+    """Redraw the terminal; elsewhere print the whole text first and at the end, and one line between."""
+    text = words(status, run, now_utc())
+    if sys.stdout.isatty():
+        print(f"{CLEAR}{text}", flush=True)
+    else:
+        print(text if first or status.ended else text.partition("\n")[0], flush=True)
+
+
+if __name__ == "__main__":
+    run_job(main)

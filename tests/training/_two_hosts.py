@@ -1,0 +1,106 @@
+"""A standalone cluster of two workers of one slot, on two loopback addresses, which Spark takes for two hosts.
+
+`python -m tests.training._two_hosts FOLDER PORT` prints one line of JSON: where ranks ran that avoided hosts, and what
+became of a run whose rank lost its executor by SIGKILL in each generation until a host was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from lockstep.storage.errors import TrainingFailedError
+from tests.training._ranks import HERE
+from training.control.failures import RankFailedError
+from training.control.task import Limits, RankTask
+from training.launch.barrier import OnSpark, check_slots, ranks_on
+from training.launch.session import Launches
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ("127.0.0.2", "127.0.0.3")
+START_S = 120.0
+
+
+@contextmanager
+def session(folder: Path, port: int) -> Iterator[SparkSession]:
+    """A master, a worker on each of HOSTS, and an executor on each."""
+    url = f"spark://127.0.0.1:{port}"
+    command = [f"{os.environ['SPARK_HOME']}/bin/spark-class"]
+    deploy = "org.apache.spark.deploy"
+    calls = [[f"{deploy}.master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0"]]
+    for host in HOSTS:
+        worker = [f"{deploy}.worker.Worker", "--host", host, "--cores", "1", "--memory", "1g"]
+        calls.append([*worker, "--work-dir", f"{folder}/{host}", "--webui-port", "0", url])
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "spark.log").open("w"))
+        for call in calls:
+            process = subprocess.Popen([*command, *call], stdout=log, stderr=log)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+        builder = SparkSession.builder.master(url).appName("two hosts").config("spark.executor.memory", "512m")
+        builder = builder.config("spark.executorEnv.PYTHONPATH", os.pathsep.join((str(ROOT), HERE)))
+        spark = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
+        stack.callback(spark.stop)
+        spark.sparkContext.setLogLevel("ERROR")
+        check_slots(spark.sparkContext, len(HOSTS), START_S)
+        yield spark
+
+
+def host_of_task(rows: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Each row with the host of its task, whose worker's folder has its name."""
+    return iter([(row, next(host for host in HOSTS if host in os.getcwd())) for row in rows])
+
+
+def avoided(spark: SparkSession, num_ranks: int, *hosts: str) -> list[tuple[int, str]]:
+    """Where ranks run that avoid `hosts`."""
+    context = spark.sparkContext
+    return ranks_on(context, num_ranks, frozenset(hosts)).barrier().mapPartitions(host_of_task).collect()
+
+
+def run_with_losses(spark: SparkSession) -> dict[str, Any]:
+    """Hosts on which generations of one rank failed, what was reported, and where the rank ran after that."""
+    failed: list[str] = []
+    reports: list[str] = []
+    limits = Limits(start_s=START_S, grace_s=1.0)
+    with Launches(OnSpark(spark), 1, limits, report=reports.append) as launches:
+        for generation in range(1, 6):
+            check_slots(spark.sparkContext, len(HOSTS), START_S)
+            left_out = any("is left out" in line for line in reports)
+            try:
+                results = launches.run(RankTask("_ranks:where" if left_out else "_ranks:executor_killed"), generation)
+                return {
+                    "failed": failed,
+                    "reports": reports,
+                    "then": next(host for host in HOSTS if host in results[0]["folder"]),
+                }
+            except RankFailedError as error:
+                failed.append(str(error.executor_host))
+            except TrainingFailedError as error:  # where Spark counted on the lost one
+                failed.append(str(error.__dict__.get("host")))
+            time.sleep(1.0)
+    raise AssertionError(f"five generations failed: {failed}, {reports}")
+
+
+def main(folder: Path, port: int) -> None:
+    """Print what happened."""
+    with session(folder, port) as spark:
+        told: dict[str, Any] = {
+            "one": [[host, avoided(spark, 1, host)] for _ in range(4) for host in HOSTS],
+            "two": avoided(spark, 2, HOSTS[0]),
+            "no other": avoided(spark, 2, *HOSTS),
+            **run_with_losses(spark),
+        }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

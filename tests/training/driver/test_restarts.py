@@ -1,0 +1,212 @@
+"""Which failures a run is started again after, when, and what it says of a batch that kills a rank twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.features.sample_id import sample_id
+from lockstep.storage.errors import LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.fs import filesystem
+from tests.training._tiny import write_table
+from tests.training.driver.test_driver_decisions import config_of, launches
+from tests.training.results.test_audit_run import TinyRun
+from training.batches.audit_log import sample_hex
+from training.batches.decode import decoded_steps
+from training.batches.training_set import TrainingSet, sample_ids
+from training.config import TrainConfig
+from training.control.failures import Failure, RankFailedError, RankState, Weight
+from training.control.last_words import NO_STEP, LastWords, new_page
+from training.control.task import Limits, RankTask
+from training.driver import restarts
+from training.driver.preflight import plan_for
+from training.driver.restarts import RestartPolicy, batch_places
+from training.driver.stop import EXIT_STOPPED
+from training.driver.train import Hooks, train
+from training.launch.local import run_local
+from training.plan.order import Run
+from training.reading.reader import SplitReader
+from training.run.lineage import read_claims
+from training.run.paths import RunPaths
+from training.world import World
+
+CRASH = "its process was killed by SIGSEGV"
+
+
+def death(rank: int = 1, step: int = 7, reason: str = CRASH, **more: Any) -> RankFailedError:
+    code = more.pop("code", -signal.SIGSEGV)
+    weight = more.pop("weight", Weight.ENDED)
+    state = RankState(rank, step=step, exit_code=code, **({"phase": "train"} | more))
+    return RankFailedError(Failure(state, reason, weight), 2)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> RestartPolicy:
+    run = TinyRun(tmp_path)
+    return RestartPolicy(config_of(run, tmp_path / "mine", max_restarts=9, max_restarts_per_hour=100), run.plan)
+
+
+def told(policy: RestartPolicy, *errors: LockstepError, progress: bool = False) -> list[float]:
+    return [policy.failed(error, num_ranks=2, progress=progress, samples={}) for error in errors]
+
+
+def test_waits_double_without_progress_up_to_half_a_minute(policy: RestartPolicy) -> None:
+    assert told(policy, *[LockstepError("no")] * 8) == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert told(policy, LockstepError("no"), progress=True) == [0]
+    assert told(policy, LockstepError("no")) == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (death(), death(), "in step 8"),
+        (death(code=3, reason="exit code 3"), death(code=3, reason="exit code 3"), "in step 8"),
+        (death(weight=Weight.RAISED), death(weight=Weight.RAISED), "in step 8"),
+        (death(step=5, reading="f, record 7"), death(step=6, reading="f, record 7"), "while it read f, record 7"),
+        (death(step=5, reading=decoded_steps(6, 8)), death(reading=decoded_steps(6, 8)), "of steps 7 to 8"),
+        (death(step=5, reading=decoded_steps(6, 7)), death(reading=decoded_steps(6, 7)), "in step 7"),
+        (death(), death(step=8), None),
+        (death(), death(rank=0), None),
+        (death(rank=2), death(rank=2), None),  # a parameter server
+        (death(), death(reason="its process was killed by SIGBUS"), None),
+        (death(step=5, reading="f, record 7"), death(step=6, reading="f, record 8"), None),
+        (death(code=-signal.SIGKILL), death(code=-signal.SIGKILL), None),
+        (death(weight=Weight.SILENT), death(weight=Weight.SILENT), None),
+        (death(weight=Weight.CONSEQUENCE), death(weight=Weight.CONSEQUENCE), None),
+        (death(phase="restore"), death(phase="restore"), None),
+    ],
+)
+def test_only_the_same_death_twice_in_a_row_ends_the_run(
+    policy: RestartPolicy, first: RankFailedError, second: RankFailedError, words: str | None
+) -> None:
+    told(policy, first, LockstepError("another one"), first)  # twice, but not in a row
+    if words is None:
+        told(policy, second)
+        return
+    with pytest.raises(TrainingFailedError, match="which no restart cures") as caught:
+        told(policy, second)
+    assert caught.value.exit_code == 1 and words in caught.value.what
+
+
+def test_a_storage_that_fails_at_the_same_step_may_be_back_the_next_time(policy: RestartPolicy) -> None:
+    error = death(weight=Weight.RAISED)
+    error.__cause__ = StorageError("no NameNode answers")
+    told(policy, error, error)
+    assert policy.suspect is None, "no batch is blamed"
+
+
+def ids_of(reader: SplitReader) -> dict[str, int]:
+    """The sample id of each record, by the words that name file and record."""
+    return {
+        f"{url}, record {record} ": int(sample_ids(reader, Run(number, record, 1))[0])
+        for number, (_, url, shard) in enumerate(reader.stored)
+        for record in range(shard.records)
+    }
+
+
+@pytest.mark.parametrize("mix", [None, (2, 1)])
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_the_records_of_a_batch_are_those_that_its_rank_is_fed(
+    tmp_path: Path, mix: tuple[int, ...] | None, fmt: str
+) -> None:
+    urls = tuple(str(tmp_path / name) for name in ("a", "b"))
+    for seed, url in enumerate(urls):
+        write_table(url, fmt=fmt, seed=seed)
+    config = TrainConfig(
+        datasets=urls, mix=mix, run=str(tmp_path / "run"), model="m", num_ranks=2, global_batch=24, epochs=3,
+        batchnorm="local",
+    )  # fmt: skip
+    opened = TrainingSet.at(urls, "train", mix)
+    plan = plan_for(opened.manifest, config)
+    ids = {place: one for reader in opened.readers for place, one in ids_of(reader).items()}
+    for rank in range(2):
+        feed = opened.feed(plan, World.local(rank, 2))
+        places = batch_places(config, plan, feed.lanes, range(9, 11))
+        found = [ids[place.split("(")[0]] for place in places]
+        assert found == [one for step in (9, 10) for one in feed.batch(step).sample_ids.tolist()]
+
+
+def test_a_rank_says_what_it_reads_and_decodes_and_when_it_has_ended(tmp_path: Path) -> None:
+    write_table(tmp_path / "data", fmt="parquet")
+    opened = TrainingSet.at([str(tmp_path / "data")], "train", None)
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="m", num_ranks=1, global_batch=20,
+        epochs=1, batchnorm="local",
+    )  # fmt: skip
+    said: list[str] = []
+    feed = opened.feed(plan_for(opened.manifest, config), World.local(0, 1))
+    feed.watch(said.append, said.append)
+    feed.batch(2)
+    assert said[0] != "" and said[-1] == "" and decoded_steps(2, 3) in said
+    assert any("part-00000.parquet, record " in words and "(row group " in words for words in said)
+
+
+def test_last_words_outlive_their_writer() -> None:
+    kept = new_page()
+    writer = LastWords(os.dup(kept))
+    page = LastWords(kept)
+    assert page.read() == (NO_STEP, "")
+    writer.did(41)
+    writer.reads("ä" * 5000)
+    step, text = page.read()
+    assert step == 41 and text.startswith("ää") and len(text) > 2000
+    writer.reads("")
+    writer.close()
+    assert page.read() == (41, "")
+
+
+def test_the_driver_waits_longer_each_time_and_a_signal_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts, "WAIT_S", 0.05)
+    run, hooks = TinyRun(tmp_path), Hooks(lease_watch_s=0.1)
+
+    def fails(task: RankTask) -> None:
+        raise LockstepError("a rank died")
+
+    config = config_of(run, tmp_path / "mine", max_restarts=9)
+    with pytest.raises(LockstepError, match="that is all"):
+        train(config, launches(fails, fails, fails, lambda task: None), hooks=hooks)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "failed, resuming" in line]
+    assert [line.partition("the start")[2] for line in lines] == [
+        ": a rank died", " in 0.05 s: a rank died", " in 0.1 s: a rank died",
+    ]  # fmt: skip
+
+    monkeypatch.setattr(restarts, "WAIT_S", 30.0)
+    began = time.monotonic()
+
+    def fails_and_is_stopped(task: RankTask) -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        raise LockstepError("a rank died")
+
+    with pytest.raises(SystemExit) as caught:
+        train(config, launches(fails, fails_and_is_stopped, fails), hooks=hooks)
+    assert caught.value.code == EXIT_STOPPED and time.monotonic() - began < 25
+    assert "the same call starts from the beginning" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sample_that_kills_its_rank_ends_the_run_at_the_second_death_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Row 61 makes the model call abort(), as a bug in a kernel would."""
+    write_table(tmp_path / "data", nan_rows=[61])
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), num_ranks=2, global_batch=8, epochs=1,
+        model="tests.training._models:dies_of_a_sample", launcher="local", batchnorm="local", checkpoint_every=2,
+    )  # fmt: skip
+    with pytest.raises(TrainingFailedError, match="twice in step") as caught:
+        train(config, run_local, hooks=Hooks(lease_watch_s=0.1, limits=Limits(grace_s=1.0, silent_s=60.0)))
+    (reader,) = TrainingSet.at(config.datasets, "train", None).readers
+    row = sample_id([b"61"], 0)
+    (place,) = [place for place, one in ids_of(reader).items() if one == row]
+    assert "killed by SIGABRT; both times with sample " in caught.value.got
+    assert f"sample {sample_hex(row)}: {place}(block" in caught.value.got and caught.value.got.count("sample ") == 4
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
+    assert "generation 1 failed, resuming from" in capfd.readouterr().err

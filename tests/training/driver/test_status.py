@@ -1,0 +1,221 @@
+"""What a run is doing, seen and controlled from other processes: status, watch, control, stacks, --on-event."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError, TrainingFailedError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.verify import verify
+from tests.training import _threads
+from tests.training._tiny import write_table
+from tests.waiting import until
+from training.config import TrainConfig
+from training.driver.status import OnEvent
+from training.driver.train import Hooks, train
+from training.run import requests
+from training.run.paths import RunPaths
+from training.run.status import RankStatus, RunStatus, read_status, words
+
+NOON = datetime.datetime(2026, 5, 1, 12, tzinfo=datetime.UTC)
+TRAINS = RunStatus(
+    state="training",
+    written_at=NOON.isoformat(),
+    host="a",
+    pid=7,
+    generation=2,
+    num_ranks=2,
+    step=30,
+    steps=120,
+    epochs_done=1,
+    epochs=4,
+    samples_per_s=1234.5,
+    left_s=61.2,
+    loss=0.25,
+    metrics={"auc": 0.75, "nan_metric": None},
+    checkpoint="step-0000000020.g0002",
+    restarts=1,
+    ranks=[RankStatus(rank=0), RankStatus(rank=1, host="b", step_s=0.012, rss_bytes=3 << 20, cores=0.5)],
+    slow={"rank": 1, "host": "b", "what": "input"},
+)
+
+
+def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    with pytest.raises(NotFoundError, match="is not a run"):
+        read_status(fs, paths)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*jobs.report"):
+        read_status(fs, paths)
+    newer = json.loads(TRAINS.to_bytes()) | {"of a newer version": 1}
+    newer["ranks"][0]["of a newer version"] = 1
+    Path(paths.status).write_text(json.dumps(newer))
+    assert read_status(fs, paths) == TRAINS
+    for damaged in (b"", b"[]", b"{}", b'{"kind": "status", "ranks": 1}', TRAINS.to_bytes()[:-9], b"[" * 100_000):
+        Path(paths.status).write_bytes(damaged)
+        with pytest.raises(CorruptionError, match="a status is damaged"):
+            read_status(fs, paths)
+
+
+def test_the_words_of_a_status() -> None:
+    lines = words(TRAINS, "RUN", NOON).splitlines()
+    assert lines[0] == "RUN: training, step 30 of 120 (25%), epoch 2 of 4, 1,234 samples/s, about 0:01:01 left"
+    assert lines[1:5] == [
+        "  driver 7 on a, generation 2, 1 restarts",
+        "  loss 0.2500",
+        "  epoch 1: auc 0.7500",
+        "  newest checkpoint: step-0000000020.g0002",
+    ]
+    assert lines[7].split() == ["1", "b", "12.0", "-", "-", "-", "-", "3", "0.5"]
+    assert lines[-1] == "  rank 1 on b is slow: input"
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "silent"),
+    [
+        ("training", 29, False),
+        ("training", 31, True),
+        ("training", -5, False),  # a driver whose clock is ahead
+        ("finished", 1e6, False),
+    ],
+)
+def test_a_driver_that_writes_no_more_is_named(state: str, age_s: float, silent: bool) -> None:
+    text = words(replace(TRAINS, state=state), "RUN", NOON + datetime.timedelta(seconds=age_s))
+    assert ("no driver has written for" in text) is silent
+
+
+def test_what_is_no_request_is_ignored_and_a_run_without_a_driver_is_refused(tmp_path: Path) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    assert requests.open_requests(fs, paths) == []
+    (tmp_path / "control").mkdir()
+    for name, content in {"a.json": "[]", "b.json": "{", "c.json": "x" * 5000, "d": "{}"}.items():
+        (tmp_path / "control" / name).write_text(content)
+    (tmp_path / "control" / "e.json").write_text('{"kind": "stop", "by": "host"}')
+    (tmp_path / "control" / "f.json").write_text('{"kind": "stop", "by": "host"}')
+    (tmp_path / "control" / "f.answer.json").write_text("{}")
+    assert [request.nonce for request in requests.open_requests(fs, paths)] == ["e"]
+    Path(paths.status).write_bytes(replace(TRAINS, state="stopped").to_bytes())
+    with pytest.raises(ConfigError, match=r"no driver that could follow `stop`[\s\S]*a run that is stopped"):
+        requests.ask(fs, paths, requests.STOP, 1.0)
+    Path(paths.status).write_bytes(TRAINS.to_bytes())
+    with pytest.raises(TrainingFailedError, match=r"did not answer `stop`[\s\S]*no answer within 0 s"):
+        requests.ask(fs, paths, requests.STOP, 0.2)
+    assert len(list((tmp_path / "control").iterdir())) == 7, "the request is withdrawn"
+
+
+def test_a_command_that_fails_or_is_none_never_holds_up_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for command in ("", "  ", "'open"):
+        with pytest.raises(ConfigError, match="--on-event cannot be called"):
+            OnEvent(command, "RUN")
+    for command, said in {
+        "/nowhere/x --token=SECRET": "FileNotFoundError of /nowhere/x",
+        "false": "exit code 1",
+    }.items():
+        event = OnEvent(command, "RUN")
+        event("finished")
+        event.finish()
+        assert said in caplog.text and "SECRET" not in caplog.text
+    event = OnEvent(f"sh -c 'cat >> {tmp_path}/seen; echo >> {tmp_path}/seen'", "RUN")
+    for number in range(5):
+        event("restart", number=number)
+    event.finish()
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert [each["number"] for each in seen] == list(range(5)) and {each["run"] for each in seen} == {"RUN"}
+
+
+@contextmanager
+def driver(call: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as target:
+        started = subprocess.Popen([sys.executable, "-m", *call], stdout=target, stderr=target)
+        try:
+            yield started
+        finally:
+            started.kill()
+            started.wait()
+
+
+def job(*call: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", *call], capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_seen_saved_and_stopped_from_another_process(tmp_path: Path) -> None:
+    run, events = str(tmp_path / "run"), tmp_path / "events"
+    write_table(tmp_path / "data")
+    train = ["jobs.train", "--dataset", str(tmp_path / "data"), "--run", run, "--model", "mlp", "--num-ranks", "2"]
+    train += ["--global-batch", "8", "--launcher", "local", "--checkpoint-every", "1000000"]
+    train += ["--on-event", f"sh -c 'cat >> {events}; echo >> {events}'"]
+
+    code, text = job(*train, "--epochs", "3", "--dry-run")
+    assert code == 0 and "37 steps of 8 samples (3 epochs of 12.5 steps)" in text and "17,025 parameters" in text, text
+    assert not Path(run).exists(), "nothing is written"
+
+    def status() -> RunStatus:
+        return read_status(filesystem(run), RunPaths(run))
+
+    def trains() -> bool:
+        return Path(run, "status.json").exists() and status().ranks[-1:] != [] and status().ranks[-1].step_s is not None
+
+    with driver([*train, "--epochs", "100000"], tmp_path / "log") as first:
+        until(lambda: first.poll() is not None or trains())
+        code, text = job("jobs.status", run)
+        assert code == 0 and f"{run}: training, step" in text and text.splitlines()[-1].split()[0] == "1", text
+        before = status().step
+        code, text = job("jobs.control", run, "checkpoint")
+        assert code == 0 and text.startswith("checkpoint step-"), text
+        saved = Path(run, "checkpoints", text.split()[1])
+        assert saved.is_dir() and int(saved.name[5:15]) > before
+        code, text = job("jobs.stacks", run)
+        assert code == 0 and text.startswith("rank 0:\n") and "\nrank 1:\n" in text, text
+        assert text.count("training/rank/__main__.py") > 2 and "fit.py" in text
+        with subprocess.Popen([sys.executable, "-m", "jobs.watch", run], stdout=subprocess.PIPE, text=True) as watch:
+            code, text = job("jobs.control", run, "stop")
+            assert code == 0 and text.startswith("the ranks write a checkpoint"), text
+            assert first.wait(120) == 75
+            told = watch.communicate(timeout=60)[0]
+        assert watch.returncode == 75 and f"{run}: stopped, step" in told, told
+    assert "stopped by jobs.control on" in (tmp_path / "log").read_text()
+    assert job("jobs.control", run, "stop")[0] == 2
+    assert verify(run) == [] and not os.listdir(tmp_path / "run" / "control")
+    assert '"event": "stopped"' in events.read_text()
+
+
+@pytest.mark.slow
+def test_how_a_run_ended_is_in_its_status_and_its_last_event(tmp_path: Path) -> None:
+    run, events = str(tmp_path / "run"), tmp_path / "events"
+    write_table(tmp_path / "data")
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=run, model="logistic", num_ranks=2, global_batch=8, epochs=2,
+        launcher="local",
+    )  # fmt: skip
+    hooks = Hooks(lease_watch_s=0.1, on_event=f"sh -c 'cat >> {events}; echo >> {events}'")
+    before = replace(config, model="logistic", epochs=1, max_restarts=0)
+    with pytest.raises(TrainingFailedError, match="broken"):
+        train(before, broken, hooks=hooks)
+    now = read_status(filesystem(run), RunPaths(run))
+    assert (now.state, now.step, now.steps) == ("failed", 0, 12) and "broken" in str(now.why)
+    _threads.run(config, hooks)
+    now = read_status(filesystem(run), RunPaths(run))
+    assert (now.state, now.step, now.epochs_done, now.why) == ("finished", 25, 2, None)
+    assert now.checkpoint is not None and set(now.metrics) >= {"loss", "accuracy"}
+    ended = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [each["event"] for each in ended] == ["failed", "finished"] and ended[1]["metrics"] == now.metrics
+
+
+def broken(*call: Any, **more: Any) -> list[dict[str, Any]]:
+    """A launch that fails."""
+    raise TrainingFailedError("a broken launch")

@@ -1,0 +1,36 @@
+"""The command that a report shows gives the run's own configuration."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from jobs._train import config_of, parser
+from training.config import TrainConfig
+from training.run.command import command_of, setting_word
+
+PLAIN = TrainConfig(
+    datasets=("/data/a set", "hdfs://host/b"), run="/runs/it's", model="mlp", num_ranks=2, global_batch=64, epochs=3
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PLAIN,
+        replace(PLAIN, mix=(3, 1), lanes=8, audit=True, launcher="local", learning_rate=1e-4, early_stop="loss:min:2"),
+        replace(PLAIN, extra={"width": 32, "decay": 1e-5, "name": "64", "flag": True, "way": "a b"}, validate="test"),
+        replace(PLAIN, augment="flip crop:4", split="fold-1,fold-2", checkpoint_every="auto", stall_limit_s=7.5),
+    ],
+)
+def test_the_command_of_a_configuration_is_read_back_as_it(config: TrainConfig) -> None:
+    words = shlex.split(command_of(config.to_json()))
+    assert words[:3] == ["python", "-m", "jobs.train"]
+    assert config_of(parser("").parse(words[3:])) == config
+
+
+def test_options_with_their_default_are_left_out_and_fields_may_be_missing() -> None:
+    assert command_of({"model": "mlp", "seed": 0, "extra": {}}) == "python -m jobs.train --model mlp"
+    assert setting_word("64") == '"64"' and setting_word("relu") == "relu" and setting_word(False) == "false"

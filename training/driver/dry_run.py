@@ -1,0 +1,124 @@
+"""`jobs.train --dry-run`: what a run would do and need, from the same checks and the same model, without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from training.config import TrainConfig, lane_groups
+from training.control.task import Limits, RankTask
+from training.driver.preflight import preflight
+from training.driver.train import limits_of
+from training.launch.local import run_local
+from training.launch.session import Launch, SessionLauncher
+from training.plan.epoch_plan import EpochPlan
+from training.plan.mixture import MixedPlan, Plan, steps_asked
+from training.rules import CheckpointEvery
+from training.run.lineage import find_tip
+from training.run.paths import RunPaths
+
+ENTRY = "training.rank.model_size:main"
+MIB = 1 << 20
+
+
+def dry_run(config: TrainConfig, launch: Launch) -> str:
+    """The lines that `jobs.train --dry-run` prints; writes nothing.
+
+    Raises what `preflight` raises, ConfigError for a model that its ranks would refuse, and for slots or memory that a
+    cluster does not have.
+    """
+    checked = preflight(config)
+    config, plan = checked.config, checked.plan
+    if checked.finished is not None:
+        return f"run         {config.run} is complete: {checked.finished.steps} steps"
+    if not isinstance(plan, EpochPlan | MixedPlan):
+        raise ConfigError(
+            "a federated run has no dry run",
+            got="--strategy federated",
+            allowed="runs by an epoch plan",
+            next_step="Leave --dry-run out and use --max-steps 1.",
+        )
+    if isinstance(launch, SessionLauncher):
+        launch.ready(config.ranks[0] + config.num_servers, config.start_limit_s)
+    shares = [plan.rows(rank, config.num_ranks, lane_groups(config)) for rank in range(config.num_ranks)]
+    model = _model(config, plan, max(shares))
+    lines = [
+        ("run", _run(config)),
+        *(("dataset", _dataset(url, config)) for url in config.datasets),
+        ("plan", _plan(config, plan)),
+        ("ranks", _ranks(config, launch, shares)),
+        ("model", _size(config, model)),
+        ("memory", f"about {model['rank_bytes'] // MIB:,} MiB a rank, and what layers keep for the backward pass"),
+        ("exchange", f"{_size_words(model['gradient_bytes'])} of gradients a step and rank"),
+        ("checkpoints", _checkpoints(config, plan, model["checkpoint_bytes"])),
+    ]
+    return "\n".join(f"{name:<12}{text}" for name, text in lines)
+
+
+def _model(config: TrainConfig, plan: Plan, rows: int) -> dict[str, Any]:
+    """Build the model in a process of its own, since this one must not load TensorFlow."""
+    payload = {"config": config.to_json(), "plan": plan.identity(), "rows": rows}
+    (found,) = run_local(RankTask(ENTRY, payload), 1, limits=limits_of(config, Limits()))
+    return found
+
+
+def _run(config: TrainConfig) -> str:
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    if not fs.exists(paths.run_json):
+        return f"{config.run} would be new"
+    tip = find_tip(fs, paths)
+    return f"{config.run} would resume from {tip.ref if tip else 'the start'}"
+
+
+def _dataset(url: str, config: TrainConfig) -> str:
+    manifest = load_dataset(url)
+    splits = [manifest.splits[name] for name in config.split.split(",") if name in manifest.splits]
+    shards = [shard for split in splits for shard in split.shards]
+    blocks = sum(len(shard.block_offsets) for shard in shards)
+    size = sum(shard.bytes for shard in shards)
+    return (
+        f"{url}: {config.split} has {sum(shard.records for shard in shards):,} samples in {len(shards)} shards and "
+        f"{blocks} blocks, {_size_words(size)}, digest {manifest.digest[:12]}"
+    )
+
+
+def _plan(config: TrainConfig, plan: Plan) -> str:
+    steps = steps_asked(plan, config.epochs, config.max_steps)
+    each = plan.total / plan.global_batch
+    window = f", each shuffled in windows of {plan.window_records:,}" if isinstance(plan, EpochPlan) else ""
+    return (
+        f"{steps:,} steps of {plan.global_batch} samples ({config.epochs} epochs of {each:,.1f} steps); blocks in a "
+        f"new order each epoch, {plan.lanes} lanes{window}"
+    )
+
+
+def _ranks(config: TrainConfig, launch: Launch, shares: list[int]) -> str:
+    rows = f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)} to {max(shares)}"
+    where = (
+        f"{launch.slots()} task slots now"
+        if isinstance(launch, SessionLauncher) and launch != run_local
+        else "processes of this host"
+    )
+    servers = f" and {config.num_servers} servers" if config.num_servers else ""
+    ahead = _size_words(config.read_ahead_bytes)
+    return f"{config.num_ranks} of {rows} samples a step{servers}; {where}; {ahead} read ahead"
+
+
+def _size(config: TrainConfig, model: dict[str, Any]) -> str:
+    return (
+        f"{config.model}: {model['parameters']:,} parameters, {_size_words(model['weights_bytes'])}; "
+        f"metrics {', '.join(model['metrics'])}"
+    )
+
+
+def _checkpoints(config: TrainConfig, plan: Plan, size: int) -> str:
+    every = CheckpointEvery.parse(config.checkpoint_every)
+    steps = steps_asked(plan, config.epochs, config.max_steps)
+    number = f"every {every.steps} steps, {max(1, -(-steps // every.steps))} in all" if every.steps else "by time"
+    return f"{_size_words(size)} each, {number}; the newest {config.keep.last} are kept"
+
+
+def _size_words(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"

@@ -1,0 +1,384 @@
+"""Keeps RUN/status.json, follows the requests in RUN/control, and calls the --on-event command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from training.config import TrainConfig
+from training.control.protocol import Tag
+from training.driver.live import RunProgress
+from training.driver.stop import StopRequest
+from training.driver.stragglers import NETWORK, WELL, times_a_step
+from training.run import requests, status
+from training.run.lineage import CheckpointRef, Claim, SupersededError
+from training.run.metrics import BAD_RECORD, STRAGGLER, USAGE
+from training.run.paths import RunPaths
+from training.run.status import RankStatus, RunStatus, now_utc
+
+log = logging.getLogger(__name__)
+WRITE_EVERY_S = 5.0
+RATE_OVER_S = 30.0
+ROWS = 20  # of a rank whose medians are shown
+STACKS_WITHIN_S = 20.0
+NETWORK_S = 60.0
+EVENT_LIMIT_S = 30.0
+REQUESTED = "jobs.control"
+"""Who asked for a stop that RUN/control brought."""
+
+
+class OnEvent:
+    """The command of --on-event: it gets each event as one JSON object on standard input.
+
+    Events are called one after the other by a thread of their own; a command that fails or needs more than
+    EVENT_LIMIT_S is logged, and never holds up the run.
+    """
+
+    def __init__(self, command: str | None, run: str) -> None:
+        """Raises ConfigError for a command that is empty or has an open quote."""
+        self._run = run
+        try:
+            self._command = [] if command is None else shlex.split(command)
+        except ValueError as error:
+            raise _no_command(command, str(error)) from error
+        if command is not None and not self._command:
+            raise _no_command(command, "no words")
+        self._waiting: list[threading.Thread] = []
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Call the command with {event, run, host, at} and `fields`; returns at once."""
+        if not self._command:
+            return
+        at = now_utc().isoformat(timespec="seconds")
+        document = {"event": event, "run": self._run, "host": socket.gethostname(), "at": at, **fields}
+        before = self._waiting[-1] if self._waiting else None
+        thread = threading.Thread(target=self._call, args=(document, before), name="on-event", daemon=True)
+        self._waiting.append(thread)
+        thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last event's command, at most its limit."""
+        if self._waiting:
+            self._waiting[-1].join(EVENT_LIMIT_S)
+
+    def _call(self, document: dict[str, Any], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        try:
+            done = subprocess.run(
+                self._command, input=json.dumps(document).encode(), capture_output=True, timeout=EVENT_LIMIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:  # its arguments may hold secrets, so they are not shown
+            log.warning("--on-event %s: %s of %s", document["event"], type(error).__name__, self._command[0])
+            return
+        if done.returncode:
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            log.warning("--on-event %s: exit code %d: %s", document["event"], done.returncode, *said or ["(silent)"])
+
+
+def _no_command(command: str | None, why: str) -> ConfigError:
+    return ConfigError(
+        "--on-event cannot be called",
+        got=f"{command!r}: {why}",
+        allowed="a command and its arguments, quoted as in a shell",
+        next_step="Pass a program that reads one JSON object from standard input, such as --on-event ./notify.sh.",
+    )
+
+
+class Board:
+    """A RunProgress that passes everything on to another one, and keeps the run's status from it.
+
+    Within `with` a thread replaces status.json and looks for requests every `every_s` seconds. The end writes how the
+    run ended, except for a driver that was overtaken.
+    """
+
+    def __init__(
+        self,
+        inner: RunProgress,
+        fs: FileSystem,
+        paths: RunPaths,
+        config: TrainConfig,
+        steps: int,
+        stop: StopRequest,
+        *,
+        confirm: Callable[[], None],
+        application: str | None = None,
+        on_event: OnEvent | None = None,
+        every_s: float = WRITE_EVERY_S,
+    ) -> None:
+        self._inner, self._fs, self._paths, self._stop, self._confirm = inner, fs, paths, stop, confirm
+        self._batch, self._every_s, self._event = config.global_batch, every_s, on_event or OnEvent(None, paths.root)
+        self._status = RunStatus(
+            state=status.STARTING,
+            started_at=now_utc().isoformat(timespec="seconds"),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            application=application,
+            model=config.model,
+            datasets=list(config.datasets),
+            steps=steps,
+            epochs=config.epochs,
+        )
+        self._tip: Callable[[], CheckpointRef | None] = lambda: None
+        self._times: dict[int, deque[dict[str, float]]] = {}
+        self._usage: dict[int, Mapping[str, Any]] = {}
+        self._slow: Mapping[str, Any] | None = None
+        self._slow_at = 0.0
+        self._bad: dict[str, int] = {}
+        self._rate: deque[tuple[float, int]] = deque()
+        self._lock = threading.Lock()
+        self._io = threading.Lock()
+        self._ended = threading.Event()
+        self._open: dict[str, tuple[requests.Request, float, int]] = {}  # when it was seen, and at which step
+        self._orders: list[Tag] = []
+        self._stacks: dict[int, str] = {}
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+
+    def __enter__(self) -> Board:
+        self._inner.__enter__()
+        requests.clear(self._fs, self._paths)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._inner.__exit__(kind, error, trace)
+        finally:
+            self._ended.set()
+            self._thread.join()
+            if not isinstance(error, SupersededError):
+                self._end(error)
+
+    # What the driver reports
+
+    def begin(self, claim: Claim, tip: Callable[[], CheckpointRef | None]) -> None:
+        """A generation is launched; `tip` is asked for the newest checkpoint."""
+        with self._lock:
+            self._times, self._usage, self._slow, self._tip = {}, {}, None, tip
+            self._rate.clear()
+            self._status = replace(
+                self._status, state=status.STARTING, generation=claim.generation, num_ranks=claim.num_ranks
+            )
+
+    def failed(self, error: LockstepError) -> None:
+        """A generation has failed, and another one follows."""
+        with self._lock:
+            now = replace(self._status, state=status.WAITING, why=str(error), restarts=self._status.restarts + 1)
+            self._status = now
+        self._event("restart", generation=now.generation, step=now.step, restarts=now.restarts, error=str(error))
+
+    def set(self, done: int, note: str | None = None) -> None:
+        """As RunProgress: `done` steps are done."""
+        self._inner.set(done, note)
+        with self._lock:
+            now, trains = time.monotonic(), done > self._status.step
+            if done < self._status.step:
+                self._rate.clear()
+            state = status.TRAINING if trains else self._status.state
+            self._status = replace(self._status, step=done, state=state)
+            self._rate.append((now, done))
+            while len(self._rate) > 2 and now - self._rate[1][0] > RATE_OVER_S:
+                self._rate.popleft()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """As RunProgress: take a row of the metrics."""
+        self._inner.add(row)
+        with self._lock:
+            kind = row["kind"]
+            if kind == "time" and (a_step := times_a_step(row)) is not None:
+                self._times.setdefault(row["rank"], deque(maxlen=ROWS)).append(a_step)
+            elif kind == USAGE:
+                self._usage[row["rank"]] = row
+            elif kind == STRAGGLER:
+                self._slow, self._slow_at = row, time.monotonic()
+            elif kind == BAD_RECORD:
+                self._bad[str(row["what"])] = int(row.get("records", 1))
+            elif kind == "step" and isinstance(row["loss"], float) and math.isfinite(row["loss"]):
+                self._status = replace(self._status, loss=row["loss"])
+            elif kind == "epoch":
+                metrics = {name: _number(value) for name, value in row["metrics"].items()}
+                self._status = replace(self._status, metrics=metrics, epochs_done=row["epoch"] + 1)
+        if row["kind"] == STRAGGLER:
+            self._event("slow rank", **{name: row[name] for name in ("rank", "host", "what", "step")})
+
+    # Requests
+
+    def orders(self) -> Sequence[Tag]:
+        """What all ranks are to be asked now; each order is returned once."""
+        with self._lock:
+            taken, self._orders = self._orders, []
+        return taken
+
+    def stacks(self, rank: int, text: str) -> None:
+        """A rank's supervisor has sent the stacks of its threads."""
+        with self._lock:
+            self._stacks[rank] = text
+
+    def _keep(self) -> None:
+        while True:
+            self._follow()
+            self._write()
+            if self._ended.wait(min(1.0, self._every_s) if self._open else self._every_s):
+                return
+
+    def _follow(self) -> None:
+        """Take new requests, and answer those whose work is done."""
+        try:
+            for request in requests.open_requests(self._fs, self._paths):
+                if request.nonce not in self._open:
+                    self._begin(request)
+            for nonce, (request, at, step) in list(self._open.items()):
+                text = self._done(request, time.monotonic() - at, step)
+                if text is not None:
+                    requests.answer(self._fs, self._paths, request, text)
+                    del self._open[nonce]
+        except LockstepError as error:  # a storage that is away for a while: the next look follows
+            log.warning("requests to the run cannot be read or answered: %s", error.what)
+
+    def _begin(self, request: requests.Request) -> None:
+        log.info("%s asks for `%s`", request.by, request.kind)
+        with self._lock:
+            step, trains = self._status.step, self._status.state == status.TRAINING
+            if request.kind == requests.CHECKPOINT and trains:
+                self._orders.append(Tag.SAVE)
+            elif request.kind == requests.STACKS and self._status.num_ranks:
+                self._stacks.clear()
+                self._orders.append(Tag.STACKS)
+        if request.kind == requests.STOP:
+            self._stop.by = self._stop.by or f"{REQUESTED} on {request.by}"
+        elif request.kind not in requests.KINDS or (request.kind == requests.CHECKPOINT and not trains):
+            why = f"`{request.kind}` cannot be followed while the run is {self._status.state}"
+            requests.answer(self._fs, self._paths, request, why, done=False)
+            return
+        self._open[request.nonce] = request, time.monotonic(), step
+
+    def _done(self, request: requests.Request, age_s: float, step: int) -> str | None:
+        """The answer to a request whose work is done; None before."""
+        tip = self._tip()
+        if request.kind == requests.STOP:
+            return "the ranks write a checkpoint after their next step, and leave"
+        if request.kind == requests.CHECKPOINT:
+            return f"checkpoint {tip}" if tip is not None and tip.step > step else None
+        with self._lock:
+            stacks, ranks = dict(self._stacks), self._status.num_ranks
+        if len(stacks) < ranks and age_s < STACKS_WITHIN_S:
+            return None
+        missing = f"no answer within {STACKS_WITHIN_S:.0f} s: its supervisor or host is gone, or it has ended"
+        return "\n".join(f"rank {rank}:\n{stacks.get(rank, missing).rstrip()}\n" for rank in range(ranks))
+
+    # The file
+
+    def _write(self) -> None:
+        with self._io:
+            try:
+                write_file(self._fs, self._paths.status, self.now().to_bytes(), exclusive=False, confirm=self._confirm)
+            except SupersededError:
+                return  # the driver learns it by its lease
+            except LockstepError as error:
+                log.warning("the status was not written: %s", error.what)
+
+    def now(self) -> RunStatus:
+        """The status at this moment."""
+        tip = self._tip()
+        with self._lock:
+            found = self._status
+            rate, left_s = self._rate_now(), None
+            if rate:
+                left_s = max(0, found.steps - found.step) / rate
+            return replace(
+                found,
+                written_at=now_utc().isoformat(timespec="milliseconds"),
+                samples_per_s=round(rate * self._batch, 3) if rate else None,
+                left_s=None if left_s is None else round(left_s, 1),
+                checkpoint=str(tip) if tip else None,
+                ranks=[self._of_rank(rank) for rank in range(found.num_ranks)],
+                slow=self._slow_now(),
+                bad_records=sum(self._bad.values()),
+            )
+
+    def _rate_now(self) -> float:
+        """Steps a second over the last RATE_OVER_S; 0 while unknown."""
+        if len(self._rate) < 2:
+            return 0.0
+        (began, first), (_, last) = self._rate[0], self._rate[-1]
+        seconds = time.monotonic() - began  # to now, so that a stall shows
+        return (last - first) / seconds if seconds > 0 else 0.0
+
+    def _of_rank(self, rank: int) -> RankStatus:
+        times, usage = self._times.get(rank), self._usage.get(rank)
+        found = RankStatus(rank=rank)
+        if usage is not None:
+            found = replace(found, host=usage["host"], rss_bytes=usage["rss_bytes"], cores=usage["cores"])
+        if times:
+            usual = {name: round(median(row[name] for row in times), 6) for name in times[0]}
+            found = replace(
+                found,
+                step_s=usual["step_s"],
+                input_s=usual["data_s"],
+                compute_s=usual["compute_s"],
+                wait_s=round(usual["step_s"] - usual["own_s"], 6),
+                other_s=usual["other_s"],
+            )
+        return found
+
+    def _slow_now(self) -> dict[str, Any] | None:
+        """The rank that was named as slow, while its own time is still above that of the others.
+
+        A rank with a slow network, which its own time does not show, is shown for NETWORK_S.
+        """
+        if self._slow is None:
+            return None
+        rank = self._slow["rank"]
+        if self._slow["what"] == NETWORK:
+            recent = time.monotonic() - self._slow_at < NETWORK_S
+            return {name: self._slow[name] for name in ("rank", "host", "what")} if recent else None
+        own = {each: median(row["own_s"] for row in times) for each, times in self._times.items()}
+        others = [seconds for each, seconds in own.items() if each != rank]
+        if rank not in own or not others or own[rank] < WELL * min(others):
+            return None
+        return {name: self._slow[name] for name in ("rank", "host", "what")}
+
+    def _end(self, error: BaseException | None) -> None:
+        """Write how the run ended, and answer what is still open."""
+        with self._lock:
+            state, why = _ending(error, self._stop)
+            self._status = replace(self._status, state=state, why=why)
+            self._rate.clear()
+        self._follow()
+        for request, *_ in self._open.values():
+            try:
+                requests.answer(self._fs, self._paths, request, f"the run is {state}", done=False)
+            except LockstepError as lost:
+                log.warning("a request was not answered: %s", lost.what)
+        self._write()
+        now = self._status
+        self._event(state, step=now.step, steps=now.steps, metrics=now.metrics, restarts=now.restarts, error=why)
+        self._event.finish()
+
+
+def _ending(error: BaseException | None, stop: StopRequest) -> tuple[str, str | None]:
+    """The state of a run whose driver ends with `error`, and why."""
+    if error is None:
+        return status.FINISHED, None
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return status.STOPPED, f"stopped by {stop.by or type(error).__name__}"
+    return status.FAILED, str(error) or type(error).__name__
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

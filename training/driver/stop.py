@@ -1,0 +1,110 @@
+"""Leaving in good order: after a first SIGTERM or Ctrl-C the ranks write a checkpoint, a second one ends them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from lockstep.storage.documents import seal
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from training.run.lineage import CheckpointRef
+from training.run.paths import RunPaths
+
+EXIT_STOPPED = 75
+"""Of a driver that was stopped in good order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""
+FORMAT_VERSION = 1
+ONE_SIGNAL_S = 1.0
+"""A terminal and a launcher may pass the same signal on, each once: together they count as one."""
+
+
+class StoppedRun(KeyboardInterrupt):
+    """Ctrl-C has stopped the run in good order; raised as a KeyboardInterrupt, which a notebook and a script expect."""
+
+    exit_code = EXIT_STOPPED
+
+
+class StopRequest:
+    """Takes SIGTERM and Ctrl-C while `taken`. While ranks train (`waits`), the first one is only noted; before and
+    after, it raises what `leave` does. A second one raises SystemExit or KeyboardInterrupt with the code of the signal.
+    """
+
+    def __init__(self, grace_s: float = math.inf) -> None:
+        self.grace_s = grace_s
+        self.by: str | None = None
+        """Who asked for the stop: SIGTERM, SIGINT, or a rank that got one of them; None before."""
+        self.last_line: str | None = None
+        """What was saved, and how to resume; printed last."""
+        self._at = -math.inf
+        self._waits = False
+
+    @contextmanager
+    def taken(self) -> Iterator[StopRequest]:
+        """Take the signals. One that is ignored already stays so; outside the main thread this does nothing."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = {}
+        if threading.current_thread() is threading.main_thread():
+            previous = {number: signal.getsignal(number) for number in numbers}
+        taken = [number for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)]
+        for number in taken:
+            signal.signal(number, self._take)
+        try:
+            yield self
+        finally:
+            for number in taken:
+                signal.signal(number, previous[number])
+            if self.last_line is not None:
+                print(self.last_line, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """While this is open, ranks can write a checkpoint first."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def leave(self) -> NoReturn:
+        """End this call: raises StoppedRun after Ctrl-C, else SystemExit, both with EXIT_STOPPED."""
+        if self.by == signal.SIGINT.name:
+            raise StoppedRun
+        raise SystemExit(EXIT_STOPPED)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.by is None:
+            self.by, self._at = signal.Signals(number).name, now
+            if not self._waits:
+                self.leave()
+        elif now - self._at > ONE_SIGNAL_S:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + number)
+
+
+def write_stopped(
+    fs: FileSystem, paths: RunPaths, *, generation: int, by: str, tip: CheckpointRef | None, steps: int, saved: bool
+) -> None:
+    """Write RUN/stopped.json; the next claim removes it. `saved`: all ranks have left with a checkpoint of their last
+    step."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        "kind": "stopped",
+        "generation": generation,
+        "by": by,
+        "checkpoint": str(tip) if tip else None,
+        "step": tip.step if tip else 0,
+        "steps": steps,
+        "saved": saved,
+        "stopped_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    write_file(fs, paths.stopped, seal(document), exclusive=False)

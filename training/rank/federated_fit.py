@@ -1,0 +1,188 @@
+"""Runs a federated training in one rank: in each round its clients train in turn, then ranks average their changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import psutil
+import tensorflow as tf
+
+from lockstep.features.encode.encoder import Encoded
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
+from training.batches.audit_log import AuditLog
+from training.batches.clients import ClientRows, check_client_field, read_table
+from training.config import TrainConfig
+from training.control.context import RankContext
+from training.plan.client_plan import ClientPlan, RunPlan
+from training.rank.fit import Fit
+from training.rank.metrics import reading_row
+from training.rank.prepare import JoinedModel
+from training.rank.validation import Beats
+from training.steps.draws import draws_of_step
+from training.steps.model_state import as_floats, derive_seeds
+from training.strategies.federated import Federated, check_normalisation
+from training.strategies.local_steps import LocalExchange
+
+MEMORY_SHARE = 0.25
+"""Of the free memory of a host, for the samples of its ranks' clients; while they are read they take it twice."""
+
+
+class ClientModel(JoinedModel):
+    """The model of a rank that trains clients; ranks meet at the ends of rounds only."""
+
+    def __init__(self, context: RankContext, config: TrainConfig, plan: RunPlan, signature: Signature) -> None:
+        super().__init__(context, config, plan, signature, min(plan.global_batch, plan.total), None)
+        check_normalisation(self.model, config.batchnorm)
+        self.local_exchange = self.exchange = LocalExchange(self.communicator, 1.0)
+        self.local_exchange.part()
+        self.federated = self.strategy = Federated(
+            self.model,
+            self.local_exchange,
+            learning_rate=config.outer_learning_rate,
+            momentum=config.outer_momentum,
+            clip=config.update_clip,
+            noise_multiplier=config.noise_multiplier,
+        )
+        self._names = list(signature.features)
+        self._seed = config.seed
+        self._step = tf.function(self._traced, reduce_retracing=True)
+
+    def _traced(self, words: Any, batch: Any) -> Any:
+        with draws_of_step(self._seed, tf.unstack(words)):
+            return self.model.train_step(batch)
+
+    def train(self, rows: Encoded, *numbers: int) -> None:
+        """One step of the model's own optimizer on a batch; `numbers` name it in the run, and decide what it draws."""
+        others = [array for array in (rows.y, rows.weight) if array is not None]
+        batch = ({name: rows.x[name] for name in self._names}, *others)
+        self._step(tf.constant(numbers, tf.int64), tf.nest.map_structure(tf.convert_to_tensor, batch))
+
+    def loss(self) -> float:
+        """The mean loss of all rows since metrics were reset; 0 for a train_step without one."""
+        return float(self.model.get_metrics_result().get("loss", 0.0))
+
+
+class FederatedFit(Fit):
+    """One rank's part of a federated run, whose steps and epochs are rounds. A client stays on one rank."""
+
+    def _set_up(self) -> tuple[RunPlan, JoinedModel]:
+        context, config = self._context, self._config
+        self._client_plan = plan = ClientPlan.of(context.payload["plan"], self._split.manifest)
+        check_client_field(self._split.encoder.schema, plan.clients)
+        if config.audit:
+            self._audit = AuditLog()
+        self._client_model = model = ClientModel(context, config, plan, self._signature)
+        if unseen := self._callbacks_of_batches(model.callbacks):
+            raise ConfigError(
+                f"a callback of the model {config.model} counts batches, which clients have on different ranks",
+                got=", ".join(unseen),
+                allowed="callbacks of epochs, which are rounds",
+                next_step="Leave it out of the model's function.",
+            )
+        return plan, model
+
+    @staticmethod
+    def _callbacks_of_batches(callbacks: list[Any]) -> list[str]:
+        plain = keras.callbacks.Callback
+        hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+        return [
+            type(callback).__name__
+            for callback in callbacks
+            if any(getattr(type(callback), hook) is not getattr(plain, hook) for hook in hooks)
+        ]
+
+    def run(self) -> dict[str, Any]:
+        """Read this rank's clients, then train the rest of the run; returns the rank's result."""
+        control, world, reader = self._context.control, self._context.world, self._split.readers[0]
+        control.beat(0, "read the table of clients")
+        self._table = table = read_table(reader, self._client_plan.clients, self._comm)
+        count = len(table.counts)
+        if world.num_ranks > count:
+            raise ConfigError(
+                "there are more ranks than clients",
+                got=f"{world.num_ranks} ranks, {count} clients in `{self._client_plan.clients}`",
+                allowed=f"1 to {count} ranks",
+                next_step=f"Use --num-ranks {count}, or another field for --clients.",
+            )
+        delta = self._config.privacy_delta
+        if delta is not None and delta * count >= 1:
+            raise ConfigError(
+                "delta is too large to protect a client",
+                got=f"--privacy-delta {delta}, {count} clients",
+                allowed=f"less than {1 / count:g}: at 1 / clients, publishing one client at random would be private",
+                next_step=f"Use --privacy-delta {0.1 / count:g} or less.",
+            )
+        self._mine = table.owners(world.num_ranks) == world.rank
+        most = int(MEMORY_SHARE * psutil.virtual_memory().available / world.ranks_per_node)
+        beat = Beats(control, 0, "read")
+        self._rows = ClientRows(reader, self._split.encoder, table, np.flatnonzero(self._mine).tolist(), most, beat)
+        self._model.stop_training = False
+        return super().run()
+
+    @property
+    def _share(self) -> float:
+        return 1 / self._comm.num_ranks
+
+    def _finalize(self) -> None:
+        """Nothing: the last round's weights are the result."""
+
+    def _samples(self, first: int, last: int) -> int:
+        counts = self._table.counts
+        rounds = (counts[self._client_plan.drawn(each, len(counts))].sum() for each in range(first, last))
+        return int(sum(rounds)) * self._client_plan.local_epochs
+
+    def _left_over(self, step: int) -> list[str]:
+        return []
+
+    def _forget(self, step: int) -> None:
+        """Nothing: an error names the client."""
+
+    def _fit_epoch(self, epoch: int) -> None:
+        """One round."""
+        table, plan, federated = self._table, self._client_plan, self._client_model.federated
+        federated.begin_epoch(epoch, epoch + 1)
+        self._model.reset_metrics()
+        self._callbacks.on_epoch_begin(epoch)
+        self.step_begins()
+        drawn = plan.drawn(epoch, len(table.counts))
+        samples, trained = int(table.counts[drawn].sum()), 0
+        beat = Beats(self._context.control, epoch, "round")
+        audit: list[tuple[int, Any]] = []
+        self._seen: list[Any] = [np.zeros(0, np.int64)]  # labels
+        for number, client in enumerate(drawn[self._mine[drawn]].tolist()):
+            beat(number, f"client {table.names[client]}, number")
+            weight = 1.0 if plan.each else float(table.counts[client])
+            federated.client_begins()
+            derive_seeds(self._model, self._config.seed, epoch, client)  # the same at any number of ranks
+            audit += self._train_client(epoch, client)
+            federated.client_ends(table.names[client], weight)
+            trained += int(table.counts[client])
+        if self._audit is not None:
+            epochs = [np.full(len(ids), local, np.int64) for local, ids in audit]
+            nothing = [np.zeros(0, np.int64)]
+            ids = np.concatenate(nothing + [ids for _, ids in audit])
+            self._audit.add_rows(epoch + 1, np.concatenate(nothing + epochs), ids)
+        self._labels.add(epoch, np.concatenate(self._seen))
+        loss = self._client_model.loss() * trained / samples if trained else 0.0
+        federated.round_ends(plan.client_fraction * len(table.counts) if plan.each else samples, plan.noise(epoch))
+        self._client_model.local_exchange.agree_alone(np.asarray(loss), [], ())
+        self.step_ends(epoch)
+        self._callbacks.on_epoch_end(epoch, as_floats(self._model.get_metrics_result()))
+        row = reading_row(self._split.readers, self._context.world.rank, self._progress.step)
+        self._context.control.notify("metrics", rows=[row])
+
+    def _train_client(self, round_: int, client: int) -> list[tuple[int, Any]]:
+        """Train a client's local epochs; returns (local epoch, sample ids) of each batch."""
+        found, plan, count = [], self._client_plan, int(self._table.counts[client])
+        for local in range(plan.local_epochs):
+            order = plan.order(round_, client, local, count)
+            for start in range(0, count, plan.global_batch):
+                rows = self._rows.of(client, order[start : start + plan.global_batch])
+                self._client_model.train(rows, round_, client, local, start)
+                if rows.y is not None:
+                    self._seen.append(rows.y)
+                found.append((local, rows.sample_id))
+        return found

@@ -1,0 +1,47 @@
+"""What a model is and needs on a rank, before any run: the entry that `jobs.train --dry-run` starts as one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from training.batches.augmenting import labels_of
+from training.batches.training_set import TrainingSet
+from training.config import TrainConfig, lane_groups
+from training.models import receive
+from training.rank.metrics import resident_bytes
+from training.rank.runtime import configure
+
+if TYPE_CHECKING:
+    from training.control.context import RankContext
+
+
+def main(context: RankContext) -> dict[str, Any]:
+    """Build the model as a rank of the run would. The payload is {config, plan, rows, model_function}.
+
+    Returns {parameters, weights_bytes, gradient_bytes, checkpoint_bytes, rank_bytes, metrics}: `rank_bytes` is the most
+    resident memory of a rank without what layers keep for the backward pass. Raises ConfigError for a model that cannot
+    be trained so.
+    """
+    config = TrainConfig.from_json(context.payload["config"])
+    if text := context.payload.get("model_function"):
+        receive(config.model, text)
+    configure(replace(context.world, num_ranks=1), precision=config.precision, seed=config.seed)
+    from training.rank.memory import reckoned_bytes, variable_bytes
+    from training.rank.prepare import check_metrics, metric_names, prepare
+
+    data = TrainingSet.at(config.datasets, config.split, config.mix)
+    signature = labels_of(config, data.encoder.signature)
+    before_bytes = resident_bytes()
+    plan = data.plan(context.payload["plan"])
+    model = prepare(config, plan, signature, int(context.payload["rows"]), lane_groups(config)).model
+    check_metrics(model, config, None)
+    state = variable_bytes([*model.weights, *model.optimizer.variables])
+    return {
+        "parameters": int(model.count_params()),
+        "weights_bytes": variable_bytes(model.weights),
+        "gradient_bytes": variable_bytes(model.trainable_variables),
+        "checkpoint_bytes": state,
+        "rank_bytes": reckoned_bytes(before_bytes, model, config.num_ranks),
+        "metrics": list(metric_names(model, config)),
+    }

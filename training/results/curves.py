@@ -1,0 +1,170 @@
+"""The figures of a run: curves of training and validation, ROC, calibration, confusion, and the time of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from types import MappingProxyType
+from typing import Any
+
+from markupsafe import Markup
+
+from training.results.pages import DARK, FOLLOWED, LIGHT, OTHER, WIDTH, Line, axes_of, lines_of, svg
+from training.rules import VALIDATION
+from training.run.metrics import PARTS, History
+
+SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
+POINTS = 400  # of a line over steps; more would only make the page larger
+TIME_WORDS = {
+    "data_s": "waiting for data",
+    "compute_s": "computing",
+    "exchange_s": "waiting for the all-reduce",
+    "checkpoint_s": "writing checkpoints",
+    "validation_s": "validating",
+    "other_s": "callbacks and ends of epochs",
+}
+_TIME_COLOURS = (OTHER, DARK, LIGHT, *FOLLOWED)
+Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (training.results.follow)."""
+
+
+def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:
+    """(steps, losses, means of the last SMOOTHED_STEPS losses) of the steps whose loss is a number."""
+    rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    means, total = [], 0.0
+    for number, loss in enumerate(losses):
+        total += loss - (losses[number - SMOOTHED_STEPS] if number >= SMOOTHED_STEPS else 0.0)
+        means.append(total / min(number + 1, SMOOTHED_STEPS))
+    every = max(1, len(steps) // POINTS)
+    return steps[::every], losses[::every], means[::every]
+
+
+def epoch_steps(history: History) -> float | None:
+    """The steps of an epoch; None before the first one has ended."""
+    return history.epochs[-1]["step"] / (history.epochs[-1]["epoch"] + 1) if history.epochs else None
+
+
+def end_of(history: History) -> float | None:
+    """Where the x axis of each curve of a run ends, in epochs: they can be compared by eye. None before the first."""
+    each = epoch_steps(history)
+    return (
+        None
+        if each is None
+        else max(history.epochs[-1]["epoch"] + 1, (history.steps or [{"step": 0}])[-1]["step"] / each)
+    )
+
+
+def loss_curve(history: History) -> Markup:
+    """The loss of each step, and its mean over the last ones, by epoch, before the end of the first one by step."""
+    steps, losses, means = smoothed(history)
+    each = epoch_steps(history)
+    x = steps if each is None else [step / each for step in steps]
+    lines = [
+        Line("one step", x, losses, LIGHT, marker=""),
+        Line(f"mean of {SMOOTHED_STEPS} steps", x, means, DARK, marker=""),
+    ]
+    return lines_of(lines, "step" if each is None else "epoch", x_end=end_of(history))
+
+
+def curve_names(history: History, followed: Followed = MappingProxyType({})) -> list[str]:
+    """The metrics that get a curve by epoch, which training rows, validation and `followed` checkpoints share.
+
+    The training loss has a curve of its own, by step, unless there is another loss to compare it with.
+    """
+    names = {name for row in history.epochs for name in numbers(row["metrics"])}
+    scored = {name for by_step in followed.values() for metrics in by_step.values() for name in numbers(metrics)}
+    alone = {name.removeprefix(VALIDATION) for name in names} | scored
+    return sorted(alone if f"{VALIDATION}loss" in names or "loss" in scored else alone - {"loss"})
+
+
+def numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
+    """The metrics that are numbers: not "nan"."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def epoch_curve(
+    history: History,
+    name: str,
+    followed: Followed = MappingProxyType({}),
+    evaluation: Mapping[str, Any] | None = None,
+) -> Markup:
+    """A metric at the end of each epoch, of the training rows and of the validation split where there are any, and of
+    each checkpoint that was `followed`; before the end of an epoch by step. The `evaluation` of the finished model is
+    a point at the end, its baseline a level.
+    """
+    lines = []
+    for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
+        rows = [row for row in history.epochs if key in numbers(row["metrics"])]
+        if rows:
+            lines.append(Line(label, [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows], colour))
+    steps = epoch_steps(history) or 1.0
+    for (label, by_step), colour in zip(followed.items(), cycle(FOLLOWED), strict=False):
+        scores = {step: row[name] for step, row in by_step.items() if name in numbers(row)}
+        if scores:
+            lines.append(Line(label, [step / steps for step in scores], list(scores.values()), colour))
+    level = None
+    if evaluation is not None and name in numbers(evaluation["metrics"]):
+        end = end_of(history) or (history.steps[-1]["step"] if history.steps else 0)
+        lines.append(Line(str(evaluation["split"]), [end], [evaluation["metrics"][name]], FOLLOWED[1], "", "D"))
+        baseline = evaluation["baseline"]
+        if baseline and name in numbers(baseline["metrics"]):
+            level = f"{baseline['name']} on {evaluation['split']}", baseline["metrics"][name]
+    return lines_of(lines, "epoch" if history.epochs else "step", x_end=end_of(history), level=level)
+
+
+def roc_plot(roc: Mapping[str, Sequence[Sequence[float]]]) -> Markup:
+    """The share of yes above a threshold against the share of no above it; on the diagonal, scores say nothing."""
+    figure, axes = axes_of("share of no above the threshold", width=4.2, height=4.2)
+    axes.plot([0, 1], [0, 1], color=LIGHT)
+    for name, colour, style in (("model", DARK, "-"), ("baseline", FOLLOWED[2], "--")):
+        if name in roc:
+            axes.plot(*zip(*roc[name], strict=True), color=colour, label=name, linestyle=style)
+    axes.set_ylabel("share of yes above the threshold")
+    axes.set_aspect("equal")
+    axes.legend(frameon=False, loc="lower right")
+    return svg(figure)
+
+
+def calibration_plot(calibration: Mapping[str, Any]) -> Markup:
+    """The observed rate of each bin against its mean prediction; on the diagonal, predictions are right."""
+    figure, axes = axes_of("mean prediction of a bin", width=4.2, height=4.2)
+    predicted, observed = ([one[name] for one in calibration["bins"]] for name in ("predicted", "observed"))
+    most = max([*predicted, *observed]) or 1.0
+    axes.plot([0, most], [0, most], color=LIGHT)
+    axes.plot(predicted, observed, color=DARK, marker="o")
+    axes.set_ylabel("observed rate")
+    axes.set_aspect("equal")
+    return svg(figure)
+
+
+def confusion_table(confusion: Mapping[str, Any]) -> Markup:
+    """Counts with the class names, true class by row; the darker a cell, the larger its share of the true class."""
+    cells = Markup('<td style="background: color-mix(in srgb, var(--dark) {}%, transparent)">{}</td>')
+    head = Markup("").join(Markup("<th>{}</th>").format(name) for name in confusion["classes"])
+    rows = []
+    for name, counts in zip(confusion["classes"], confusion["samples"], strict=True):
+        total = sum(counts) or 1
+        shown = Markup("").join(cells.format(round(45 * count / total), count) for count in counts)
+        rows.append(Markup("<tr><th>{}</th>{}</tr>\n").format(name, shown))
+    return Markup(
+        '<div class="wide"><table>\n<thead><tr><th>true \\ predicted</th>{}</tr></thead>\n{}</table></div>\n'
+    ).format(head, Markup("").join(rows))
+
+
+def time_bars(history: History) -> Markup:
+    """How each rank's time was spent over all generations, a bar for each rank; nothing without measurements."""
+    ranks = sorted({row["rank"] for row in history.times})
+    sums = {part: [sum(row[part] for row in history.times if row["rank"] == rank) for rank in ranks] for part in PARTS}
+    if not any(map(sum, sums.values())):
+        return Markup()
+    figure, axes = axes_of("seconds", width=2 * WIDTH, height=1.0 + 0.32 * len(ranks))
+    starts = [0.0] * len(ranks)
+    for (part, seconds), colour in zip(sums.items(), _TIME_COLOURS, strict=True):
+        if any(seconds):
+            axes.barh(range(len(ranks)), seconds, left=starts, color=colour, label=TIME_WORDS[part], height=0.7)
+        starts = [start + more for start, more in zip(starts, seconds, strict=True)]
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    return svg(figure)

@@ -1,0 +1,46 @@
+"""The call of jobs.train that repeats a run, from its stored configuration."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from training.config import TrainConfig, Value, flag_of
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """The command line of the run of this stored configuration, for a shell; options with their default are left out.
+
+    A configuration of an older version may lack fields.
+    """
+    words = ["python", "-m", "jobs.train"]
+    for field in fields(TrainConfig):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        value = config.get(field.name)
+        if value is None or value == default or value == {}:
+            continue
+        words.append(flag_of(field.name))
+        if isinstance(value, Mapping):
+            words += [f"{name}={setting_word(one)}" for name, one in value.items()]
+        elif isinstance(value, list | tuple):
+            words += map(str, value)
+        elif field.name == "augment":
+            words += str(value).split()
+        elif value is not True:
+            words.append(str(value))
+    return shlex.join(words)
+
+
+def setting_word(value: Value) -> str:
+    """A setting's value as --set reads it: a text in quotes if it would be read as another value without."""
+    if isinstance(value, str):
+        try:
+            tomllib.loads(f"value = {value}")
+        except tomllib.TOMLDecodeError:
+            return value
+        return json.dumps(value, ensure_ascii=False)  # also a text of TOML
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,199 @@
+"""RUN/status.json: what a run is doing now, small enough to be polled, and its text.
+
+The driver of the run replaces the file every few seconds (training.driver.status). It is a snapshot for people and
+monitors; nothing is resumed from it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from training.run.paths import RunPaths
+
+FORMAT_VERSION = 1
+STARTING, TRAINING, WAITING = "starting", "training", "waiting"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+ENDS = (FINISHED, STOPPED, FAILED)
+SILENT_S = 30.0  # without a new status: six of those that a driver writes
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank: medians of its last rows of metrics, in seconds a step. None: not reported yet."""
+
+    rank: int
+    host: str | None = None
+    step_s: float | None = None
+    input_s: float | None = None
+    compute_s: float | None = None
+    wait_s: float | None = None
+    """In the exchange: the network, and slower ranks."""
+    other_s: float | None = None
+    """Callbacks, checkpoints, validation."""
+    rss_bytes: int | None = None
+    cores: float | None = None
+    """Busy ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """The content of status.json."""
+
+    state: str
+    """starting, training, waiting (for slots, or before a restart), finished, stopped or failed."""
+    why: str | None = None
+    """The error that ended the run, or the last generation; how it was stopped."""
+    written_at: str = ""
+    """UTC, ISO 8601."""
+    started_at: str = ""
+    """When this driver began."""
+    host: str = ""
+    pid: int = 0
+    application: str | None = None
+    """Spark's application ID; None without Spark."""
+    model: str = ""
+    datasets: list[str] = field(default_factory=list)
+    generation: int = 0
+    num_ranks: int = 0
+    step: int = 0
+    steps: int = 0
+    epochs_done: int = 0
+    epochs: int = 0
+    samples_per_s: float | None = None
+    left_s: float | None = None
+    """Until the last step, at this rate."""
+    loss: float | None = None
+    """Of the last step that was reported."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Of the last epoch; None for a value that is not finite."""
+    checkpoint: str | None = None
+    restarts: int = 0
+    """By this driver."""
+    ranks: list[RankStatus] = field(default_factory=list)
+    slow: dict[str, Any] | None = None
+    """{rank, host, what} of the rank that the others wait for now: input, compute, callbacks or network."""
+    bad_records: int = 0
+    """Skipped by --on-bad-record skip."""
+
+    def to_bytes(self) -> bytes:
+        """The file: canonical JSON."""
+        return canonical_bytes({"format_version": FORMAT_VERSION, "kind": "status", **asdict(self)})
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """The inverse of `to_bytes`, once parsed; what a newer version added is ignored. Raises what a wrong document
+        causes: KeyError, TypeError, ValueError.
+        """
+        known = {each.name for each in fields(cls)}
+        if document["kind"] != "status":
+            raise ValueError("kind is not `status`")
+        of_rank = {each.name for each in fields(RankStatus)}
+        ranks = [RankStatus(**{k: v for k, v in rank.items() if k in of_rank}) for rank in document["ranks"]]
+        return cls(**{k: v for k, v in document.items() if k in known and k != "ranks"}, ranks=ranks)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its driver has ended in order."""
+        return self.state in ENDS
+
+    def silent_s(self, now: datetime.datetime) -> float | None:
+        """For how long no driver has written, if longer than a living one takes; None else, and for a run that ended.
+
+        Compares this host's clock with the driver's.
+        """
+        age_s = (now - datetime.datetime.fromisoformat(self.written_at)).total_seconds()
+        return None if self.ended or age_s < SILENT_S else age_s
+
+
+def now_utc() -> datetime.datetime:
+    """This host's clock."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
+    """The newest status of a run.
+
+    Raises NotFoundError for a run without one and for what is no run, CorruptionError for a file that is no status.
+    """
+    try:
+        data = fs.read_bytes(paths.status)
+    except NotFoundError:
+        there = fs.exists(paths.run_json)
+        raise NotFoundError(
+            f"{paths.root} has no status" if there else f"{paths.root} is not a run",
+            got="no status.json" if there else "no run.json",
+            allowed="a run that jobs.train has begun",
+            next_step=f"An older version trained it: see `python -m jobs.report {paths.root}`."
+            if there
+            else "Check the URL; a driver writes the status within seconds of its start.",
+        ) from None
+    try:
+        return RunStatus.of(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptionError(
+            f"a status is damaged ({type(error).__name__})",
+            file=paths.status,
+            got=repr(data[:80]),
+            next_step="Delete the file: the run's driver writes it again every few seconds.",
+        ) from error
+
+
+def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
+    """The status as lines of text, for a terminal."""
+    lines = [f"{run}: {_headline(status)}"]
+    silent_s = status.silent_s(now)
+    if silent_s is not None:
+        lines.append(
+            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same jobs.train resumes"
+        )
+    restarts = f", {status.restarts} restarts" if status.restarts else ""
+    where = f", {status.application}" if status.application else ""
+    lines.append(f"  driver {status.pid} on {status.host}{where}, generation {status.generation}{restarts}")
+    if status.why:
+        lines += [f"  | {line}" for line in status.why.splitlines()]
+    numbers = [f"{name} {value:.4f}" for name, value in status.metrics.items() if isinstance(value, float)]
+    if status.loss is not None:
+        lines.append(f"  loss {status.loss:.4f}")
+    if numbers:
+        lines.append(f"  epoch {status.epochs_done}: {', '.join(numbers)}")
+    lines.append(f"  newest checkpoint: {status.checkpoint or 'none yet'}")
+    if status.bad_records:
+        lines.append(f"  {status.bad_records} records skipped")
+    if status.ranks:
+        lines += _table(status.ranks)
+    if status.slow is not None:
+        lines.append(f"  rank {status.slow['rank']} on {status.slow['host']} is slow: {status.slow['what']}")
+    return "\n".join(lines)
+
+
+def _headline(status: RunStatus) -> str:
+    percent = f" ({status.step / status.steps:.0%})" if status.steps else ""
+    parts = [f"{status.state}, step {status.step} of {status.steps}{percent}"]
+    parts.append(f"epoch {min(status.epochs_done + 1, status.epochs)} of {status.epochs}")
+    if status.state == TRAINING and status.samples_per_s:
+        parts.append(f"{status.samples_per_s:,.0f} samples/s")
+        if status.left_s is not None:
+            parts.append(f"about {datetime.timedelta(seconds=round(status.left_s))} left")
+    return ", ".join(parts)
+
+
+def _table(ranks: list[RankStatus]) -> list[str]:
+    """The time of a step of each rank in milliseconds, and what it uses."""
+    width = max(len("host"), *(len(rank.host or "?") for rank in ranks))
+    times = ("step", "input", "compute", "wait", "other")
+    head = f"  rank  {'host':<{width}}" + "".join(f"{name + ' ms':>12}" for name in times) + "  memory MiB  cores"
+    rows = [head]
+    for rank in ranks:
+        values = (rank.step_s, rank.input_s, rank.compute_s, rank.wait_s, rank.other_s)
+        cells = "".join(f"{'-' if value is None else f'{value * 1e3:,.1f}':>12}" for value in values)
+        memory = "-" if rank.rss_bytes is None else f"{rank.rss_bytes // MIB:,}"
+        cores = "-" if rank.cores is None else f"{rank.cores:.1f}"
+        rows.append(f"  {rank.rank:4}  {rank.host or '?':<{width}}{cells}{memory:>12}{cores:>7}")
+    return rows
