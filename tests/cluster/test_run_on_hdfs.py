@@ -58,7 +58,7 @@ def config(hadoop: Cluster) -> Iterator[TrainConfig]:
 
 
 def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
-    hadoop: Cluster, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    hadoop: Cluster, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither costs the run a restart: calls under way are settled, files under way are written anew."""
     _ranks.rank_path(monkeypatch)
@@ -88,7 +88,7 @@ def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
     driver.join(WAIT_S)
     assert not told, told
     (result,) = results
-    assert (result.steps, result.generation, result.restarts) == (50, 1, 0)
+    assert (result.steps, result.generation, result.restarts) == (50, 1, 0), capfd.readouterr().err[-6000:]
     assert verify(config.run) == []
 
 

@@ -114,7 +114,7 @@ def test_the_training_s_launcher_is_the_file_s(
 ) -> None:
     conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
     launches = []
-    monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, take_over: launches.append(type(launch)))
+    monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, **_: launches.append(type(launch)))
     nothing = {"metrics": {"accuracy": 0.5}}
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)
     with pytest.raises(ConfigError, match="no metric `auc`"):

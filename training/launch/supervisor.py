@@ -115,9 +115,12 @@ class Supervisor:
                 asked = client.report(Tag.LEAVE, {})
             if client.stacks.is_set():
                 client.stacks.clear()
-                text = self._stacks.of(process.pid)
-                for line in text.splitlines():  # they belong to the log, and to the last lines of a stalled rank
-                    self._take(line)
+                if stopped:
+                    text = "no stacks: the process is stopped by a signal"
+                else:
+                    text = self._stacks.of(process.pid)
+                    for line in text.splitlines():  # they belong to the log, and to the last lines of a stalled rank
+                        self._take(line)
                 client.report(Tag.STACKS, {"text": text})
             if now >= look_at:
                 look_at = now + STOPPED_LOOK_S

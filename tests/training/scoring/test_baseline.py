@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ class Reader:
     """Ten blocks of four rows; page "a" is always yes, "b" never, a null one half."""
 
     table: Any
+    skipped: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, labels: list[Any], weights: list[float] | None = None, blocks: int = 10) -> None:
         self.table = self
