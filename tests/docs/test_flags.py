@@ -20,7 +20,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--deploy-mode", "--driver-memory", "--num-executors", "--packages", "--py-files",
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
-    "--pid",  # py-spy
+    "--pid", "--logdir",  # py-spy, tensorboard
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "scale",
         "stacks",
         "status",
+        "track",
         "train",
         "tune",
         "upload",
