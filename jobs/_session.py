@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import ConfigError, LockstepError, require
+from training.launch.session import ended_in_order
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -135,7 +136,7 @@ def spark_session(
             next_step="Correct spark-submit's --conf or spark-defaults.conf; docs/security.md has those of --tls on.",
         ) from None
     spark.sparkContext.setLogLevel("ERROR")
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="lockstep-") as folder:  # removed on SIGTERM too
         path = list(sys.path)
         spark.sparkContext.addPyFile(ship_rooms(folder))
         sys.path[:] = (

@@ -13,6 +13,7 @@ import pytest
 
 from jobs._session import LOG4J, ROOT, java_options, stop_session
 from tests.training._tiny import write_table
+from tests.waiting import until
 
 
 class DeadSession:
@@ -74,3 +75,17 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
         before = own.get("SPARK_SUBMIT_OPTS", "")
         java_options(own, short=True)
         assert own["SPARK_SUBMIT_OPTS"] == f"{before} {quick}".strip()
+
+
+@pytest.mark.slow
+def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
+    call += ["--output", str(tmp_path / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
+    job = subprocess.Popen(call, cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE)
+    until(lambda: job.poll() is not None or any(scratch.glob("lockstep-????????/*")))
+    job.terminate()
+    _, said = job.communicate(timeout=300)
+    assert job.returncode == 128 + 15, said
+    until(lambda: not list(scratch.iterdir()))  # Java, which ends by itself, has files there too

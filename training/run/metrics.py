@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
 PART_EVERY_S = 30.0
 MAX_WAITING_BYTES = 16 << 20  # while the storage is unavailable; then older lines are dropped and counted
+_DROPPED = "lines dropped while the storage was unavailable"
 
 
 class PartWriter:
@@ -61,7 +62,7 @@ class PartWriter:
             with self._lock:
                 lines, self._lines, self._bytes, self._written_at = self._lines, [], 0, time.monotonic()
                 if self._dropped:
-                    lines.insert(0, f"[{self._dropped} lines dropped while the storage was unavailable]")
+                    lines.insert(0, f"[{self._dropped} {_DROPPED}]")
                     self._dropped = 0
             try:
                 while lines:
@@ -193,7 +194,8 @@ def _rows(directory: str) -> list[dict[str, Any]]:
     rows = []
     for part in parts:
         for number, line in enumerate(fs.read_bytes(part.url).splitlines()):
-            rows.append(_row(line, part.url, number))
+            if not (line.startswith(b"[") and line.endswith(f"{_DROPPED}]".encode())):
+                rows.append(_row(line, part.url, number))
     return rows
 
 

@@ -20,7 +20,7 @@ from training.driver.live import OnTerminal
 from training.driver.retention import drop_stagings
 from training.rules import Keep
 from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
-from training.run.metrics import PartWriter
+from training.run.metrics import PartWriter, read_history
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 
@@ -229,6 +229,19 @@ def test_a_part_that_got_its_name_and_could_not_be_read_back(
     told = [path.read_text() for path in sorted((tmp_path / "parts").iterdir())]
     dropped = "[2 lines dropped while the storage was unavailable]\n" if limit == 8 else "two\n"
     assert told == ["one\n", f"{dropped}three\n", "four\n"]
+
+
+def test_metrics_with_dropped_lines_are_read(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that was away for long cost some rows, not the history."""
+    generation(paths)
+    parts = PartWriter(paths.metrics(1), "jsonl")
+    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", 100)
+    for step in range(1, 9):
+        parts.add(json.dumps({"kind": "step", "step": step, "epoch": 0, "loss": 0.5}))
+    parts.flush()
+    assert b"lines dropped" in Path(paths.metrics(1), "part-00000.jsonl").read_bytes()
+    Path(paths.run_json).write_text("{}")
+    assert [row["step"] for row in read_history(paths.root).steps] == [8]
 
 
 def test_progress_says_of_which_epoch_a_val_loss_is(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
