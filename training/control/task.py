@@ -79,6 +79,8 @@ def is_stopped(pid: int) -> bool:
 
 
 MARK = "LOCKSTEP_PROCESS"
+SCRATCH_LOCK = "lock"
+"""A file in a rank's scratch folder, which the rank holds locked (flock) while it lives."""
 
 
 def scratch_folder(mark: str) -> str:

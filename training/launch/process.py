@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from training.comm.tls import Credentials
-from training.control.task import MARK, Limits, RankTask, scratch_folder
+from training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
 from training.world import World
 
 _PASSES = 5  # a process may start another one during the search
@@ -33,6 +34,19 @@ def end_left(group: int, mark: str) -> None:
     """Kill the remaining processes of a rank, by its process group and its mark; remove its temporary files."""
     _kill_left(group, mark)
     shutil.rmtree(scratch_folder(mark), ignore_errors=True)
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the scratch folders of this user's ranks that have died together with their supervisors."""
+    for folder in Path(scratch_folder("")).parent.glob(Path(scratch_folder("*")).name):
+        with contextlib.suppress(OSError):  # no lock yet, another process removes it too, or the rank lives
+            lock = os.open(folder / SCRATCH_LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock)
 
 
 def _kill_left(group: int, mark: str) -> None:
@@ -131,6 +145,7 @@ def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
     The order goes through the pipe, since arguments and environment are readable by others on the host, and it holds
     the rank's key and certificate.
     """
+    remove_abandoned_folders()
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # A rank needs none of the secrets that Spark gave to this worker.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}

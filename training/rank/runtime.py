@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
 from training.comm.options import UNAUTHENTICATED
 from training.config import TrainConfig
-from training.control.task import MARK, scratch_folder
+from training.control.task import MARK, SCRATCH_LOCK, scratch_folder
 from training.devices import listed
 from training.models import receive
 from training.rank.usage import Usage
@@ -66,6 +67,11 @@ def keep_temporary_files_apart() -> None:
     cache_folder()  # of compiled kernels; it may be in the temporary folder that all processes share
     tempfile.tempdir = scratch_folder(mark)
     os.makedirs(tempfile.tempdir, mode=0o700, exist_ok=True)
+    with suppress(OSError):  # a folder without locks: then no later run removes it
+        name = os.path.join(tempfile.tempdir, SCRATCH_LOCK)
+        lock = os.open(f"{name}.new", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        os.rename(f"{name}.new", name)  # locked from its first moment
 
 
 def import_tensorflow() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from training.control.failures import RankFailedError, RankState
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.process import Order
+from training.launch.process import Order, remove_abandoned_folders
 
 pytestmark = pytest.mark.slow
 
@@ -192,6 +193,29 @@ def test_temporary_files_of_a_killed_rank_are_removed(tmp_path: Path) -> None:
     made = Path(told.read_text())
     assert made.parent.name.startswith("lockstep-rank-") and not made.parent.exists()
     assert str(made.parent.parent) == tempfile.gettempdir()
+
+
+def test_temporary_files_of_a_rank_that_died_with_its_supervisor_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others: those of a rank that lives, and what only has such a name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive, strange = (tmp_path / f"lockstep-rank-{name}" for name in ("1-dead", "2-alive", "3-strange"))
+    for folder in (dead, alive, strange):
+        folder.mkdir()
+        (folder / "file").touch()
+    (dead / "lock").touch()
+    (strange / "lock").symlink_to("/dev/null")
+    script = "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", script, str(alive / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        holder.stdout.readline()
+        remove_abandoned_folders()
+        assert (dead.exists(), alive.exists(), strange.exists()) == (False, True, True)
+        holder.communicate(b"\n")
+    remove_abandoned_folders()
+    assert not alive.exists()
 
 
 def test_error_of_the_handler_ends_the_launch() -> None:
