@@ -72,6 +72,11 @@ def hadoop_user() -> str:
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
 
+def with_kerberos(settings: Mapping[str, str]) -> bool:
+    """Whether HDFS asks for a ticket or a token."""
+    return settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
+
+
 def webhdfs_token() -> str | None:
     """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
 

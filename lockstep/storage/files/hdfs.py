@@ -28,6 +28,7 @@ from lockstep.storage.files.remote import (
     RemoteWriter,
     below_a_file,
     check,
+    no_ticket,
     not_in_service,
     not_there,
     taken,
@@ -82,7 +83,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             next_step="Check the host in the URL.",
         )
     if "GSSAPIError" in text:
-        return StorageError(f"{what}: Kerberos refused", got=text, allowed="a valid ticket", next_step="Run kinit.")
+        return no_ticket(what, _gss(text))
     if isinstance(error, OSError):
         # Its OSErrors are lost or refused connections; errno is never set, so the text is all there is.
         return RetryableStorageError(what, got=text, allowed="a connection", next_step=check(whom))
@@ -91,6 +92,11 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
     return StorageError(
         what, got=f"{java}: {text}" if java else text, allowed="success", next_step="See the NameNode's log."
     )
+
+
+def _gss(text: str) -> str:
+    """What Kerberos says in one of hdfs-native's GSSAPIErrors, whose last part is that text."""
+    return text.rpartition(', "')[2].rstrip('")') or text
 
 
 def _parts(error: BaseException) -> tuple[str, str]:

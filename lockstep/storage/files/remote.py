@@ -60,6 +60,16 @@ def not_in_service(what: str, text: str, whom: str) -> RetryableStorageError:
     return RetryableStorageError(what, got=text, allowed="an HDFS in service", next_step=check(whom))
 
 
+def no_ticket(what: str, text: str) -> StorageError:
+    """Kerberos without a valid ticket."""
+    return StorageError(
+        f"{what}: Kerberos refused",
+        got=text,
+        allowed="a valid ticket, a keytab in KRB5_CLIENT_KTNAME, or a token in HADOOP_TOKEN_FILE_LOCATION",
+        next_step="Run kinit; for a job that outlives its ticket see docs/sites.md.",
+    )
+
+
 def check(whom: str) -> str:
     """The next step if `whom` does not serve."""
     return f"Check that {whom} runs, has left safe mode and has live DataNodes (`hdfs dfsadmin -report`)."
