@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from lockstep.storage.errors import ConfigError
+from lockstep.storage.tokens import held, hold
 
 # Chosen by the measurements in docs/decisions/001-hdfs-calls.md.
 DEFAULTS = {
@@ -30,6 +31,7 @@ _HADOOP_DEFAULTS = {
 }
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
 WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
+_TOKENS = "lockstep.storage.tokens"
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _of_the_driver: dict[str, str] = {}
 _from_files: tuple[str | None, dict[str, str]] = (None, {})
@@ -40,12 +42,22 @@ def hadoop_settings() -> dict[str, str]:
     return DEFAULTS | _conf_dir_settings() | _environment() | _of_the_driver
 
 
-def set_hadoop_settings(settings: Mapping[str, str]) -> None:
-    """Replace the settings of the driver: its effective fs.*, dfs.* and lockstep.storage.* settings; others are
-    ignored.
+def settings_for_tasks() -> dict[str, str]:
+    """The settings in effect with the delegation tokens, a secret: for a task's function, which Spark neither stores
+    nor logs.
     """
+    return hadoop_settings() | ({_TOKENS: held()} if held() else {})
+
+
+def set_hadoop_settings(settings: Mapping[str, str]) -> None:
+    """Replace the settings of the driver: its effective fs.*, dfs.*, hadoop.security.* and lockstep.storage.* settings;
+    others are ignored. Tokens of `settings_for_tasks` are held.
+    """
+    hold(settings.get(_TOKENS, ""))
     _of_the_driver.clear()
     for key, value in settings.items():
+        if key == _TOKENS:
+            continue
         if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
             _of_the_driver[key] = str(value)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.storage.errors import LockstepError
 from tests.cluster.conf import HOST, ROLES, free_ports, write_conf
-from tests.cluster.jars import hadoop_jars, java_home
+from tests.cluster.jars import GATEWAYS, POM, hadoop_jars, java_home
 from tests.cluster.process import Process, last_lines, spawn
 
 HDFS = ("namenode", "datanode-1", "datanode-2")
@@ -29,13 +29,16 @@ MAIN = {
     "namenode": f"{SERVER}.namenode.NameNode",
     "namenode-2": f"{SERVER}.namenode.NameNode",
     "journalnode": "org.apache.hadoop.hdfs.qjournal.server.JournalNode",
+    "kms": "org.apache.hadoop.crypto.key.kms.server.KMSWebServer",
+    "httpfs": "org.apache.hadoop.fs.http.server.HttpFSServerWebServer",
     "datanode-1": f"{SERVER}.datanode.DataNode",
     "datanode-2": f"{SERVER}.datanode.DataNode",
     "resourcemanager": f"{RESOURCES}.resourcemanager.ResourceManager",
     "nodemanager": f"{RESOURCES}.nodemanager.NodeManager",
 }
+GATEWAY = (MAIN["kms"], MAIN["httpfs"])
 HEAP_MB = {
-    "namenode": 96, "namenode-2": 96, "journalnode": 64, "datanode-1": 64, "datanode-2": 64,
+    "namenode": 96, "namenode-2": 96, "journalnode": 64, "kms": 96, "httpfs": 96, "datanode-1": 64, "datanode-2": 64,
     "resourcemanager": 128, "nodemanager": 96,
 }  # fmt: skip
 JVM = (
@@ -219,7 +222,7 @@ class Cluster:
         return self._jvm(HEAP_MB[name], MAIN[name], *self._settings(name))
 
     def _jvm(self, heap_mb: int, main: str, *arguments: str) -> list[str]:
-        classpath = os.pathsep.join([self.conf_dir, *map(str, hadoop_jars())])
+        classpath = os.pathsep.join([self.conf_dir, *map(str, hadoop_jars(GATEWAYS if main in GATEWAY else POM))])
         options = [f"-Xmx{heap_mb}m", *JVM, *self._options(), f"-Djava.io.tmpdir={self.folder / 'tmp'}"]
         options += [f"--add-opens={package}" for package in OPENS]
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import os
 import subprocess
@@ -45,6 +47,19 @@ class Site(Cluster):
         self._start_on_free_ports(DAEMONS)
         return self
 
+    def start_gateways(self) -> None:
+        """A key server (KMS), which lets everyone make and use keys, and HttpFS; without Kerberos only."""
+        conf = Path(self.conf_dir)
+        url = f"jceks://file@{self.folder}/kms.keystore"
+        server = {"key.provider.uri": url, "http.port": str(self.ports["kms"]), "http.host": HOST}
+        write_properties(conf / "kms-site.xml", {f"hadoop.kms.{key}": value for key, value in server.items()})
+        acls = [f"hadoop.kms.acl.{name}" for name in ("CREATE", "GET_KEYS", "GENERATE_EEK", "DECRYPT_EEK")]
+        acls += [f"default.key.acl.{name}" for name in ("MANAGEMENT", "GENERATE_EEK", "DECRYPT_EEK", "READ")]
+        write_properties(conf / "kms-acls.xml", dict.fromkeys(acls, "*"))
+        web = {"httpfs.http.port": str(self.ports["httpfs"]), "httpfs.http.hostname": HOST}
+        write_properties(conf / "httpfs-site.xml", {**web, "httpfs.hadoop.config.dir": self.conf_dir})
+        self._start_all(["kms", "httpfs"])
+
     def stop(self) -> None:
         super().stop()
         if self.realm is not None:
@@ -73,7 +88,12 @@ class Site(Cluster):
 
     def _core(self) -> dict[str, str]:
         if self.realm is None:
-            return {"fs.defaultFS": self.hdfs_url}
+            keys = f"kms://http@{HOST}:{self.ports['kms']}/kms"
+            gateway = f"hadoop.proxyuser.{getpass.getuser()}"  # HttpFS acts for its callers
+            return {
+                "fs.defaultFS": self.hdfs_url, "hadoop.security.key.provider.path": keys,
+                f"{gateway}.hosts": "*", f"{gateway}.groups": "*",
+            }  # fmt: skip
         http = {"principal": f"HTTP/localhost@{REALM}", "keytab": str(self.realm.keytab)}
         return {
             "fs.defaultFS": self.hdfs_url,
@@ -171,7 +191,11 @@ class Site(Cluster):
         return super()._settings(name)
 
     def _options(self) -> list[str]:
-        return [f"-Djava.security.krb5.conf={self.realm.conf}"] if self.realm else []
+        logging = f"-Dlog4j.configuration={Path(self.conf_dir, 'log4j.properties').as_uri()}"  # KMS asks for it
+        folders = [f"-Dkms.config.dir={self.conf_dir}", f"-Dhttpfs.home.dir={self.folder}"]
+        folders += [f"-Dhttpfs.{name}.dir={self.folder}" for name in ("log", "temp")]
+        folders.append(f"-Dhttpfs.config.dir={self.conf_dir}")
+        return [logging, *folders, *([f"-Djava.security.krb5.conf={self.realm.conf}"] if self.realm else [])]
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | (self._ticket() if self.realm else {})
@@ -221,6 +245,12 @@ class Site(Cluster):
     def _serves(self, name: str) -> bool:
         if name in NAMENODES:
             return self._state(name) in ("active", "standby")
+        if name in ("kms", "httpfs"):
+            path = "/kms/v1/keys/names?" if name == "kms" else "/webhdfs/v1/?op=GETHOMEDIRECTORY&"
+            with contextlib.suppress(OSError, ValueError):
+                self._get(name, f"{path}user.name=root")
+                return True
+            return False
         if name == "journalnode":
             return bool(self._ask(name, "service=JournalNode,name=JournalNodeInfo"))
         return super()._serves(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException", "NotReplicatedYetException")
+
+
+_SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\")]+")
+
+
+def without_secrets(text: str) -> str:
+    """An error's text whose URLs name no user and no token."""
+    return _SECRET.sub(r"\1=...", text)
+
+
+def erasure_coded(what: str, text: str) -> StorageError:
+    """A new file in an erasure-coded folder."""
+    return StorageError(
+        f"{what}: its folder is erasure-coded, and such files can be neither synced nor continued",
+        got=text,
+        allowed="a folder of replicated files",
+        next_step="Choose another output, or run `hdfs ec -setPolicy -replicate -path FOLDER` for a folder in it.",
+    )
 
 
 def not_there(what: str, verb: str, text: str) -> LockstepError:

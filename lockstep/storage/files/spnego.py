@@ -19,6 +19,7 @@ from lockstep.storage.errors import ConfigError
 _LIBRARY = "libgssapi_krb5.so.2"
 _ERRORS = 0xFFFF0000  # of a major status; the lower bits say such as "continue"
 _GSS_CODE, _MECH_CODE = 1, 2
+_ANY_TIME, _INITIATE = 0xFFFFFFFF, 1
 
 
 class _Buffer(ctypes.Structure):
@@ -57,13 +58,33 @@ def token(host: str) -> bytes:
                 at(minor), None, at(context), name, at(_SPNEGO), 0, 0, None, None, None, at(out), None, None
             )
         if major & _ERRORS:
-            raise NoTicketError(": ".join(filter(None, (_text(major, _GSS_CODE), _text(minor.value, _MECH_CODE)))))
+            raise NoTicketError(_why(major, minor.value))
         return out.take()
     finally:
         if context.value:
             gss.gss_delete_sec_context(at(minor), at(context), None)
         if name.value:
             gss.gss_release_name(at(minor), at(name))
+
+
+def ticket() -> tuple[str, int]:
+    """The principal of the ticket (or keytab) in use, and for how many seconds it is valid. Raises NoTicketError."""
+    gss, minor, at = _library(), ctypes.c_uint32(), ctypes.byref
+    credential, name, left_s, out = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint32(), _Buffer()
+    try:
+        major = gss.gss_acquire_cred(at(minor), None, _ANY_TIME, None, _INITIATE, at(credential), None, None)
+        if not major & _ERRORS:
+            major = gss.gss_inquire_cred(at(minor), credential, at(name), at(left_s), None, None)
+        if not major & _ERRORS:
+            major = gss.gss_display_name(at(minor), name, at(out), None)
+        if major & _ERRORS:
+            raise NoTicketError(_why(major, minor.value))
+        return out.take().decode(errors="replace"), left_s.value
+    finally:
+        if name.value:
+            gss.gss_release_name(at(minor), at(name))
+        if credential.value:
+            gss.gss_release_cred(at(minor), at(credential))
 
 
 class Negotiate(AuthBase):
@@ -96,9 +117,16 @@ def _library() -> Any:
     gss.gss_import_name.argtypes = [pointer] * 4
     gss.gss_init_sec_context.argtypes = [*[pointer] * 5, number, number, *[pointer] * 6]
     gss.gss_display_status.argtypes = [pointer, number, ctypes.c_int, *[pointer] * 3]
+    gss.gss_acquire_cred.argtypes = [pointer, pointer, number, pointer, ctypes.c_int, *[pointer] * 3]
+    gss.gss_inquire_cred.argtypes = [pointer] * 6
+    gss.gss_display_name.argtypes = [pointer] * 4
     gss.gss_delete_sec_context.argtypes = [pointer] * 3
-    gss.gss_release_name.argtypes = gss.gss_release_buffer.argtypes = [pointer] * 2
+    gss.gss_release_cred.argtypes = gss.gss_release_name.argtypes = gss.gss_release_buffer.argtypes = [pointer] * 2
     return gss
+
+
+def _why(major: int, minor: int) -> str:
+    return ": ".join(filter(None, (_text(major, _GSS_CODE), _text(minor, _MECH_CODE))))
 
 
 def _text(status: int, kind: int) -> str:

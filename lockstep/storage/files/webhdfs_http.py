@@ -26,10 +26,12 @@ from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
     below_a_file,
     check,
+    erasure_coded,
     no_ticket,
     not_in_service,
     not_there,
     taken,
+    without_secrets,
 )
 from lockstep.storage.files.spnego import Negotiate, NoTicketError
 from lockstep.storage.settings import seconds, with_kerberos
@@ -249,7 +251,7 @@ def location(answer: Any) -> str:
     """The URL of the DataNode to which the NameNode redirects for data. Raises RefusedError without one."""
     found = answer.headers.get("location")
     if not found:
-        raise RefusedError("", "the NameNode named no DataNode (a gateway such as HttpFS?)", answer.status_code)
+        raise RefusedError("", "no DataNode was named (HttpFS?)", answer.status_code)
     # http.client reads headers as Latin-1; bytes beyond ASCII are put back and left for requests to quote.
     return str(found).encode("latin-1").decode("utf-8", errors="surrogateescape")
 
@@ -304,7 +306,6 @@ class LostAnswerError(RetryableStorageError):
 
 # What parsing raises for an answer that is not WebHDFS's JSON; requests' error for invalid JSON is a ValueError too.
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-_SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
 _RETRYABLE_TEXT = (
     "could only be written to", "SafeModeException", "StandbyException", "nodes contain this block",
     "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
@@ -376,6 +377,8 @@ def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str
         )
     if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
         return not_in_service(what, text, whom)
+    if "Append on EC file" in text:
+        return erasure_coded(what, text)
     if not java:
         return _no_webhdfs(what, text)
     return StorageError(what, got=f"{java}: {text}", allowed="success", next_step="See the NameNode's log.")
@@ -386,7 +389,9 @@ def _no_webhdfs(what: str, text: str) -> ConfigError:
         f"{what}: the server does not answer as WebHDFS does",
         got=text,
         allowed="the NameNode's HTTP port (dfs.namenode.http-address, 9870 unless configured)",
-        next_step="Check the port in the URL.",
+        next_step="Write the NameNodes' own addresses, or hdfs://: docs/sites.md says why HttpFS does not do."
+        if "HttpFS" in text
+        else "Check the port in the URL.",
     )
 
 
@@ -405,7 +410,7 @@ def _parts(error: BaseException) -> tuple[str, str, int]:
 
 
 def _clean(text: str) -> str:
-    lines = _SECRET.sub(r"\1=...", text).strip().splitlines()
+    lines = without_secrets(text).strip().splitlines()
     return lines[0].strip()[:500] if lines else "no message"
 
 
