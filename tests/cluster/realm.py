@@ -50,9 +50,8 @@ class Realm:
 
     def start(self, port: int) -> None:
         if (why := why_not()) is not None:
-            raise ConfigError(
-                "Kerberos' programs are missing", got=why, allowed="a KDC", next_step="Run `make venv` as root."
-            )
+            next_step = "Run `scripts/setup.sh kerberos` as root."
+            raise ConfigError("Kerberos' programs are missing", got=why, allowed="a KDC", next_step=next_step)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         for path, lifetime_s in ((self.conf, 86_400), (self._client_conf, self.ticket_s)):

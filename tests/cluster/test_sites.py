@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jobs._checks import CheckFailed
-from jobs._site_checks import check_namenodes, check_ticket
+from jobs._site_checks import check_namenodes, check_ticket, check_tokens
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, StorageError
 from lockstep.storage.files.interface import FileSystem
@@ -223,14 +223,9 @@ class Seen:
 
 
 def passwords(tokens: bytes) -> list[bytes]:
-    """Those of a token file: protobuf's field 2, in front of field 3, the kind."""
-    found = []
-    for kind in re.finditer(rb"\x1a\x15HDFS_DELEGATION_TOKEN", tokens):
-        for length in (20, 32):  # of SHA-1 and SHA-256
-            begin = kind.start() - length
-            if tokens[begin - 2 : begin] == bytes([0x12, length]):
-                found.append(tokens[begin : kind.start()])
-    return found
+    """Those of a token file: 20 bytes, whose number is in front of them, and then the kind of the token."""
+    kinds = [found.start() for found in re.finditer(rb"\x15HDFS_DELEGATION_TOKEN", tokens)]
+    return [tokens[at - 20 : at] for at in kinds if tokens[at - 21] == 20]
 
 
 def test_ticket_keytab_and_token_on_each_way_in(secure: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +261,19 @@ def test_ticket_keytab_and_token_on_each_way_in(secure: Site, tmp_path: Path, mo
     assert {"active", "standby"} == set(re.findall("is (active|standby)", check_namenodes(ways[0])))
 
     monkeypatch.delenv("KRB5_CLIENT_KTNAME")
+    monkeypatch.setenv("KRB5CCNAME", str(tmp_path / "none"))
+    fetch = "org.apache.hadoop.hdfs.tools.DelegationTokenFetcher"
+    secure.admin("fetchdt", fetch, "--renewer", "alice", str(tmp_path / "token"))
+    monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "token"))
+    fetched_at = time.monotonic()
+    use(ways[0])
+    assert f"HDFS_DELEGATION_TOKEN of alice@{REALM} until" in check_tokens() and "no ticket" in check_ticket()
+    time.sleep(fetched_at + 45 - time.monotonic())
+    with pytest.raises(StorageError, match="did not serve") as ended:
+        use(ways[0])
+    assert "token is not valid any more" in ended.value.got and "docs/sites.md" in ended.value.next_step
+    monkeypatch.delenv("HADOOP_TOKEN_FILE_LOCATION")
+
     monkeypatch.setenv("KRB5CCNAME", str(tmp_path / "ticket"))
     secure.realm.ticket(tmp_path / "ticket", 15)
     for way in ways:
