@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jobs._checks import CheckFailed
-from lockstep.storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.settings import WEBHDFS_TOKEN, hadoop_settings, hadoop_user, with_kerberos
 from lockstep.storage.tokens import VARIABLE, shown
 from lockstep.storage.urls import split_url
@@ -48,6 +48,8 @@ def _state(address: str, settings: dict[str, str]) -> str:
     fs = HdfsFileSystem(address, {**settings, "dfs.client.failover.max.attempts": "1"})
     try:
         fs.stat_once(f"hdfs://{address}/", LOOK_S)
+    except StorageTimeoutError:
+        return f"not answering within {LOOK_S:.0f} s"
     except LockstepError as error:
         if "state standby" in error.got:
             return "standby"
@@ -81,7 +83,7 @@ def check_tokens() -> str:
     web = f"{WEBHDFS_TOKEN} is set" if os.environ.get(WEBHDFS_TOKEN) else ""
     path = os.environ.get(VARIABLE)
     if not path:
-        return web or "none in the environment: HDFS is reached by the ticket; a Spark session fetches its own"
+        return web or "none in the environment; under Kerberos a Spark session fetches its own"
     next_step = f"Fetch new ones (`hdfs fetchdt FILE`), or unset {VARIABLE}."
     try:
         tokens = shown(Path(path).read_bytes())

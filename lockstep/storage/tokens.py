@@ -9,6 +9,7 @@ tokens count from the next connection on.
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
 import os
 import threading
@@ -21,12 +22,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 VARIABLE = "HADOOP_TOKEN_FILE_LOCATION"
 KINDS = ("HDFS_DELEGATION_TOKEN", "kms-dt")  # no rank needs those of YARN
-LOOK_EVERY_S, FIRST_LOOKS_S = 5.0, 0.2
+LOOK_EVERY_S, FIRST_LOOKS = 5.0, 25
 
 _lock = threading.Lock()
 _held = ""
 _file = -1
 _source: Callable[[], str] | None = None  # in a driver: its Java process
+_lives: Callable[[], bool] | None = None  # and whether its session does
 
 
 def held() -> str:
@@ -76,21 +78,29 @@ def of_session(jvm: Any) -> str:
 
 
 def follow(jvm: Any, lives: Callable[[], bool]) -> None:
-    """Hold the tokens of a driver's Java process, and its new ones while `lives()`; does nothing without Kerberos."""
-    global _source
-    if _source is not None or not jvm.org.apache.hadoop.security.UserGroupInformation.isSecurityEnabled():
+    """Hold the tokens of a driver's Java process, and its new ones while the session `lives()`, or the next one that
+    this is called for; does nothing without Kerberos.
+    """
+    global _source, _lives
+    if not jvm.org.apache.hadoop.security.UserGroupInformation.isSecurityEnabled():
         return
-
-    def look() -> None:
-        global _source
-        while lives():
-            # Spark fetches the first ones while the session begins, and may not be done.
-            time.sleep(LOOK_EVERY_S if held() else FIRST_LOOKS_S)
-        _source = None
-
-    _source = partial(of_session, jvm)
+    with _lock:
+        begun = _lives is not None
+        _source, _lives = partial(of_session, jvm), lives
+    if not begun:
+        threading.Thread(target=_look, name="tokens", daemon=True).start()
     held()
-    threading.Thread(target=look, name="tokens", daemon=True).start()
+
+
+def _look() -> None:
+    global _source, _lives
+    for looks in itertools.count():
+        with _lock:
+            if _lives is None or not _lives():
+                _source = _lives = None
+                return
+        # Spark fetches the first ones while the session begins, and may not be done.
+        time.sleep(LOOK_EVERY_S if held() or looks > FIRST_LOOKS else LOOK_EVERY_S / FIRST_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
