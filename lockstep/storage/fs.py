@@ -37,7 +37,7 @@ def filesystem(url: str) -> FileSystem:
         from lockstep.storage.files.webhdfs import WebHdfsFileSystem
         from lockstep.storage.settings import hadoop_settings, hadoop_user, webhdfs_token
 
-        settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token()
+        settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token(authority)
         key = (scheme, authority, repr((sorted(settings.items()), user, token)))
         return _cached(key, lambda: WebHdfsFileSystem(authority, settings, user=user, token=token, scheme=scheme))
     raise ConfigError(

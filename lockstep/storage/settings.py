@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from lockstep.storage.errors import ConfigError
-from lockstep.storage.tokens import held, hold
+from lockstep.storage.tokens import for_web, held, hold
 
 # Chosen by the measurements in docs/decisions/001-hdfs-calls.md.
 DEFAULTS = {
@@ -89,13 +89,14 @@ def with_kerberos(settings: Mapping[str, str]) -> bool:
     return settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
 
 
-def webhdfs_token() -> str | None:
-    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
+def webhdfs_token(service: str = "") -> str | None:
+    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, else that of the name service among this
+    process's tokens, else None.
 
     It is not among the settings, which are logged and sent with tasks: executors get it by
     `--conf spark.executorEnv.LOCKSTEP_WEBHDFS_TOKEN=...`, which Spark hides in its page.
     """
-    return os.environ.get(WEBHDFS_TOKEN) or None
+    return os.environ.get(WEBHDFS_TOKEN) or (for_web(service) if service else None)
 
 
 def seconds(settings: Mapping[str, str], key: str) -> float:

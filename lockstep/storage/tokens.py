@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def shown(data: bytes) -> list[TokenInfo]:
     """What may be shown of the tokens in a file of Hadoop's. Raises ValueError for another kind of file."""
     try:
         if data[:5] == b"HDTS\0":
-            return _writable(data, 5)
+            return [_info(kind, identifier) for identifier, _, kind, _ in map(_parts, _writable(data))]
         if data[:5] == b"HDTS\1":
             length, begin = _varint(data, 5)
             entries = _fields(data[begin : begin + length]).get(1, [])
@@ -127,17 +128,40 @@ def shown(data: bytes) -> list[TokenInfo]:
     raise ValueError("it does not begin as Hadoop's token files do")
 
 
-def _writable(data: bytes, at: int) -> list[TokenInfo]:
-    count, at = _vlong(data, at)
+def for_web(service: str) -> str | None:
+    """The token of a name service in HADOOP_TOKEN_FILE_LOCATION, as WebHDFS takes it in a URL; None without one."""
+    try:
+        data = Path(os.environ[VARIABLE]).read_bytes()
+        for token in _writable(data) if data[:5] == b"HDTS\0" else []:
+            if _parts(token)[2:] == [KINDS[0].encode(), f"ha-hdfs:{service}".encode()]:
+                return base64.urlsafe_b64encode(token).decode().rstrip("=")
+    except (KeyError, OSError, IndexError):
+        pass  # no file, or none of Hadoop's: hdfs:// goes by the ticket then, too
+    return None
+
+
+def _writable(data: bytes) -> list[bytes]:
+    """The tokens in a file of Hadoop's own form, each as its Token.write makes it."""
+    count, at = _vlong(data, 5)
     found = []
     for _ in range(count):
-        parts = []
-        for _ in range(5):  # alias, identifier, password, kind, service
+        length, at = _vlong(data, at)
+        at = begin = at + length  # after the alias
+        for _ in range(4):
             length, at = _vlong(data, at)
-            parts.append(data[at : at + length])
             at += length
-        found.append(_info(parts[3], parts[1]))
+        found.append(data[begin:at])
     return found
+
+
+def _parts(token: bytes) -> list[bytes]:
+    """Identifier, password, kind and service."""
+    parts, at = [], 0
+    for _ in range(4):
+        length, at = _vlong(token, at)
+        parts.append(token[at : at + length])
+        at += length
+    return parts
 
 
 def _info(kind: bytes, identifier: bytes) -> TokenInfo:

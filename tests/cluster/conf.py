@@ -17,7 +17,7 @@ ROLES = (
     "resourcemanager-http", "nodemanager", "nodemanager-localizer", "nodemanager-http",
     # of tests/cluster/sites
     "namenode-2", "namenode-2-http", "journalnode", "journalnode-http", "kdc", "kms", "httpfs",
-    "namenode-https", "namenode-2-https", "datanode-1-https", "datanode-2-https",
+    "journalnode-https", "namenode-https", "namenode-2-https", "datanode-1-https", "datanode-2-https",
 )  # fmt: skip
 
 # Below the range from which Linux takes ports for outgoing connections, so that a client's socket cannot take one

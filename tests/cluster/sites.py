@@ -136,6 +136,7 @@ class Site(Cluster):
             "dfs.namenode.shared.edits.dir": f"qjournal://{self._host}:{self.ports['journalnode']}/{SERVICE}",
             "dfs.journalnode.rpc-address": f"{self._host}:{self.ports['journalnode']}",
             "dfs.journalnode.http-address": f"{self._host}:{self.ports['journalnode-http']}",
+            "dfs.journalnode.https-address": f"{self._host}:{self.ports['journalnode-https']}",
             "dfs.journalnode.edits.dir": str(self.folder / "journalnode"),
             # the JournalNode's epoch keeps an old active NameNode out
             "dfs.ha.fencing.methods": "shell(/bin/true)",

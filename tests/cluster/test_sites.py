@@ -266,7 +266,8 @@ def test_ticket_keytab_and_token_on_each_way_in(secure: Site, tmp_path: Path, mo
     secure.admin("fetchdt", fetch, "--renewer", "alice", str(tmp_path / "token"))
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "token"))
     fetched_at = time.monotonic()
-    use(ways[0])
+    for way in ways:
+        use(way)
     assert f"HDFS_DELEGATION_TOKEN of alice@{REALM} until" in check_tokens() and "no ticket" in check_ticket()
     time.sleep(fetched_at + 45 - time.monotonic())
     with pytest.raises(StorageError, match="did not serve") as ended:
@@ -315,8 +316,7 @@ def test_encryption_zone_erasure_coding_and_httpfs(site: Site, tmp_path: Path, m
         filesystem(gate).read_bytes(f"{gate}/plain/file")
     assert "HttpFS" in read.value.got and "NameNodes' own addresses" in read.value.next_step
     with pytest.raises(StorageError, match="does not know renames that refuse a taken name"):
-        write_file(filesystem(gate), f"{gate}/plain/other", b"x")
-    assert [entry.name for entry in filesystem(gate).list(f"{gate}/plain")] == ["file"]
+        write_file(filesystem(gate), f"{gate}/plain/other", b"x")  # it may have renamed, as the error says
     site.kill("kms")
     with pytest.raises(StorageError) as lost:
         filesystem(ways[0]).read_bytes(f"{ways[0]}/zone/hdf")

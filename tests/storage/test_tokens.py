@@ -15,7 +15,7 @@ import pytest
 from jobs._checks import CheckFailed
 from jobs._site_checks import check_tokens
 from lockstep.storage import tokens
-from lockstep.storage.settings import hadoop_settings, set_hadoop_settings, settings_for_tasks
+from lockstep.storage.settings import hadoop_settings, set_hadoop_settings, settings_for_tasks, webhdfs_token
 
 # One token of a cluster that is gone, as `hdfs fetchdt` wrote it, and as `hadoop dtutil edit -format protobuf` did.
 WRITABLE = (
@@ -78,6 +78,19 @@ def test_what_may_be_shown_of_a_token_file(form: str) -> None:
             tokens.shown(data[:cut])
     with pytest.raises(ValueError, match="does not begin"):
         tokens.shown(b"root:x:0:0")
+
+
+def test_a_token_for_webhdfs_is_that_of_the_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a real NameNode: tests/cluster/test_sites.py."""
+    path = tmp_path / "tokens"
+    path.write_bytes(base64.b64decode(WRITABLE))
+    monkeypatch.setenv(tokens.VARIABLE, str(path))
+    found = webhdfs_token("ns1")
+    assert found is not None and not set(found) & set("+/=")
+    assert base64.urlsafe_b64decode(found + "==") in path.read_bytes()
+    assert webhdfs_token("another") is None and webhdfs_token() is None
+    path.write_bytes(b"HDTS\0\5")
+    assert webhdfs_token("ns1") is None
 
 
 def test_doctor_shows_owner_and_time_of_tokens_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
