@@ -29,6 +29,7 @@ fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with ather
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
 soak: venv airflow-venv torch-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions, runs of an older revision (hours)
+	@scripts/setup.sh kerberos
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.

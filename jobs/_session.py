@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, require
 from training.launch.session import ended_in_order
 
@@ -43,6 +44,7 @@ PINNED = {
 
 
 SHORT_JOB_BYTES = 128 << 20
+FOR_RANKS = ("fs.", "dfs.", "hadoop.security.authentication", "hadoop.rpc.protection", "lockstep.storage.")
 
 
 def ship_rooms(folder: str) -> str:
@@ -158,7 +160,10 @@ def stop_session(spark: SparkSession) -> None:
 
 
 def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
-    """The driver's effective fs.* and dfs.* settings, with which ranks reach the same HDFS."""
+    """The driver's effective fs.*, dfs.* and Hadoop's security settings, with which ranks reach the same HDFS.
+
+    From now on this process also holds the session's delegation tokens, and new ones as Spark fetches them.
+    """
     context = spark.sparkContext._jsc  # pyspark has no public accessor for the Hadoop configuration
     if context is None:
         raise LockstepError(
@@ -167,10 +172,11 @@ def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
             allowed="a classic session: over Spark Connect there is no SparkContext",
             next_step="Start the job with spark-submit or --master.",
         )
+    tokens.follow(spark.sparkContext._jvm, lambda: spark.sparkContext._jsc is not None)
     entries = context.hadoopConfiguration().iterator()
     found: dict[str, str] = {}
     while entries.hasNext():
         entry = entries.next()
-        if str(entry.getKey()).startswith(("fs.", "dfs.")):
+        if str(entry.getKey()).startswith(FOR_RANKS):
             found[str(entry.getKey())] = str(entry.getValue())
     return found

@@ -15,11 +15,14 @@ from lockstep.storage.urls import split_url
 def target(output: str, via: str | None) -> str:
     """The output's URL for the chosen protocol. Raises ConfigError for a URL that is not on HDFS."""
     scheme = split_url(output)[0]
+    if scheme == "swebhdfs" and via is None:
+        return output
     if scheme not in ("hdfs", "webhdfs"):
         raise ConfigError(
             "--output is not on HDFS",
             got=output,
-            allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service",
+            allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service;"
+            " swebhdfs://... without --via",
             next_step="Correct --output.",
         )
     convert = {"webhdfs": as_webhdfs, "hdfs": as_hdfs}[via or scheme]

@@ -12,6 +12,7 @@ if sys.path[0] != ROOT:
 
 from jobs._checks import check_disk, check_gpus, check_java, check_packages, check_python, check_spark, check_storage
 from jobs._cli import JobParser, run_job
+from jobs._site_checks import site_checks
 from lockstep.storage.errors import LockstepError
 
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         ("spark", lambda: check_spark(options.master, options.hdfs)),
     ]
     if options.hdfs:
+        checks += site_checks(options.hdfs)
         checks.append(("hdfs", lambda: check_storage(options.hdfs)))
     passed = [passes(name, check) for name, check in checks]
     if all(passed):

@@ -110,6 +110,17 @@ want_iproute() {
     fi
 }
 
+# tests/cluster/realm.py starts a KDC of its own, for tests marked soak.
+want_kerberos() {
+    if (PATH=$PATH:/usr/sbin:/sbin && command -v krb5kdc && command -v kadmin.local && command -v kinit) >/dev/null; then
+        return
+    fi
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing a Kerberos KDC with apt ..."
+        (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends krb5-kdc krb5-admin-server krb5-user) >/dev/null || true
+    fi
+}
+
 case "${1:-}" in
 venv)
     make_venv .venv requirements-dev.txt requirements.txt requirements-privacy.txt requirements-dev.txt constraints.txt pyproject.toml
@@ -125,10 +136,13 @@ torch)
 jars)
     .venv/bin/python -c 'from tests.cluster.jars import hadoop_jars; hadoop_jars()'
     ;;
+kerberos)
+    want_kerberos
+    ;;
 java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | torch | jars | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | jars | kerberos | java-home"
     ;;
 esac

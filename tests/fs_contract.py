@@ -18,7 +18,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.fs import walk
-from lockstep.storage.publish import publish_directory, write_file, write_stream
+from lockstep.storage.publish import publish_directory, temporary_name, write_file, write_stream
 from lockstep.storage.urls import basename, join, parent
 
 
@@ -346,10 +346,12 @@ class FileSystemContract:
         for attempt in ("s1", "s2"):
             put(fs, join(root, attempt, "part"), attempt.encode())
             put(fs, join(root, attempt, "_manifest.json"), b"{}")
+            put(fs, temporary_name(join(root, attempt, "train", "part")), b"of a writer that lost its NameNode")
         publish_directory(fs, join(root, "s1"), target)
         with pytest.raises(ExistsError):
             publish_directory(fs, join(root, "s2"), target)
         assert fs.read_bytes(join(target, "part")) == b"s1"
+        assert fs.list(join(target, "train")) == []
         with pytest.raises(NotFoundError):
             publish_directory(fs, join(root, "s1"), join(root, "out2"))
 

@@ -42,7 +42,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
-from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.settings import settings_for_tasks
 from lockstep.storage.urls import absolute
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class _Planned:
         known, table = plans.known, plans.table
         urls = tuple(source.url for source in sources)
         write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, compression_of(config))
-        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)), hadoop_settings())
+        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)), settings_for_tasks())
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
         context = self.spark.sparkContext
         runs = slices([file.size_bytes for file in files], DEFAULT_SPLIT_BYTES, context.defaultParallelism)

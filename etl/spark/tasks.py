@@ -20,7 +20,7 @@ from lockstep.storage.errors import DataError, StorageError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_stream
-from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings, settings_for_tasks
 from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]
     names = tuple(df.columns)
     if any(set(name) & set(".`") for name in names):
         df = df.toDF(*(f"_{number}" for number in range(len(names))))
-    return df.mapInArrow(_Mapped(function, names, hadoop_settings()), ddl_of(output))
+    return df.mapInArrow(_Mapped(function, names, settings_for_tasks()), ddl_of(output))
 
 
 def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -107,7 +107,7 @@ def over_slices(
     """The rows that `function` makes of `items`, which are plain values: each task gets neighbouring items, as `slices`
     cuts them by their `sizes` in bytes. `output` are the columns of its batches.
     """
-    each = _EachSlice(function, hadoop_settings())
+    each = _EachSlice(function, settings_for_tasks())
     return _sliced(spark, items, sizes, slice_bytes).mapInArrow(each, ddl_of(output))
 
 

@@ -33,18 +33,18 @@ def filesystem(url: str) -> FileSystem:
         settings = hadoop_settings()
         key = ("hdfs", authority, repr(sorted(settings.items())))
         return _cached(key, lambda: HdfsFileSystem(authority, settings))
-    if scheme == "webhdfs":
+    if scheme in ("webhdfs", "swebhdfs"):
         from lockstep.storage.files.webhdfs import WebHdfsFileSystem
         from lockstep.storage.settings import hadoop_settings, hadoop_user, webhdfs_token
 
-        settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token()
-        key = ("webhdfs", authority, repr((sorted(settings.items()), user, token)))
-        return _cached(key, lambda: WebHdfsFileSystem(authority, settings, user=user, token=token))
+        settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token(authority)
+        key = (scheme, authority, repr((sorted(settings.items()), user, token)))
+        return _cached(key, lambda: WebHdfsFileSystem(authority, settings, user=user, token=token, scheme=scheme))
     raise ConfigError(
         f"no file system for {scheme}:// URLs",
         got=url,
         allowed="a local path, file:///PATH, hdfs://HOST:PORT/PATH, hdfs://NAMESERVICE/PATH,"
-        " webhdfs://HOST:HTTP_PORT/PATH",
+        " webhdfs://HOST:HTTP_PORT/PATH, swebhdfs://HOST:HTTPS_PORT/PATH",
         next_step="Check the URL.",
     )
 

@@ -19,6 +19,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.deadlines import Backoff
 from lockstep.storage.files.interface import FileSystem, Writer
+from lockstep.storage.fs import walk
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import basename, join, parent
 
@@ -115,13 +116,17 @@ def sweep_temporaries(fs: FileSystem, directory: str) -> None:
 
 
 def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
-    """Rename a finished directory to its final name, atomically.
+    """Rename a finished directory to its final name, atomically, without temporary files: a writer that lost its
+    NameNode could not remove its own.
 
     If the answer to the rename was lost, look at the directories: it succeeded if the staging directory is gone and the
     target has the same manifest. Raises ExistsError if the target is another one, NotFoundError if the staging
     directory is missing.
     """
     ours = _manifest_of(fs, staging_url)
+    for entry in walk(fs, staging_url, may_vanish=True):
+        if is_temporary(entry.name):
+            fs.delete(entry.url)
     try:
         fs.rename_new(staging_url, target_url)
     except ExistsError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from lockstep.storage.errors import ConfigError
+from lockstep.storage.tokens import for_web, held, hold
 
 # Chosen by the measurements in docs/decisions/001-hdfs-calls.md.
 DEFAULTS = {
@@ -30,6 +31,7 @@ _HADOOP_DEFAULTS = {
 }
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
 WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
+_TOKENS = "lockstep.storage.tokens"
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _of_the_driver: dict[str, str] = {}
 _from_files: tuple[str | None, dict[str, str]] = (None, {})
@@ -40,12 +42,22 @@ def hadoop_settings() -> dict[str, str]:
     return DEFAULTS | _conf_dir_settings() | _environment() | _of_the_driver
 
 
-def set_hadoop_settings(settings: Mapping[str, str]) -> None:
-    """Replace the settings of the driver: its effective fs.*, dfs.* and lockstep.storage.* settings; others are
-    ignored.
+def settings_for_tasks() -> dict[str, str]:
+    """The settings in effect with the delegation tokens, a secret: for a task's function, which Spark neither stores
+    nor logs.
     """
+    return hadoop_settings() | ({_TOKENS: held()} if held() else {})
+
+
+def set_hadoop_settings(settings: Mapping[str, str]) -> None:
+    """Replace the settings of the driver: its effective fs.*, dfs.*, hadoop.security.* and lockstep.storage.* settings;
+    others are ignored. Tokens of `settings_for_tasks` are held.
+    """
+    hold(settings.get(_TOKENS, ""))
     _of_the_driver.clear()
     for key, value in settings.items():
+        if key == _TOKENS:
+            continue
         if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
             _of_the_driver[key] = str(value)
 
@@ -72,13 +84,19 @@ def hadoop_user() -> str:
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
 
-def webhdfs_token() -> str | None:
-    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
+def with_kerberos(settings: Mapping[str, str]) -> bool:
+    """Whether HDFS asks for a ticket or a token."""
+    return settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
+
+
+def webhdfs_token(service: str = "") -> str | None:
+    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, else that of the name service among this
+    process's tokens, else None.
 
     It is not among the settings, which are logged and sent with tasks: executors get it by
     `--conf spark.executorEnv.LOCKSTEP_WEBHDFS_TOKEN=...`, which Spark hides in its page.
     """
-    return os.environ.get(WEBHDFS_TOKEN) or None
+    return os.environ.get(WEBHDFS_TOKEN) or (for_web(service) if service else None)
 
 
 def seconds(settings: Mapping[str, str], key: str) -> float:

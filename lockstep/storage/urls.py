@@ -28,7 +28,7 @@ def split_url(url: str) -> tuple[str, str, str]:
     if found.group(2) is None:
         if scheme == "file" and rest.startswith("/"):
             return "file", "", rest
-        if scheme in ("file", "hdfs", "webhdfs"):
+        if scheme in ("file", "hdfs", "webhdfs", "swebhdfs"):
             raise ConfigError(
                 f"{url} is not a URL", got=url, allowed=f"{scheme}://HOST:PORT/PATH", next_step="Add `//`."
             )

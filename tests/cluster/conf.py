@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -14,6 +15,9 @@ ROLES = (
     "datanode-2", "datanode-2-http", "datanode-2-ipc",
     "resourcemanager", "resourcemanager-scheduler", "resourcemanager-tracker", "resourcemanager-admin",
     "resourcemanager-http", "nodemanager", "nodemanager-localizer", "nodemanager-http",
+    # of tests/cluster/sites
+    "namenode-2", "namenode-2-http", "journalnode", "journalnode-http", "kdc", "kms", "httpfs",
+    "journalnode-https", "namenode-https", "namenode-2-https", "datanode-1-https", "datanode-2-https",
 )  # fmt: skip
 
 # Below the range from which Linux takes ports for outgoing connections, so that a client's socket cannot take one
@@ -116,19 +120,29 @@ def yarn_site(ports: dict[str, int], folder: Path) -> dict[str, str]:
     }
 
 
-def write_conf(conf_dir: Path, folder: Path, ports: dict[str, int]) -> None:
-    """Write `conf_dir`, a HADOOP_CONF_DIR, for daemons that keep their data under `folder`."""
+def write_conf(
+    conf_dir: Path, folder: Path, ports: dict[str, int], core: Mapping[str, str] = {}, hdfs: Mapping[str, str] = {}
+) -> None:
+    """Write `conf_dir`, a HADOOP_CONF_DIR, for daemons that keep their data under `folder`; `core` and `hdfs` are more
+    properties of these two files, or other values.
+    """
     conf_dir.mkdir(parents=True, exist_ok=True)
     for name, entries in (
-        ("core-site", core_site(ports, folder)),
-        ("hdfs-site", hdfs_site(ports, folder)),
+        ("core-site", {**core_site(ports, folder), **core}),
+        ("hdfs-site", {**hdfs_site(ports, folder), **hdfs}),
         ("yarn-site", yarn_site(ports, folder)),
         ("capacity-scheduler", CAPACITY),
     ):
-        rows = "".join(
-            f"  <property><name>{escape(key)}</name><value>{escape(value)}</value></property>\n"
-            for key, value in entries.items()
-        )
-        text = f'<?xml version="1.0" encoding="UTF-8"?>\n<configuration>\n{rows}</configuration>\n'
-        (conf_dir / f"{name}.xml").write_text(text, encoding="utf-8")
+        write_properties(conf_dir / f"{name}.xml", entries)
     (conf_dir / "log4j.properties").write_text(LOG4J, encoding="utf-8")
+
+
+def write_properties(path: Path, entries: Mapping[str, str]) -> None:
+    """Write one of Hadoop's XML files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = "".join(
+        f"  <property><name>{escape(key)}</name><value>{escape(value)}</value></property>\n"
+        for key, value in entries.items()
+    )
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<configuration>\n{rows}</configuration>\n'
+    path.write_text(text, encoding="utf-8")

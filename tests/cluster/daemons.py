@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.storage.errors import LockstepError
 from tests.cluster.conf import HOST, ROLES, free_ports, write_conf
-from tests.cluster.jars import hadoop_jars, java_home
+from tests.cluster.jars import GATEWAYS, POM, hadoop_jars, java_home
 from tests.cluster.process import Process, last_lines, spawn
 
 HDFS = ("namenode", "datanode-1", "datanode-2")
@@ -27,12 +27,20 @@ SERVER = "org.apache.hadoop.hdfs.server"
 RESOURCES = "org.apache.hadoop.yarn.server"
 MAIN = {
     "namenode": f"{SERVER}.namenode.NameNode",
+    "namenode-2": f"{SERVER}.namenode.NameNode",
+    "journalnode": "org.apache.hadoop.hdfs.qjournal.server.JournalNode",
+    "kms": "org.apache.hadoop.crypto.key.kms.server.KMSWebServer",
+    "httpfs": "org.apache.hadoop.fs.http.server.HttpFSServerWebServer",
     "datanode-1": f"{SERVER}.datanode.DataNode",
     "datanode-2": f"{SERVER}.datanode.DataNode",
     "resourcemanager": f"{RESOURCES}.resourcemanager.ResourceManager",
     "nodemanager": f"{RESOURCES}.nodemanager.NodeManager",
 }
-HEAP_MB = {"namenode": 96, "datanode-1": 64, "datanode-2": 64, "resourcemanager": 128, "nodemanager": 96}
+GATEWAY = (MAIN["kms"], MAIN["httpfs"])
+HEAP_MB = {
+    "namenode": 96, "namenode-2": 96, "journalnode": 64, "kms": 96, "httpfs": 96, "datanode-1": 64, "datanode-2": 64,
+    "resourcemanager": 128, "nodemanager": 96,
+}  # fmt: skip
 JVM = (
     "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=48m", "-Xss512k", "-XX:-UsePerfData",
     "-Djava.net.preferIPv4Stack=true",
@@ -173,7 +181,7 @@ class Cluster:
         for attempt in range(1, ATTEMPTS + 1):
             found = free_ports()
             self.ports = found if not self.ports else self.ports | {r: found[r] for r in ROLES if _of(r, names)}
-            write_conf(Path(self.conf_dir), self.folder, self.ports)
+            self._configure()
             if "namenode" in names:
                 self._format()
             try:
@@ -189,22 +197,40 @@ class Cluster:
                 for name in names:
                     self.log(name).unlink(missing_ok=True)
 
+    def _configure(self) -> None:
+        write_conf(Path(self.conf_dir), self.folder, self.ports)
+
     def _format(self) -> None:
         for name in ("namenode", "datanode-1", "datanode-2"):
             subprocess.run(["rm", "-rf", str(self.folder / name)], check=True)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        command = [*self._java("namenode"), "-format", "-nonInteractive"]
-        with self.log("namenode-format").open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=START_LIMIT_S)
+        self._run("namenode-format", [*self._java("namenode"), "-format", "-nonInteractive"])
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        """Run a command of Hadoop to its end, with its output in the log `name`."""
+        with self.log(name).open("wb") as output:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self._environment(), timeout=START_LIMIT_S
+            )
         if done.returncode != 0:
-            raise ClusterError("the NameNode could not be formatted", got=last_lines(self.log("namenode-format")))
+            raise ClusterError(f"{name} failed", got=last_lines(self.log(name)))
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "JAVA_HOME": str(java_home()), "HADOOP_CONF_DIR": self.conf_dir}
 
     def _java(self, name: str) -> list[str]:
-        classpath = os.pathsep.join([self.conf_dir, *map(str, hadoop_jars())])
-        options = [f"-Xmx{HEAP_MB[name]}m", *JVM, f"-Djava.io.tmpdir={self.folder / 'tmp'}"]
+        return self._jvm(HEAP_MB[name], MAIN[name], *self._settings(name))
+
+    def _jvm(self, heap_mb: int, main: str, *arguments: str) -> list[str]:
+        classpath = os.pathsep.join([self.conf_dir, *map(str, hadoop_jars(GATEWAYS if main in GATEWAY else POM))])
+        options = [f"-Xmx{heap_mb}m", *JVM, *self._options(), f"-Djava.io.tmpdir={self.folder / 'tmp'}"]
         options += [f"--add-opens={package}" for package in OPENS]
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-        return [str(java_home() / "bin" / "java"), *options, "-cp", classpath, MAIN[name], *self._settings(name)]
+        return [str(java_home() / "bin" / "java"), *options, "-cp", classpath, main, *arguments]
+
+    def _options(self) -> list[str]:
+        """More options of each Java."""
+        return []
 
     def _settings(self, name: str) -> list[str]:
         if not name.startswith("datanode"):
@@ -221,10 +247,9 @@ class Cluster:
         return [part for key, value in settings.items() for part in ("-D", f"{key}={value}")]
 
     def _start_all(self, names: Sequence[str]) -> None:
-        environment = {**os.environ, "JAVA_HOME": str(java_home()), "HADOOP_CONF_DIR": self.conf_dir}
         for name in names:
             self._spawned_at[name] = time.monotonic()
-            self.processes[name] = spawn(name, self._java(name), environment, self.log(name), keep=self.keep)
+            self.processes[name] = spawn(name, self._java(name), self._environment(), self.log(name), keep=self.keep)
         self._wait(names)
 
     def _wait(self, names: Sequence[str]) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 from lockstep.storage.errors import ConfigError
 
 POM = Path(__file__).with_name("pom.xml")
+GATEWAYS = POM.with_name("gateways.xml")
 JAVA_VERSIONS = (17, 21)
 FETCH_LIMIT_S = 600.0
 
 
-def hadoop_version() -> str:
+def hadoop_version(pom: Path = POM) -> str:
     """The Hadoop version that the pom names."""
-    found = re.search(r"<hadoop\.version>([^<]+)</hadoop\.version>", POM.read_text(encoding="utf-8"))
-    assert found is not None, f"{POM} names no hadoop.version"
+    found = re.search(r"<hadoop\.version>([^<]+)</hadoop\.version>", pom.read_text(encoding="utf-8"))
+    assert found is not None, f"{pom} names no hadoop.version"
     return found.group(1)
 
 
@@ -55,27 +56,30 @@ def java_major(home: Path) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def cache_folder() -> Path:
+def cache_folder(pom: Path = POM) -> Path:
     """Where the jars lie: a folder of its own for each content of the pom."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(POM.read_bytes()).hexdigest()[:8]
-    return base / "lockstep" / f"hadoop-{hadoop_version()}-{digest}"
+    digest = hashlib.sha256(pom.read_bytes()).hexdigest()[:8]
+    return base / "lockstep" / f"hadoop-{hadoop_version(pom)}-{digest}"
 
 
-def hadoop_jars() -> list[Path]:
-    """The jars of the daemons' class path, fetched at the first call. Raises ConfigError where Maven cannot."""
-    folder = cache_folder()
+def hadoop_jars(pom: Path = POM) -> list[Path]:
+    """The jars of the daemons' class path, fetched at the first call; with GATEWAYS those of KMS and HttpFS.
+
+    Raises ConfigError where Maven cannot.
+    """
+    folder = cache_folder(pom)
     if not folder.is_dir():
-        _fetch(folder)
+        _fetch(folder, pom)
     return sorted(folder.glob("*.jar"))
 
 
-def _fetch(folder: Path) -> None:
+def _fetch(folder: Path, pom: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="_fetch-") as temporary:
         staging = Path(temporary) / "jars"
         command = [
-            _maven(), "--quiet", "--batch-mode", "-Dstyle.color=never", f"--file={POM}", f"-DoutputDirectory={staging}",
+            _maven(), "--quiet", "--batch-mode", "-Dstyle.color=never", f"--file={pom}", f"-DoutputDirectory={staging}",
             "-DincludeScope=runtime", "dependency:copy-dependencies",
         ]  # fmt: skip
         environment = {**os.environ, "JAVA_HOME": str(java_home())}
@@ -83,7 +87,7 @@ def _fetch(folder: Path) -> None:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FETCH_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise _not_fetched(f"no answer within {FETCH_LIMIT_S:.0f} s") from None
-        if done.returncode != 0 or not any(staging.glob("hadoop-client-minicluster-*.jar")):
+        if done.returncode != 0 or not any(staging.glob("hadoop-*.jar")):
             raise _not_fetched("\n".join((done.stdout + done.stderr).strip().splitlines()[:5]))
         try:
             staging.rename(folder)  # one rename: another process sees all jars or none

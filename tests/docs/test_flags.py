@@ -21,6 +21,8 @@ OTHERS = {  # the first two lines are spark-submit's
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
     "--pid", "--logdir",  # py-spy, tensorboard
+    "--keytab", "--principal",  # spark-submit's, under Kerberos
+    "--hdfs",  # jobs.doctor
 }  # fmt: skip
 
 

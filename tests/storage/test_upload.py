@@ -243,6 +243,8 @@ def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
     [
         (["--output", "/local"], "not on HDFS"),
         (["--output", "webhdfs://host/x"], "names no NameNode"),
+        (["--output", "swebhdfs://host/x"], "swebhdfs:// URL names no NameNode"),
+        (["--output", "swebhdfs://host:1/x", "--via", "hdfs"], "not on HDFS"),
         (["--output", "hdfs://host:1/x", "--via", "webhdfs"], "cannot be reached by webhdfs"),
         (["--output", "webhdfs://host:1/x", "--parallel", "0"], "--parallel"),
         (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "invalid arguments"),

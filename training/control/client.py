@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError, LockstepError
+from lockstep.storage.tokens import hold
 from training.control.last_words import LastWords
 from training.control.protocol import (
     SESSION,
@@ -308,6 +309,8 @@ class RosterClient:
                 self._heard_at = time.monotonic()
                 if tag is Tag.ORDER:
                     self._orders.put(open_order(self._secret, self._rank, str(document["order"])))
+                elif tag is Tag.TOKENS:
+                    hold(open_order(self._secret, self._rank, str(document["tokens"]))["tokens"])
                 elif tag is Tag.END:
                     return
         except LockstepError:

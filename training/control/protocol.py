@@ -83,6 +83,7 @@ class Tag(IntEnum):
     LEAVE = 16  # driver -> rank: write a checkpoint and end; supervisor -> driver: it was asked to end
     SAVE = 17  # driver -> rank: write a checkpoint and train on
     STACKS = 18  # driver -> supervisor: where are your rank's threads; supervisor -> driver: their stacks
+    TOKENS = 19  # roster -> supervisor: sealed delegation tokens, newer ones
 
 
 class Channel:

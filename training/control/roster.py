@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.storage.tokens import held
 from training.control.listener import Listener
 from training.control.protocol import SESSION, Channel, Role, Tag, try_send
 
@@ -151,9 +152,13 @@ class Roster:
                 self._on_lost(rank)
 
     def _ping(self) -> None:
+        sent: dict[int, str] = {}  # delegation tokens by rank; orders have those of their time
         while self._listener.open:
             with self._changed:
-                lines = list(self._lines.values())
-            for line in lines:
+                lines = dict(self._lines)
+            for rank, line in lines.items():
                 try_send(line, Tag.PING, {})
+                if (tokens := held()) != sent.get(rank, ""):
+                    try_send(line, Tag.TOKENS, {"tokens": seal_order(self._secret, rank, {"tokens": tokens})})
+                    sent[rank] = tokens
             time.sleep(PING_EVERY_S)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.storage.tokens import held
 from training.comm.tls import Credentials
 from training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
 from training.world import World
@@ -128,6 +129,7 @@ def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: C
     """The part of an order that differs between generations; holds secrets."""
     return {
         "task": task.to_json(),
+        "tokens": held(),
         "generation": generation,
         "port": port,
         "key": key.hex(),

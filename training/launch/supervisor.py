@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import IO
 
+from lockstep.storage.tokens import hold
 from training.control.client import RosterClient, SupervisorClient, open_channel
 from training.control.last_words import LastWords, new_page
 from training.control.protocol import Role, Tag
@@ -188,6 +189,7 @@ def supervise(spec: SupervisorSpec, prepare: Callable[[RankTask], None] | None =
     line = RosterClient(spec.control, spec.secret, spec.rank, deadline_s=deadline_s, lost_s=limits.lost_s)
     try:
         while (document := line.next_order()) is not None:
+            hold(document["tokens"])
             order = spec.order(document)
             if prepare is not None:
                 prepare(order.task)

@@ -14,7 +14,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
-from lockstep.storage.publish import MANIFEST_NAME, publish_directory, sweep_temporaries, write_file
+from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent
 from training.config import TrainConfig
@@ -115,7 +115,6 @@ def predict(
                 "left_out": left_out,
                 "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
             }
-            sweep_temporaries(fs, staging)  # of killed ranks
             write_file(fs, join(staging, MANIFEST_NAME), seal(document))
             publish_directory(fs, staging, output)
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.storage.errors import ConfigError, require
-from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings, settings_for_tasks
 from training.rank import runtime
 from training.results.predictor import BATCH, ExportedModel, Predictor, prediction_column
 
@@ -37,7 +37,7 @@ def predict_udf(run: str, *, batch: int = BATCH, returns: str | None = None) -> 
         )
     require(returns in (None, *RETURNS), "returns", repr(returns), " or ".join(RETURNS), "Correct returns.")
     # Looked up here: the run may have a newer model while the query runs.
-    exported, hadoop = ExportedModel.at(run), hadoop_settings()
+    exported, hadoop = ExportedModel.at(run), settings_for_tasks()
     several = exported.signature.num_classes is not None if returns is None else returns == RETURNS[1]
 
     def predictions(structs: Iterator[pa.Array]) -> Iterator[pa.Array]:

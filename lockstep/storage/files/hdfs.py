@@ -28,14 +28,17 @@ from lockstep.storage.files.remote import (
     RemoteWriter,
     below_a_file,
     check,
+    erasure_coded,
+    no_ticket,
     not_in_service,
     not_there,
     taken,
+    without_secrets,
 )
 from lockstep.storage.settings import seconds
 from lockstep.storage.urls import join, split_url
 
-_RPC = re.compile(r'^RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
+_RPC = re.compile(r'^(?:Fatal)?RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
 # hdfs-native prints twenty fields of a DataNode; these two identify it.
 _DATANODE = re.compile(r'DatanodeInfoProto \{ id: DatanodeIdProto \{ ip_addr: \\*"([^"\\]+)\\*".*?xfer_port: (\d+)')
 _RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
@@ -58,6 +61,13 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="a user with the right to do so",
             next_step="Set HADOOP_USER_NAME, or ask for the permission; under Kerberos run kinit.",
         )
+    if java == "SecretManager$InvalidToken":  # a newer one may be on its way
+        return RetryableStorageError(
+            f"{what}: the delegation token is not valid any more",
+            got=text,
+            allowed="a token in HADOOP_TOKEN_FILE_LOCATION that is renewed, or a newer one",
+            next_step="Start the job with a new token, or with a keytab: see docs/sites.md.",
+        )
     if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
         return not_in_service(what, text, whom)
     if "No NameNode hosts found" in text:
@@ -74,6 +84,22 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="hdfs://HOST:PORT/PATH, or a name service that HADOOP_CONF_DIR or Spark's settings define",
             next_step="Correct the URL, or set HADOOP_CONF_DIR.",
         )
+    if "hsync is not supported for erasure-coded" in text:
+        return erasure_coded(what, text)
+    if "UnsupportedErasureCodingPolicy" in text or "UnsupportedFeature" in text:
+        return StorageError(
+            f"{what}: hdfs:// cannot do this here",
+            got=text,
+            allowed="replication, erasure coding by Reed-Solomon, encryption zones",
+            next_step="Read it by webhdfs:// instead: there a DataNode decodes it.",
+        )
+    if "KMS " in text:
+        return RetryableStorageError(
+            f"{what}: the key server of its encryption zone gave no key",
+            got=text,
+            allowed="an answer of the server in hadoop.security.key.provider.path",
+            next_step="Check that the key server (KMS) runs, and that this user may decrypt with the zone's key.",
+        )
     if "Name or service not known" in text:
         return StorageError(
             f"{what}: {whom} has no address",
@@ -82,7 +108,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             next_step="Check the host in the URL.",
         )
     if "GSSAPIError" in text:
-        return StorageError(f"{what}: Kerberos refused", got=text, allowed="a valid ticket", next_step="Run kinit.")
+        return no_ticket(what, _gss(text))
     if isinstance(error, OSError):
         # Its OSErrors are lost or refused connections; errno is never set, so the text is all there is.
         return RetryableStorageError(what, got=text, allowed="a connection", next_step=check(whom))
@@ -93,6 +119,11 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
     )
 
 
+def _gss(text: str) -> str:
+    """What Kerberos says in one of hdfs-native's GSSAPIErrors, whose last part is that text."""
+    return text.rpartition(', "')[2].rstrip('")') or text
+
+
 def _parts(error: BaseException) -> tuple[str, str]:
     """(Java class without its package or "", first line of the message)."""
     message = str(error) or repr(error)
@@ -101,7 +132,7 @@ def _parts(error: BaseException) -> tuple[str, str]:
     if "All DataNodes failed" in text and (tried := _DATANODE.findall(text)):
         text = f"All DataNodes failed: {', '.join(f'{host}:{port}' for host, port in tried)}"
     # Inside RPCError the text is a Rust literal, so its line ends are written out.
-    return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")')
+    return java, without_secrets(re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")'))
 
 
 _FIRST_S = 15.0

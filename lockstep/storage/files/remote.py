@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException", "NotReplicatedYetException")
+
+
+_SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\")]+")
+
+
+def without_secrets(text: str) -> str:
+    """An error's text whose URLs name no user and no token."""
+    return _SECRET.sub(r"\1=...", text)
+
+
+def erasure_coded(what: str, text: str) -> StorageError:
+    """A new file in an erasure-coded folder."""
+    return StorageError(
+        f"{what}: its folder is erasure-coded, and such files can be neither synced nor continued",
+        got=text,
+        allowed="a folder of replicated files",
+        next_step="Choose another output, or run `hdfs ec -setPolicy -replicate -path FOLDER` for a folder in it.",
+    )
 
 
 def not_there(what: str, verb: str, text: str) -> LockstepError:
@@ -58,6 +77,16 @@ def taken(what: str, text: str) -> ExistsError:
 def not_in_service(what: str, text: str, whom: str) -> RetryableStorageError:
     """A temporary state of HDFS, such as safe mode."""
     return RetryableStorageError(what, got=text, allowed="an HDFS in service", next_step=check(whom))
+
+
+def no_ticket(what: str, text: str) -> StorageError:
+    """Kerberos without a valid ticket."""
+    return StorageError(
+        f"{what}: Kerberos refused",
+        got=text,
+        allowed="a valid ticket, a keytab in KRB5_CLIENT_KTNAME, or a token in HADOOP_TOKEN_FILE_LOCATION",
+        next_step="Run kinit; for a job that outlives its ticket see docs/sites.md.",
+    )
 
 
 def check(whom: str) -> str:

@@ -33,16 +33,20 @@ _DISCARD_S = 5.0
 
 
 class WebHdfsFileSystem(RemoteFileSystem):
-    """One HDFS over HTTP, by authority ("host:port", "host:port,host:port" or a name service) and settings.
+    """One HDFS over HTTP, by authority ("host:port", "host:port,host:port" or a name service) and settings; over TLS
+    for the `scheme` swebhdfs.
 
-    `token` is a delegation token; without one the requests name `user`. Deadlines are those of hdfs://
-    (`lockstep.storage.*`). There is no durable sync, so it can hold datasets, but no run of jobs.train.
+    `token` is a delegation token; without one requests have a ticket under Kerberos, else name `user`. Deadlines
+    are those of hdfs:// (`lockstep.storage.*`). There is no durable sync, so it can hold datasets, but no run of
+    jobs.train.
     """
 
     promises = Promises(atomic_rename=True, durable_sync=False)
 
-    def __init__(self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None) -> None:
-        self.calls = WebHdfsCalls(authority, settings, user=user, token=token)
+    def __init__(
+        self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None, scheme: str = "webhdfs"
+    ) -> None:
+        self.calls = WebHdfsCalls(authority, settings, user=user, token=token, scheme=scheme)
         self.whom, self.give_up_s = self.calls.whom, self.calls.give_up_s
         self.call_deadline_s, self.data_deadline_s = self.calls.call_deadline_s, self.calls.data_deadline_s
 

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.client import HTTPException
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
-from hdfs.client import InsecureClient, TokenClient, _Request
+from hdfs.client import Client, InsecureClient, TokenClient, _Request
 from hdfs.util import HdfsError
 from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
@@ -21,30 +22,40 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionErro
 
 from lockstep.storage.errors import ConfigError, LockstepError, RetryableStorageError, StorageError
 from lockstep.storage.files.deadlines import call_with_deadline, with_retries
-from lockstep.storage.files.remote import RETRYABLE_JAVA, below_a_file, check, not_in_service, not_there, taken
-from lockstep.storage.settings import seconds
+from lockstep.storage.files.remote import (
+    RETRYABLE_JAVA,
+    below_a_file,
+    check,
+    erasure_coded,
+    no_ticket,
+    not_in_service,
+    not_there,
+    taken,
+    without_secrets,
+)
+from lockstep.storage.files.spnego import Negotiate, NoTicketError
+from lockstep.storage.settings import seconds, with_kerberos
 from lockstep.storage.urls import split_url
 
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):([0-9]{1,5})")
-_HTTP, _RPC = "dfs.namenode.http-address", "dfs.namenode.rpc-address"
+_HTTP, _HTTPS, _RPC = "dfs.namenode.http-address", "dfs.namenode.https-address", "dfs.namenode.rpc-address"
 
 
-def http_addresses(authority: str, settings: Mapping[str, str]) -> tuple[str, ...]:
-    """ "http://host:port" of each NameNode: "host:port[,host:port]" as written, or those of a name service by the
-    settings. Raises ConfigError for anything else.
+def http_addresses(authority: str, settings: Mapping[str, str], scheme: str = "webhdfs") -> tuple[str, ...]:
+    """ "http://host:port" of each NameNode, for swebhdfs "https://host:port": "host:port[,host:port]" as written, or
+    those of a name service by the settings. Raises ConfigError for anything else.
     """
+    key, protocol, usual = (_HTTP, "http", 9870) if scheme == "webhdfs" else (_HTTPS, "https", 9871)
     parts = authority.split(",")
-    if all(_valid(part) for part in parts):
-        return tuple(f"http://{part}" for part in parts)
-    nodes = _of_service(authority, _HTTP, settings)
+    nodes = parts if all(_valid(part) for part in parts) else _of_service(authority, key, settings)
     if nodes:
-        return tuple(f"http://{node}" for node in nodes)
+        return tuple(f"{protocol}://{node}" for node in nodes)
     raise ConfigError(
-        "a webhdfs:// URL names no NameNode",
-        got=f"webhdfs://{authority}",
-        allowed="webhdfs://HOST:HTTP_PORT/PATH, webhdfs://HOST:PORT,HOST2:PORT2/PATH, or a name service whose"
-        f" {_HTTP} HADOOP_CONF_DIR or Spark's settings give",
-        next_step="Write the NameNode's host and HTTP port (9870 unless configured).",
+        f"a {scheme}:// URL names no NameNode",
+        got=f"{scheme}://{authority}",
+        allowed=f"{scheme}://HOST:HTTP_PORT/PATH, {scheme}://HOST:PORT,HOST2:PORT2/PATH, or a name service whose"
+        f" {key} HADOOP_CONF_DIR or Spark's settings give",
+        next_step=f"Write the NameNode's host and {protocol.upper()} port ({usual} unless configured).",
     )
 
 
@@ -206,20 +217,33 @@ class _Token(_Exact, TokenClient):
     """By delegation token."""
 
 
-def make_client(addresses: Sequence[str], *, user: str, token: str | None, connect_s: float, read_s: float) -> Any:
+class _Kerberos(_Exact, Client):
+    """By ticket."""
+
+
+def make_client(
+    addresses: Sequence[str], *, user: str, token: str | None, kerberos: bool = False, connect_s: float, read_s: float
+) -> Any:
     """A client of the NameNodes at `addresses` ("http://host:port"), tried in turn where one does not serve.
 
-    It authenticates by `token`, a delegation token, or, if that is None, names `user`, which an HDFS without Kerberos
-    accepts. `connect_s` limits connecting and each send, `read_s` each wait for an answer, in seconds.
+    It authenticates by `token`, a delegation token, or, if that is None, by a ticket (`kerberos`), or names `user`,
+    which an HDFS without Kerberos accepts. Certificates are checked by the system's authorities, or those in the file
+    SSL_CERT_FILE. `connect_s` limits connecting and each send, `read_s` each wait for an answer, in seconds.
     """
     session = requests.Session()
     # Proxies and passwords of the environment (HTTP_PROXY, .netrc) are meant for the web, not for the cluster.
     session.trust_env = False
     session.headers["Accept-Encoding"] = "identity"  # compressed by a proxy, a body would not be the file's bytes
-    session.mount("http://", HTTPAdapter(pool_connections=CONNECTIONS, pool_maxsize=CONNECTIONS))
+    for protocol in ("http://", "https://"):
+        session.mount(protocol, HTTPAdapter(pool_connections=CONNECTIONS, pool_maxsize=CONNECTIONS))
+    authorities = ssl.get_default_verify_paths()
+    session.verify = authorities.cafile or authorities.capath or True
     kind = {"session": session, "timeout": (connect_s, read_s)}
     if token is not None:
         return _Token(";".join(addresses), token, **kind)
+    if kerberos:
+        session.auth = Negotiate(frozenset(urlsplit(address).netloc for address in addresses))
+        return _Kerberos(";".join(addresses), **kind)
     return _Insecure(";".join(addresses), user=user, **kind)
 
 
@@ -227,7 +251,7 @@ def location(answer: Any) -> str:
     """The URL of the DataNode to which the NameNode redirects for data. Raises RefusedError without one."""
     found = answer.headers.get("location")
     if not found:
-        raise RefusedError("", "the NameNode named no DataNode (a gateway such as HttpFS?)", answer.status_code)
+        raise RefusedError("", "no DataNode was named (HttpFS?)", answer.status_code)
     # http.client reads headers as Latin-1; bytes beyond ASCII are put back and left for requests to quote.
     return str(found).encode("latin-1").decode("utf-8", errors="surrogateescape")
 
@@ -282,7 +306,6 @@ class LostAnswerError(RetryableStorageError):
 
 # What parsing raises for an answer that is not WebHDFS's JSON; requests' error for invalid JSON is a ValueError too.
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-_SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
 _RETRYABLE_TEXT = (
     "could only be written to", "SafeModeException", "StandbyException", "nodes contain this block",
     "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
@@ -292,7 +315,24 @@ _RETRYABLE_TEXT = (
 def translate(error: BaseException, *, verb: str, place: str, whom: str) -> LockstepError:
     """Our error for one of the `hdfs` package or below it, raised while `verb`-ing `place` on `whom`."""
     what = f"cannot {verb} {place}"
+    if isinstance(error, NoTicketError):
+        return no_ticket(what, str(error))
     java, text, status = _parts(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return StorageError(
+            f"{what}: the server's certificate is not trusted here",
+            got=text,
+            allowed="one that an authority of this system, or of the file SSL_CERT_FILE, has signed",
+            next_step="Set SSL_CERT_FILE to a PEM file with the site's authority; for executors by"
+            " --conf spark.executorEnv.SSL_CERT_FILE=FILE.",
+        )
+    if "WRONG_VERSION_NUMBER" in text or "BadStatusLine('\\x15\\x03" in text:  # an alert of TLS as an answer
+        return ConfigError(
+            f"{what}: one side speaks TLS and the other does not",
+            got=text,
+            allowed="swebhdfs:// with an HTTPS port (9871 unless configured), webhdfs:// with an HTTP port (9870)",
+            next_step="Correct the scheme or the port of the URL.",
+        )
     if java or isinstance(error, (HdfsError, RefusedError)):
         return _answered(what, verb, java, text, status, whom, getattr(error, "data_host", ""))
     if "NameResolutionError" in text or "Name or service not known" in text:
@@ -332,10 +372,13 @@ def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str
             f"{what}: permission denied",
             got=text,
             allowed="a user, or a delegation token, with the right to do so",
-            next_step="Set HADOOP_USER_NAME; under Kerberos set LOCKSTEP_WEBHDFS_TOKEN to a delegation token.",
+            next_step="Set HADOOP_USER_NAME, or ask for the permission; under Kerberos run kinit with"
+            " hadoop.security.authentication=kerberos in core-site.xml, or set a new LOCKSTEP_WEBHDFS_TOKEN.",
         )
     if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
         return not_in_service(what, text, whom)
+    if "Append on EC file" in text:
+        return erasure_coded(what, text)
     if not java:
         return _no_webhdfs(what, text)
     return StorageError(what, got=f"{java}: {text}", allowed="success", next_step="See the NameNode's log.")
@@ -346,7 +389,9 @@ def _no_webhdfs(what: str, text: str) -> ConfigError:
         f"{what}: the server does not answer as WebHDFS does",
         got=text,
         allowed="the NameNode's HTTP port (dfs.namenode.http-address, 9870 unless configured)",
-        next_step="Check the port in the URL.",
+        next_step="Write the NameNodes' own addresses, or hdfs://: docs/sites.md says why HttpFS does not do."
+        if "HttpFS" in text
+        else "Check the port in the URL.",
     )
 
 
@@ -365,13 +410,13 @@ def _parts(error: BaseException) -> tuple[str, str, int]:
 
 
 def _clean(text: str) -> str:
-    lines = _SECRET.sub(r"\1=...", text).strip().splitlines()
+    lines = without_secrets(text).strip().splitlines()
     return lines[0].strip()[:500] if lines else "no message"
 
 
 T = TypeVar("T")
 _CONNECT_S = 10.0
-_BELOW = (HdfsError, RefusedError, RequestException, HTTPError, HTTPException, OSError, *OTHER_FORM)
+_BELOW = (HdfsError, RefusedError, NoTicketError, RequestException, HTTPError, HTTPException, OSError, *OTHER_FORM)
 
 
 class WebHdfsCalls:
@@ -379,9 +424,11 @@ class WebHdfsCalls:
     `data_deadline_s` for one attempt at the NameNode and at a DataNode, `give_up_s` for all of one call, in seconds.
     """
 
-    def __init__(self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None) -> None:
-        addresses = http_addresses(authority, settings)
-        hosts = ", ".join(address.removeprefix("http://") for address in addresses)
+    def __init__(
+        self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None, scheme: str = "webhdfs"
+    ) -> None:
+        addresses = http_addresses(authority, settings, scheme)
+        hosts = ", ".join(urlsplit(address).netloc for address in addresses)
         self.whom = f"the NameNode{'s' if len(addresses) > 1 else ''} at {hosts}"
         self.whom_data = f"{self.whom} or a DataNode"
         self.call_deadline_s = seconds(settings, "lockstep.storage.call-deadline-s")
@@ -389,7 +436,7 @@ class WebHdfsCalls:
         self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
         # Each address gets its share of a call's deadline: a frozen NameNode must not use up the other's time.
         each_s = 0.9 * self.call_deadline_s / len(addresses)
-        who: dict[str, Any] = {"user": user, "token": token}
+        who: dict[str, Any] = {"user": user, "token": token, "kerberos": with_kerberos(settings)}
         self._names = make_client(addresses, **who, connect_s=min(_CONNECT_S, each_s), read_s=each_s)
         # The connect limit is also that of each send, which waits for the slowest DataNode of the pipeline.
         self._data = make_client(addresses, **who, connect_s=self.call_deadline_s, read_s=self.data_deadline_s)
