@@ -26,6 +26,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
         "baseline",
         "bench_comm",
+        "control",
         "cross_validate",
         "describe",
         "doctor",
@@ -37,15 +38,21 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "index",
         "launch",
         "models",
+        "package",
         "pipeline",
         "predict",
         "profile_run",
+        "publish",
         "report",
         "runs",
+        "scale",
+        "stacks",
+        "status",
         "train",
         "tune",
         "upload",
         "verify",
+        "watch",
     ]
 
 
