@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
-from airflow.sdk import DAG, Param
+from airflow.sdk import DAG, CronDataIntervalTimetable, Param
 
 HOME = Path(__file__).resolve().parents[2]
 COMMON = {
@@ -84,7 +84,8 @@ def daily(
     with DAG(
         dag_id=dag_id,
         description="Yesterday's data to a published model",
-        schedule="@daily",
+        # A run of a day begins after that day; "@daily" alone has intervals without length, which begin at its start.
+        schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
         start_date=start,
         catchup=False,
         max_active_runs=1,

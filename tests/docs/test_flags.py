@@ -21,6 +21,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
     "--pid",  # py-spy
+    "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date",  # airflow
 }  # fmt: skip
 
 
