@@ -6,10 +6,14 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
+from etl.input.files import find_sources
 from etl.split.leakage import content_line
-from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, WriteConfig
+from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
 from jobs._cli import JobParser, joined
-from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ExistsError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import absolute
 
 
 def add_output_flags(job: JobParser, split: str) -> None:
@@ -19,6 +23,8 @@ def add_output_flags(job: JobParser, split: str) -> None:
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
     more = "A/B/C | stratified:COLUMN:A/B | time:COLUMN:A/B | kfold:K | kfold:K:COLUMN:balanced | subset:COLUMN=VALUE"
     add = add_write_flags(job, f"{split} | {more}")
+    kept = "fail (default) | keep: if the output was made of the same input and settings, end with 0"
+    add("--if-exists", choices=["fail", "keep"], default="fail", help=kept)
     add("--quarantine", metavar="URL|none", help="where rejected input goes (default: into the dataset)")
 
 
@@ -61,6 +67,35 @@ def write_values(args: Namespace) -> dict[str, Any]:
 def output_values(args: Namespace) -> dict[str, Any]:
     """The fields of OutputConfig from the flags of add_output_flags."""
     return {"inputs": tuple(args.input), "max_bad": args.max_bad, **write_values(args)}
+
+
+def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
+    """With --if-exists keep: the dataset at --output, made before of the same input and settings; None without one.
+
+    Raises ExistsError for another dataset.
+    """
+    if args.if_exists != "keep" or not filesystem(config.output).exists(config.output):
+        return None
+    found = load_dataset(absolute(config.output))
+    created = found.created_by
+    parent = None if config.append_to is None else absolute(config.append_to)
+    different = {
+        "settings": {name: created["config"].get(name) for name in config.to_json()} != config.to_json(),
+        "--seed": created["seed"] != config.seed,
+        "--append-to": (found.parent or {}).get("url") != parent,
+        "--input": {(one.url, one.bytes) for one in found.source}
+        != {(one.url, one.size_bytes) for one in find_sources(config.inputs)},
+    }
+    names = [name for name, differs in different.items() if differs]
+    if names:
+        raise ExistsError(
+            f"{config.output} exists already and is another dataset",
+            got=f"other {', '.join(names)}",
+            allowed="the dataset that these flags make, or a name that is free",
+            next_step="Choose another output, or delete this one first.",
+        )
+    print(f"{config.output} is finished: the same input and settings, nothing to do")
+    return found
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:

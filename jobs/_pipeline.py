@@ -197,6 +197,7 @@ class Pipeline:
             batch=args.batch,
             baseline=args.baseline,
             slices=args.slice,
+            earlier=args.earlier,
         )
 
     def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:

@@ -153,10 +153,15 @@ def spark_session(
 def stop_session(spark: SparkSession) -> None:
     from py4j.protocol import Py4JError
 
+    ending = sys.exc_info()[1]
     try:
         spark.stop()
-    except (OSError, Py4JError) as error:  # it must not hide an error of the block
-        log.warning("Spark's Java process had ended before its session: %s", str(error).splitlines()[0])
+    # It must not hide an error of the block. After a signal in the middle of a call, py4j takes the answer to that call
+    # for that to `stop`, and raises anything.
+    except Exception as error:
+        if ending is None and not isinstance(error, OSError | Py4JError):
+            raise
+        log.warning("Spark's Java process had ended before its session: %s", next(iter(str(error).splitlines()), ""))
 
 
 def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:

@@ -15,7 +15,7 @@ from etl.images import job as image_sets
 from etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
 from etl.write.config import parse_size
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, output_values, summary
+from jobs._etl import add_output_flags, finished, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.features.images.resize import FITS, ROTATIONS
 from lockstep.storage.settings import set_hadoop_settings
@@ -61,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
+    if (found := finished(args, config)) is not None:
+        print(summary(found, args.output))
+        return 0
     images = image_sets.check(config)
     size = sum(source.size_bytes for source in images.sources)
     with spark_session("lockstep etl_images", args.master, input_bytes=size) as spark:

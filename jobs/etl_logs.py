@@ -19,7 +19,7 @@ from etl.logs import job as logs
 from etl.logs.propose import propose
 from etl.write.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
 from jobs._cli import JobParser, names, run_job
-from jobs._etl import add_label_window, add_output_flags, output_values, summary
+from jobs._etl import add_label_window, add_output_flags, finished, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -71,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
     config = config_of(args)
     if args.propose_schema:
         print(propose(config))
+        return 0
+    if (found := finished(args, config)) is not None:
+        print(summary(found, args.output))
         return 0
     plan = logs.check(config)
     size = sum(source.size_bytes for source in plan.sources)

@@ -35,6 +35,8 @@ def parser() -> JobParser:
     add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
+    text = "evaluate the rows of all datasets that --dataset continues (--append-to) too"
+    add("--earlier", action="store_true", help=text)
     text = "a checkpoint in place of the newest model: last, best (by the run's --keep-best) or a step"
     add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
@@ -69,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if len(args.run) > 1:
         for flag, given in (("--follow", args.follow), ("--report", args.report)):
             require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
+    require(not (args.follow and args.earlier), "--earlier", "--earlier with --follow", "one of the two")
     where = args.run[0] if args.follow else args.run, args.dataset, args.split
     options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
     options |= {"baseline": args.baseline, "slices": args.slice}
@@ -78,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
             found: Any = follow(*where, launch, show=show_at_once, **options)
             last = found[-1]["result"] if found else None
         else:
-            found = last = evaluate(*where, launch, checkpoint=args.checkpoint, **options)
+            found = last = evaluate(*where, launch, checkpoint=args.checkpoint, earlier=args.earlier, **options)
             print(summary(last))
     if args.report:
         print(f"report {write_report(absolute(args.run[0]), last)}")

@@ -18,7 +18,7 @@ from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.foreign_files import open_unpacked, pieces
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
+from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, read_checked
 from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 CLASS_COUNTS = "class_counts"  # in created_by.config: the counts that balanced weights are computed from
-MAX_CHAIN = 1000
 _FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
@@ -88,7 +87,7 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     DataError if an earlier dataset has changed.
     """
     url = absolute(url)
-    chain = [(url, load_dataset(url))]
+    chain = load_chain(url)
     first = chain[0][1]
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
     split = _split_of(stored.get("split"))
@@ -114,17 +113,7 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
         )
     if config.weights == "balanced":
         _check_counts(url, stored[CLASS_COUNTS])
-    while (link := chain[-1][1].parent) is not None:
-        manifest = load_dataset(link["url"])
-        if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
-            raise DataError(
-                f"{link['url']} is not the dataset that {chain[-1][0]} continues",
-                got=f"digest {manifest.digest}",
-                allowed=f"digest {link['digest']}, in a chain of {MAX_CHAIN} at most",
-                next_step="Restore that dataset, or build one from all inputs.",
-            )
-        chain.append((link["url"], manifest))
-    return Parent(tuple(chain))
+    return Parent(chain)
 
 
 def check_new_ids(rows: DataFrame, parent: Parent) -> None:

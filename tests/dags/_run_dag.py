@@ -1,21 +1,27 @@
-"""Runs in .venv-airflow: run the DAG once by dag.test() and print its declaration and each task's state as JSON."""
+"""Runs in .venv-airflow: run the daily DAG for some days by dag.test() and print declaration and states as JSON."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 
-def main(path: str, conf: str) -> None:
-    spec = importlib.util.spec_from_file_location("lockstep_weblog", path)
+def load(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["lockstep_weblog"] = module
+    sys.modules[Path(path).stem] = module
     spec.loader.exec_module(module)
+    return module.dag
+
+
+def main(path: str, conf: str, *days: str) -> None:
+    dag = load(path)
     foreign = {"pyspark", "tensorflow", "pyarrow", "lockstep", "etl", "training"} & set(sys.modules)
-    dag = module.dag
     declared = {
         "catchup": dag.catchup,
         "active": dag.max_active_runs,
@@ -24,10 +30,13 @@ def main(path: str, conf: str) -> None:
         "limits": [task.execution_timeout is not None for task in dag.tasks],
         "retries": [task.retries for task in dag.tasks],
     }
-    dag_run = dag.test(run_conf=json.loads(Path(conf).read_text(encoding="utf-8")))
-    states = {task.task_id: f"{task.state} at try {task.try_number}" for task in dag_run.get_task_instances()}
-    result = {"state": str(dag_run.state), "tasks": states, "foreign": sorted(foreign), "declared": declared}
-    print("RESULT " + json.dumps(result))
+    runs = []
+    for day in days:
+        when = datetime.fromisoformat(f"{day}T00:00:00+00:00")
+        dag_run = dag.test(logical_date=when, run_conf=json.loads(Path(conf).read_text(encoding="utf-8")))
+        states = {task.task_id: f"{task.state} at try {task.try_number}" for task in dag_run.get_task_instances()}
+        runs.append({"state": str(dag_run.state), "tasks": states})
+    print("RESULT " + json.dumps({"runs": runs, "foreign": sorted(foreign), "declared": declared}))
 
 
 if __name__ == "__main__":

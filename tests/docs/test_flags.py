@@ -23,6 +23,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--pid", "--logdir",  # py-spy, tensorboard
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # jobs.doctor
+    "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date",  # airflow
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "pipeline",
         "predict",
         "profile_run",
+        "publish",
         "report",
         "runs",
         "scale",

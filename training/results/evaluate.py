@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.documents import parse_canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.fs import filesystem
@@ -68,6 +68,7 @@ def evaluate(
     baseline: str | None = None,
     slices: Sequence[str] = (),
     checkpoint: Which | str | None = None,
+    earlier: bool = False,
 ) -> dict[str, Any]:
     """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`:
     `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
@@ -75,19 +76,23 @@ def evaluate(
 
     `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
-    COLUMN:day or COLUMN:hour. Returns {run, dataset, split, model, samples, left_out ({samples, first}: with
-    --bad-images skip, rows of images that cannot be decoded), metrics, intervals (95 %, of metrics that have one),
-    class_counts (None if labels are not classes), baseline: None or {name, metrics, intervals, class_counts},
-    difference (model less baseline, {metric: {value, interval}}), compared_by (the metric that decides, None without a
-    baseline), calibration, roc, confusion (training.scoring.calibration; None where there is none), slices ({name:
-    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such a
-    result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run, and
-    of each two runs (training.scoring.scores.compared). Prints notes on doubtful numbers to standard error. Raises
-    ConfigError and NotFoundError, where possible before any rank is started.
+    COLUMN:day or COLUMN:hour. With `earlier`, the rows of all datasets that `dataset` continues are evaluated too, and
+    the result names them as `earlier`, nearest first.
+
+    Returns {run, dataset, split, model, samples, left_out ({samples, first}: with --bad-images skip, rows of images
+    that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
+    classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
+    {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
+    (training.scoring.calibration; None where there is none), slices ({name:
+    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such a result
+    of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run, and of each
+    two runs (training.scoring.scores.compared). Prints notes on doubtful numbers to standard error. Raises ConfigError
+    and NotFoundError, where possible before any rank is started.
     """
     require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
     dataset = absolute(dataset)
     manifest = checked_dataset(dataset, split, slices)
+    datasets = [url for url, _ in load_chain(dataset)] if earlier else [dataset]
     models = [_Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
     require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
     first = models[0]
@@ -107,7 +112,7 @@ def evaluate(
             }
             for one in models
         ],
-        "dataset": dataset,
+        "datasets": datasets,
         "split": split,
         "batch": batch,
         "baseline": baseline,
@@ -120,6 +125,8 @@ def evaluate(
         found["members"] = [{**one, **scored} for one, scored in zip(where, found["members"], strict=True)]
     named = where[0] if len(models) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
     result = {**named, "dataset": dataset, "split": split, **found}
+    if earlier:
+        result["earlier"] = datasets[1:]
     notes.show(_doubts(result, find_result(filesystem(first.run), RunPaths(first.run)), first.kept))
     return result
 
@@ -193,6 +200,7 @@ def summary(result: Mapping[str, Any]) -> str:
     """Small tables of a result."""
     baseline, counts, members = result["baseline"], result["class_counts"], result.get("members", [])
     head = f"{result['split']} of {PurePosixPath(result['dataset']).name}: {result['samples']} samples"
+    head += f" with {len(result['earlier'])} earlier datasets" if result.get("earlier") else ""
     if counts is not None:
         classes = ", ".join(f"{rows} of {number}" for number, rows in enumerate(counts[:SHOWN_CLASSES]))
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")

@@ -83,7 +83,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
     payload, config = context.payload, TrainConfig.from_json(member["config"])
     context.control.beat(0, OPENING)
-    split = open_split(payload["dataset"], payload["split"], config)
+    split = open_split(payload["datasets"], payload["split"], config)
     if config.on_bad_record == "skip":
         split.leave_out_bad_records()
     signature = labels_of(config, split.encoder.signature)

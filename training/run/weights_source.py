@@ -12,12 +12,13 @@ from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 from training.run.lineage import chain_of, find_tip
 from training.run.paths import RunPaths
+from training.run.published import read_published
 from training.run.result import find_model
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 FILES = (".keras", ".weights.h5")
-KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
+KINDS = "a run, a folder of jobs.publish, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,13 @@ def _no_checkpoint(run: str) -> DataError:
 
 
 def located(url: str) -> str:
-    """The URL of the weights of `url`: for a run its model or newest checkpoint, else `url` itself.
+    """The URL of the weights of `url`: for a run its model or newest checkpoint, for a folder of jobs.publish the model
+    that is published there, else `url` itself.
 
     The driver looks it up once: the newest checkpoint of a run that still trains changes, and ranks would start apart.
     """
+    if not url.endswith(FILES) and (current := read_published(filesystem(url), url)) is not None:
+        return str(current["model"])
     if url.endswith(FILES) or not filesystem(url).exists(RunPaths(url).run_json):
         return url
     model, checkpoint = newest_of(url)
@@ -67,6 +71,8 @@ def located(url: str) -> str:
 
 def check_weights(url: str) -> None:
     """Raise ConfigError or DataError where `url` holds no weights, without reading them: the ranks check each byte."""
+    if not url.endswith(FILES) and (current := read_published(filesystem(url), url)) is not None:
+        url = str(current["model"])
     fs, paths = filesystem(url), RunPaths(url)
     if url.endswith(FILES):
         if not fs.exists(url):

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, DataError
 from training.batches.augmenting import soft_labels
 from training.batches.feed import eval_batches, eval_rows
@@ -25,7 +24,7 @@ from training.batches.tf_dataset import ArrayPipeline, Arrays
 from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.protocol import json_safe
-from training.plan.datasets import held_out
+from training.plan.datasets import held_out, open_parts
 from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
 from training.run.notes import NAMED
@@ -49,15 +48,19 @@ from training.steps.patching import swapped
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
 
 
-def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
-    """A split to evaluate a run of `config` on. If the run was trained on it, it is encoded as in training: with the
-    fitted files that leave out the run's held-out fold.
+def open_split(datasets: str | Sequence[str], split: str, config: TrainConfig) -> OpenSplit:
+    """A split, of several datasets end to end, to evaluate a run of `config` on. If the run was
+    trained on it, it is encoded as in training: with the fitted files that leave out the run's held-out fold.
     """
     if split not in config.split.split(","):
-        return OpenSplit.at(dataset, split)
-    manifest = load_dataset(dataset)
-    encoder = load_encoder(dataset, manifest, held_out(manifest, config.split, training=True))
-    return OpenSplit(manifest, encoder, SplitReader(dataset, manifest, split, encoder))
+        return OpenSplit.at(datasets, split)
+    parts, manifest = open_parts(datasets, split)
+    first = parts[0]
+    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    reader = SplitReader(first.url, first.manifest, split, encoder)
+    for part in parts[1:]:
+        reader.add(part.url, part.manifest, split)
+    return OpenSplit(manifest, encoder, reader)
 
 
 def score(

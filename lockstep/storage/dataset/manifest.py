@@ -32,8 +32,10 @@ from lockstep.storage.urls import join
 
 __all__ = [
     "Counts", "DatasetManifest", "FileInfo", "ShardInfo", "SourceInfo", "SplitInfo",
-    "dataset_digest", "load_dataset", "read_checked", "seal", "unseal",
+    "dataset_digest", "load_chain", "load_dataset", "read_checked", "seal", "unseal",
 ]  # fmt: skip
+
+MAX_CHAIN = 1000  # datasets that continue one another
 
 FORMAT_VERSION = 2  # 2: `leakage`
 # 3: `compression` and the shards' `unpacked_offsets`. Without compression a manifest is of version 2, byte for byte.
@@ -227,6 +229,25 @@ def load_dataset(url: str) -> DatasetManifest:
             next_step="Check the path, or run the ETL job first.",
         ) from None
     return DatasetManifest.from_bytes(data, where)
+
+
+def load_chain(url: str) -> tuple[tuple[str, DatasetManifest], ...]:
+    """URL and manifest of the dataset at `url` and of all that it continues, nearest first.
+
+    Raises NotFoundError for a missing dataset, DataError if an earlier one has changed.
+    """
+    chain = [(url, load_dataset(url))]
+    while (link := chain[-1][1].parent) is not None:
+        manifest = load_dataset(link["url"])
+        if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
+            raise DataError(
+                f"{link['url']} is not the dataset that {chain[-1][0]} continues",
+                got=f"digest {manifest.digest}",
+                allowed=f"digest {link['digest']}, in a chain of {MAX_CHAIN} at most",
+                next_step="Restore that dataset, or build one from all inputs.",
+            )
+        chain.append((link["url"], manifest))
+    return tuple(chain)
 
 
 def read_checked(fs: FileSystem, root: str, path: str, info: FileInfo) -> bytes:

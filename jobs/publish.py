@@ -1,0 +1,52 @@
+"""Publish a run's model under a name if it is better than the one published there: `MODELS/NAME/_current.json`.
+
+Both are evaluated on the same rows: a split of the dataset and of all datasets that it continues.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, check_master, run_job
+from jobs._launch import launch_of
+from training.results.publish import publish
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("publish", __doc__ or "", "publish")
+    add = job.add_argument
+    add("--run", required=True, metavar="URL", help="a finished run")
+    add("--models", required=True, metavar="URL/NAME", help="the folder of the published model")
+    add("--dataset", required=True, metavar="URL", help="evaluate on this dataset and all that it continues")
+    add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
+    add("--metric", required=True, metavar="METRIC:max", help="what decides: METRIC:max or METRIC:min, as auc:max")
+    add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
+    add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512)")
+    text = "this host (default) or a Spark barrier stage"
+    add("--launcher", choices=["local", "barrier"], default="local", help=text)
+    add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print whether and why, then the document as one line of JSON; returns the exit code, 0 also for a worse model."""
+    args = parser().parse(argv)
+    check_master(args)
+    where = args.run, args.models, args.dataset, args.split, args.metric
+    with launch_of(args.launcher, "publish", args.master) as launch:
+        found = publish(*where, launch, num_ranks=args.num_ranks, batch=args.batch)
+    print(f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}")
+    print(json.dumps(found, sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)
