@@ -10,12 +10,14 @@ defaults. Secrets come by connections only: keytab and principal are in the extr
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import requests
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.sdk import DAG, CronDataIntervalTimetable, Param
+from airflow.sdk.exceptions import AirflowRescheduleException
 
 HOME = Path(__file__).resolve().parents[2]
 COMMON = {
@@ -36,11 +38,28 @@ class Submit(SparkSubmitOperator):
     def execute(self, context: Any) -> None:
         """Submit, or wait again for the application of an earlier try."""
         given: Any = self  # the provider has no types
+        earlier = context["ti"].get_previous_dagrun(state="running")
+        if earlier is not None:  # of a back-fill with several days at once: this day continues that one
+            self.log.info("%s has not ended yet: this day waits for it", earlier.run_id)
+            raise AirflowRescheduleException(datetime.now(UTC) + timedelta(minutes=1))
         given.application_args = [argument for argument in given.application_args if argument]
         given.py_files, given.conf = given.py_files or None, {name: text for name, text in given.conf.items() if text}
+        hook = given._get_hook()
         # The provider refuses this for any other connection; its hook alone knows master and deploy mode.
-        given._yarn_track_via_rm_api = given._get_hook()._is_yarn_cluster_mode
+        given._yarn_track_via_rm_api = hook._is_yarn_cluster_mode
+        if hook._is_yarn_cluster_mode:
+            self._find_lost(context["task_state_store"], hook, given.conf["spark.yarn.tags"])
         super().execute(context)
+
+    def _find_lost(self, store: Any, hook: Any, tag: str) -> None:
+        """Keep the id of an application that a try started which died before it could keep it."""
+        asked = {"applicationTags": tag.lower(), "states": "NEW,NEW_SAVING,SUBMITTED,ACCEPTED,RUNNING"}
+        url, auth = f"{hook._get_yarn_rm_base_url()}/ws/v1/cluster/apps", hook._resolved_yarn_rm_auth
+        answer = requests.get(url, params=asked, auth=auth, timeout=30)
+        answer.raise_for_status()
+        for application in (answer.json()["apps"] or {}).get("app", []):
+            self.log.info("an earlier try has started %s, which still runs", application["id"])
+            store.set(self.external_id_key, application["id"])
 
 
 def daily(
@@ -50,8 +69,11 @@ def daily(
     """The DAG. A flag as `--split={split}` names a default of `defaults`, the DAG's own or COMMON."""
     known = {**COMMON, **defaults}
 
+    def asked(name: str) -> str:
+        return f"(params.{name} or var.value.get('{dag_id}_{name}', '{known[name][0]}'))"
+
     def value(name: str) -> str:
-        return f"{{{{ params.{name} or var.value.get('{dag_id}_{name}', '{known[name][0]}') }}}}"
+        return f"{{{{ {asked(name)} }}}}"
 
     # A dataset, a run and its name are those of the data interval, never of the try.
     day, root = "{{ data_interval_start | ds }}", value("root")
@@ -63,16 +85,21 @@ def daily(
         return f"{{% if {before} %}}{flag}={url}{{% endif %}}"
 
     def submit(
-        task: str, job: str, hours: int, *arguments: str, retries: int = 2, conn: str = "spark_default"
+        task: str, job: str, hours: int, *arguments: str, retries: int = 2, here: bool = False, executors: str = ""
     ) -> Submit:
         return Submit(
             task_id=task,
             application=f"{value('home')}/jobs/{job}.py",
             name=f"{dag_id}-{task}-{day}",
             py_files=value("py_files"),
-            conf={"spark.yarn.dist.archives": value("archives"), "spark.yarn.tags": f"{dag_id}.{task}.{day}"},
+            conf={
+                "spark.yarn.dist.archives": value("archives"),
+                "spark.pyspark.python": f"{{% if {asked('archives')} %}}./python/bin/python{{% endif %}}",
+                "spark.yarn.tags": f"{dag_id}.{task}.{day}",
+                "spark.executor.instances": executors,
+            },
             application_args=list(arguments),
-            conn_id=conn,
+            conn_id="lockstep_local" if here else "spark_default",
             execution_timeout=timedelta(hours=hours),
             retries=retries,
             depends_on_past=task == "upload",  # a day waits for the day before
@@ -98,24 +125,24 @@ def daily(
         tags=["lockstep"],
         doc_md=doc,
     ) as dag:
-        # In this machine's Spark: an application master does not see its files.
+        # On Airflow's worker: an application master does not see its files, and fails without a Spark session.
         folder = f"{value('input')}/{day}"
-        upload = submit("upload", "upload", 2, f"--input={folder}", f"--output={raw}", conn="lockstep_upload")
+        upload = submit("upload", "upload", 2, f"--input={folder}", f"--output={raw}", here=True)
         etl = submit(
             "etl", etl_job, 2, f"--input={raw}", f"--output={dataset}", f"--max-bad={value('max_bad')}",
             "--if-exists=keep", "--clean", since("--append-to", f"{root}/datasets/{{{{ {before} | ds }}}}"),
             *given(etl_flags),
         )  # fmt: skip
         # Reading a damaged dataset again does not help.
-        verify = submit("verify", "verify", 1, dataset, retries=0)
+        verify = submit("verify", "verify", 1, dataset, retries=0, here=True)
         train = submit(
             "train", "train", 8, f"--dataset={dataset}", f"--run={run}", f"--num-ranks={value('num_ranks')}",
             f"--checkpoint-every={value('checkpoint_every')}", "--audit",
-            since("--init-from", f"{root}/models/{dag_id}"), *given(train_flags),
+            since("--init-from", f"{root}/models/{dag_id}"), *given(train_flags), executors=value("num_ranks"),
         )  # fmt: skip
         publish = submit(
             "publish", "publish", 1, f"--run={run}", f"--dataset={dataset}", f"--models={root}/models/{dag_id}",
-            f"--metric={value('metric')}",
+            f"--metric={value('metric')}", "--launcher=barrier", executors="1",
         )  # fmt: skip
         upload >> etl >> verify >> train >> publish
     return dag

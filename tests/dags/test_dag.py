@@ -39,7 +39,7 @@ def airflow(folder: Path, *arguments: str, limit_s: float, path: Path | None = N
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
-        "AIRFLOW_CONN_LOCKSTEP_UPLOAD": json.dumps({"conn_type": "spark", "host": "local[1]"}),
+        "AIRFLOW_CONN_LOCKSTEP_LOCAL": json.dumps({"conn_type": "spark", "host": "local[1]"}),
         "PYSPARK_PYTHON": sys.executable,
     }
     done = subprocess.run(
