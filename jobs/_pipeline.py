@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from etl import tables
 from etl.images import job as image_sets
 from etl.images.config import ImagesConfig
 from etl.logs import job as logs
+from etl.tables import TableConfig
 from etl.write.config import LogsConfig
-from jobs import _train, etl_images, etl_logs, evaluate, train
+from jobs import _train, etl_images, etl_logs, etl_table, evaluate, train
 from jobs._cli import JobParser, read_toml, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-TABLES = ("pipeline", "etl_logs", "etl_images", "train", "evaluate")
+ETL_JOBS = {"etl_logs": etl_logs, "etl_images": etl_images, "etl_table": etl_table}
+TABLES = ("pipeline", *ETL_JOBS, "train", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,7 @@ class Pipeline:
     name: str
     metric: str
     at_least: str
-    etl: LogsConfig | ImagesConfig
+    etl: LogsConfig | ImagesConfig | TableConfig
     train_args: Namespace
     evaluate_args: Namespace
     dataset: str
@@ -85,13 +88,13 @@ class Pipeline:
         """Read a file. Raises ConfigError for unknown tables, keys and values."""
         document = read_toml(path)
         unknown = sorted(set(document) - set(TABLES))
-        etls = [name for name in ("etl_logs", "etl_images") if name in document]
+        etls = [name for name in ETL_JOBS if name in document]
         if unknown or len(etls) != 1:
             raise ConfigError(
                 f"{path} is not a pipeline",
                 got=f"tables {', '.join(sorted(document)) or 'none'}"
                 + "".join(nearest(name, TABLES) for name in unknown),
-                allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
+                allowed=f"[pipeline], one of {', '.join(f'[{name}]' for name in ETL_JOBS)}, [train], [evaluate]",
                 next_step="See conf/demo_weblog.toml for an example.",
             )
         masters = [name for name in TABLES if "master" in _table(document, name)]
@@ -104,7 +107,7 @@ class Pipeline:
             )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
-        job = etl_logs if etls == ["etl_logs"] else etl_images
+        job = ETL_JOBS[etls[0]]
         etl = job.config_of(job.parser().parse(["--config", path, "--output", dataset]))
         where = ["--config", path, "--dataset", dataset, "--run", run_url]
         evaluate_args = evaluate.parser().parse(where)
@@ -134,6 +137,8 @@ class Pipeline:
         check_name(config.model, config.extra, here=config.launcher == "local")
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
+        elif isinstance(self.etl, TableConfig):
+            tables.check(self.etl)
         else:
             image_sets.check(self.etl)
 
@@ -178,6 +183,8 @@ class Pipeline:
     def _run_etl(self, spark: SparkSession) -> DatasetManifest:
         if isinstance(self.etl, LogsConfig):
             return logs.run(spark, self.etl)
+        if isinstance(self.etl, TableConfig):
+            return tables.run(spark, self.etl)
         return image_sets.run(spark, self.etl)
 
     def _verify(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from etl.tables import TableConfig
 from jobs import pipeline
 from jobs._pipeline import Outcome, Pipeline, table
 from lockstep.storage.errors import ConfigError, DataError, LockstepError, NotFoundError
@@ -162,3 +163,14 @@ def test_a_model_below_its_bar_fails_the_job(
         error = caught
     assert (error is None) is good
     assert "metric" in capsys.readouterr().out  # the table is told in any case
+
+
+def test_the_dataset_may_be_made_of_a_table(conf: Path) -> None:
+    conf.write_text(LOG.replace("[etl_logs]\ninput", "[etl_table]\nid_columns = ['id']\nlabel = 'label'\ninput"))
+    loaded = Pipeline.load(str(conf), "out")
+    assert isinstance(loaded.etl, TableConfig) and loaded.etl.output == loaded.dataset
+    loaded.check()
+    conf.write_text(LOG.replace("[etl_logs]", "[etl_table]\nid_columns = ['id']\n[etl_logs]"))
+    with pytest.raises(ConfigError, match="is not a pipeline") as caught:
+        Pipeline.load(str(conf), "out")
+    assert "one of [etl_logs], [etl_images], [etl_table]" in caught.value.allowed
