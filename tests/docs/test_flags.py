@@ -23,7 +23,8 @@ OTHERS = {  # the first two lines are spark-submit's
     "--pid", "--logdir",  # py-spy, tensorboard
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # jobs.doctor
-    "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date",  # airflow
+    "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date", "--max-active-runs",
+    "--reprocess-behavior",  # airflow
 }  # fmt: skip
 
 
