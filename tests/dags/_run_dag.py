@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ def main(path: str, conf: str, *days: str) -> None:
         "limits": [task.execution_timeout is not None for task in dag.tasks],
         "retries": [task.retries for task in dag.tasks],
     }
+    for task in dag.tasks:
+        task.retries = 0  # what fails is seen at once, and not after the delays between tries
     runs = []
     for day in days:
-        when = datetime.fromisoformat(f"{day}T00:00:00+00:00")
+        when = datetime.fromisoformat(f"{day}T00:00:00+00:00") + timedelta(days=1)  # the interval is the day before
         dag_run = dag.test(logical_date=when, run_conf=json.loads(Path(conf).read_text(encoding="utf-8")))
         states = {task.task_id: f"{task.state} at try {task.try_number}" for task in dag_run.get_task_instances()}
         runs.append({"state": str(dag_run.state), "tasks": states})
