@@ -13,13 +13,9 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import LockstepError
 from training.devices import host_gpus
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
@@ -34,6 +30,14 @@ IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "
 
 class CheckFailed(LockstepError):
     """One check of jobs.doctor did not pass."""
+
+
+class CheckWarned(LockstepError):
+    """One check found what may do harm later, or to some jobs only; it counts as passed."""
+
+
+class CheckSkipped(LockstepError):
+    """One check could not look, since an earlier one failed."""
 
 
 def check_python() -> str:
@@ -165,60 +169,6 @@ def check_gpus() -> str:
     except importlib.metadata.PackageNotFoundError:
         return f"{names}; not used without CUDA's libraries: pip install -r requirements-gpu.txt"
     return f"{names}; CUDA's libraries are installed"
-
-
-def _rank_probe(_: object) -> list[tuple[int, str, list[str]]]:
-    """Run in each task of the barrier stage: wait for the other, return the Python version and the task's GPUs."""
-    from pyspark import BarrierTaskContext
-
-    context = BarrierTaskContext.get()
-    context.barrier()
-    gpu = context.resources().get("gpu")
-    return [(context.partitionId(), ".".join(map(str, sys.version_info[:2])), gpu.addresses if gpu else [])]
-
-
-def check_spark(master: str | None, url: str | None = None) -> str:
-    """Spark starts, two tasks meet in a barrier stage, the executors' Python is the driver's, and a small dataset is
-    written and verified: below `url`, else on the local disk where Spark is local.
-    """
-    from jobs._session import spark_session
-
-    with spark_session("doctor", master, input_bytes=0) as spark:
-        context = spark.sparkContext
-        cluster = str(context.master)
-        where = f"Spark {spark.version} on {cluster}"
-        if cluster.startswith("local") and context.defaultParallelism < 2:
-            raise CheckFailed(
-                f"{where} has one task slot; a barrier stage of 2 ranks needs two", next_step="Use --master 'local[2]'."
-            )
-        found = context.parallelize(range(2), 2).barrier().mapPartitions(_rank_probe).collect()
-        written = _write_probe(spark, url) if url or cluster.startswith("local") else ""
-    ours = ".".join(map(str, sys.version_info[:2]))
-    others = sorted({version for _, version, _ in found} - {ours})
-    if others:
-        raise CheckFailed(
-            f"the executors run Python {', '.join(others)}, the driver {ours}",
-            next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the same minor version on every node.",
-        )
-    gpus = "; GPUs by task: " + " | ".join(",".join(each) for *_, each in found) if any(found[0][2]) else ""
-    return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere{written}{gpus}"
-
-
-def _write_probe(spark: SparkSession, url: str | None) -> str:
-    from etl import write_dataset
-    from lockstep.storage.fs import filesystem
-    from lockstep.storage.urls import join
-    from lockstep.storage.verify import verify
-
-    folder = join(url or tempfile.gettempdir(), f"_doctor-{uuid.uuid4().hex}")
-    try:
-        write_dataset(spark.range(20).toDF("n"), folder, id_columns=["n"], split="1/1")
-        faults = verify(folder)
-        if faults:
-            raise CheckFailed(f"a dataset that was written is damaged: {faults[0]}", next_step="Check the disk.")
-    finally:
-        filesystem(folder).discard(folder)
-    return ", a dataset was written and verified"
 
 
 def check_storage(url: str) -> str:

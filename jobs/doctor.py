@@ -1,4 +1,4 @@
-"""`python -m jobs.doctor`: check whether this machine, Spark and HDFS can run Lockstep; one OK or FAIL line a check."""
+"""`python -m jobs.doctor`: can this machine, Spark, YARN and HDFS run Lockstep? One line a check: OK, WARN or FAIL."""
 
 from __future__ import annotations
 
@@ -10,20 +10,35 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._checks import check_disk, check_gpus, check_java, check_packages, check_python, check_spark, check_storage
+from jobs._checks import (
+    CheckSkipped,
+    CheckWarned,
+    check_disk,
+    check_gpus,
+    check_java,
+    check_packages,
+    check_python,
+    check_storage,
+)
 from jobs._cli import JobParser, run_job
 from jobs._site_checks import site_checks
+from jobs._spark_checks import SparkChecks, check_modules
 from lockstep.storage.errors import LockstepError
 
 
 def passes(name: str, check: Callable[[], str]) -> bool:
-    """Run one check and print its line; True if it passed."""
+    """Run one check and print its line; False if it failed."""
     try:
         found = check()
+    except CheckSkipped as error:
+        print(f"SKIP {name}: {error.what}", flush=True)
+        return True
     except LockstepError as error:
         first = f"{error.what} ({error.got})" if error.got else error.what
-        print(f"FAIL {name}: {' '.join(first.split())}\n     next: {error.next_step or 'See the message.'}", flush=True)
-        return False
+        warned = isinstance(error, CheckWarned)
+        print(f"{'WARN' if warned else 'FAIL'} {name}: {' '.join(first.split())}", flush=True)
+        print(f"     next: {error.next_step or 'See the message.'}", flush=True)
+        return warned
     except Exception as error:  # a check that breaks has failed; the next ones still run
         print(f"FAIL {name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", flush=True)
         print("     next: Read the message, and correct what it names.", flush=True)
@@ -49,12 +64,13 @@ def main(argv: Sequence[str]) -> int:
         ("packages", check_packages),
         ("disk", check_disk),
         ("gpus", check_gpus),
-        ("spark", lambda: check_spark(options.master, options.hdfs)),
+        ("modules", check_modules),
     ]
     if options.hdfs:
         checks += site_checks(options.hdfs)
         checks.append(("hdfs", lambda: check_storage(options.hdfs)))
-    passed = [passes(name, check) for name, check in checks]
+    with SparkChecks(options.master, options.hdfs) as spark:
+        passed = [passes(name, check) for name, check in checks + spark.checks()]
     if all(passed):
         return 0
     print(f"{passed.count(False)} of {len(passed)} checks failed")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +15,8 @@ from tests.docs.steps import steps_of
 from training.devices import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
+THERE = ("java there", "glibc there", "modules there", "gpus there")
+OF_SPARK = ("spark", "executors", *THERE, "clocks", "slots", "barrier")
 
 
 def run_doctor(*flags: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +36,7 @@ def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(":")[0] for line in lines] == [
-        f"OK   {name}" for name in ("python", "java", "packages", "disk", "gpus", "spark", "hdfs")
+        f"OK   {name}" for name in ("python", "java", "packages", "disk", "gpus", "modules", "hdfs", *OF_SPARK)
     ]
     assert "hunter2" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []  # what was written is gone
@@ -55,24 +54,6 @@ def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch)
     page = (ROOT / "docs/tutorial.md").read_text("utf-8")
     step = next(step for step in steps_of(page) if "jobs.doctor" in step.commands)
     assert step.seen == [f"OK   {name}: ..." for name in told]
-
-
-def test_a_session_with_one_slot_fails_and_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The session is a stand-in: the healthy machine above has a real one."""
-
-    @contextmanager
-    def one_slot(name: str, master: str, *, input_bytes: int) -> Iterator[SimpleNamespace]:
-        assert input_bytes == 0
-        yield SimpleNamespace(version="4.3.0", sparkContext=SimpleNamespace(master=master, defaultParallelism=1))
-
-    monkeypatch.setattr("jobs._session.spark_session", one_slot)
-    for check in ("check_java", "check_packages", "check_gpus"):
-        monkeypatch.setattr(doctor, check, lambda: "fine")
-    assert doctor.main(["--master", "local[1]"]) == 1
-    told = capsys.readouterr().out
-    assert "FAIL spark: Spark 4" in told and "local[2]" in told and told.endswith("1 of 6 checks failed\n")
 
 
 def test_a_java_that_does_not_start_is_a_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
