@@ -87,18 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_table(f"{cluster.hdfs_url}/data", records={"train": 400, "test": 30})
             train_and_stop(f"{cluster.hdfs_url}/data", run)
             parts = add_rows(run, args.rows)
-            print(f"{machine("hdfs-native")}; {args.rows:,} rows of metrics in {parts} parts on HDFS, {args.calls} calls each")
+            about = f"{args.rows:,} rows of metrics in {parts} parts on HDFS, {args.calls} calls each"
+            print(f"{machine('hdfs-native')}; {about}")
             for job, url in (("status", run), ("runs", f"{cluster.hdfs_url}/runs"), ("report", run)):
-                took = []
+                took, printed = [], ""
                 for _ in range(args.calls):
                     began = time.monotonic()
                     command = [sys.executable, "-m", f"jobs.{job}", url]
                     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
                     took.append(time.monotonic() - began)
+                    printed = done.stdout.strip()
                     if done.returncode:
                         sys.exit(done.stdout + done.stderr)
                 print(f"jobs.{job}: {statistics.median(took):.2f} s ({min(took):.2f} to {max(took):.2f})", flush=True)
-                print("  " + done.stdout.strip().replace("\n", "\n  "))
+                print("  " + printed.replace("\n", "\n  "))
         finally:
             cluster.stop()
     return 0
