@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import threading
 
 import pytest
@@ -18,7 +19,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.fs import walk
-from lockstep.storage.publish import publish_directory, temporary_name, write_file, write_stream
+from lockstep.storage.publish import publish_directory, read_replaced, temporary_name, write_file, write_stream
 from lockstep.storage.urls import basename, join, parent
 
 
@@ -300,6 +301,30 @@ class FileSystemContract:
             thread.join(400)
         assert not errors
         assert seen <= {b"a" * 1000, b"b" * 1000, b"c" * 1000}
+
+    def test_a_file_that_is_replaced_while_it_is_read_is_read_as_one_version(self, fs: FileSystem, root: str) -> None:
+        url, versions = join(root, "f"), [bytes([i]) * length for i, length in enumerate((10, 3000, 500, 200_000))]
+        with pytest.raises(NotFoundError):
+            read_replaced(fs, url)
+        write_file(fs, url, versions[0])
+        stop, seen = threading.Event(), list[bytes]()
+
+        def replace() -> None:
+            for version in itertools.cycle(versions):
+                if stop.is_set():
+                    return
+                write_file(fs, url, version, exclusive=False)
+
+        thread = threading.Thread(target=replace)
+        thread.start()
+        try:
+            while len(seen) < 200 or len(set(seen)) < 3:
+                assert thread.is_alive()
+                seen.append(read_replaced(fs, url, 60.0))
+        finally:
+            stop.set()
+            thread.join(400)
+        assert [len(data) for data in set(seen) - set(versions)] == []
 
     @pytest.mark.parametrize(
         "name",
