@@ -114,8 +114,8 @@ def read_replaced(fs: FileSystem, url: str, within_s: float = REPLACED_LIMIT_S) 
     replaced meanwhile, and StorageError if it was replaced during each read for `within_s` seconds.
     """
     end, tries = time.monotonic() + within_s, 0
-    before = fs.stat(url)
     while True:
+        before = fs.stat(url)
         if before.is_dir or before.size_bytes > MAX_WHOLE_BYTES:
             return fs.read_bytes(url)  # which refuses it
         data, failure = b"", None
@@ -138,7 +138,6 @@ def read_replaced(fs: FileSystem, url: str, within_s: float = REPLACED_LIMIT_S) 
                 allowed="one version that lasts as long as a read",
                 next_step="Find out what rewrites it; a driver does so every 5 s.",
             ) from failure
-        before = after
         time.sleep(REPLACED_WAIT_S)
 
 

@@ -34,7 +34,7 @@ def test_a_stand_in_that_is_replaced_at_each_look_is_given_up_at_the_deadline(tm
 def test_a_stand_in_that_is_replaced_three_times_is_read_once_it_rests(tmp_path: Path) -> None:
     fs = ReplacedAtEachLook(3)
     assert read_replaced(fs, str(tmp_path / "f")) == b"xxx"
-    assert fs.looks == 4
+    assert fs.looks == 4  # before and after each of two reads
 
 
 def test_what_is_missing_or_no_file_is_refused_at_once(tmp_path: Path) -> None:
