@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import threading
 
 import pytest
@@ -18,7 +19,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.fs import walk
-from lockstep.storage.publish import publish_directory, temporary_name, write_file, write_stream
+from lockstep.storage.publish import publish_directory, read_replaced, temporary_name, write_file, write_stream
 from lockstep.storage.urls import basename, join, parent
 
 
@@ -300,6 +301,31 @@ class FileSystemContract:
             thread.join(400)
         assert not errors
         assert seen <= {b"a" * 1000, b"b" * 1000, b"c" * 1000}
+
+    def test_a_file_that_is_replaced_while_it_is_read_is_read_as_one_version(self, fs: FileSystem, root: str) -> None:
+        url, versions = join(root, "f"), [bytes([i]) * length for i, length in enumerate((10, 3000, 500, 200_000))]
+        with pytest.raises(NotFoundError):
+            read_replaced(fs, url)
+        write_file(fs, url, versions[0])
+        stop, seen, reads = threading.Event(), set[bytes](), 0
+
+        def replace() -> None:
+            for version in itertools.cycle(versions):
+                write_file(fs, url, version, exclusive=False)
+                if stop.wait(0.005):  # on a local disk, a read takes a tenth of this
+                    return
+
+        thread = threading.Thread(target=replace)
+        thread.start()
+        try:
+            while reads < 100 or len(seen) < 3:
+                assert thread.is_alive()
+                seen.add(read_replaced(fs, url, 60.0))
+                reads += 1
+        finally:
+            stop.set()
+            thread.join(400)
+        assert [len(data) for data in seen - set(versions)] == []
 
     @pytest.mark.parametrize(
         "name",

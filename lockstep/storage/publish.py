@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable
 
 from lockstep.storage.digest import digest_of
@@ -18,12 +19,13 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import Backoff
-from lockstep.storage.files.interface import FileSystem, Writer
+from lockstep.storage.files.interface import MAX_WHOLE_BYTES, FileStat, FileSystem, Writer
 from lockstep.storage.fs import walk
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import basename, join, parent
 
 MANIFEST_NAME = "_manifest.json"
+REPLACED_LIMIT_S, REPLACED_WAIT_S = 10.0, 0.02
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
@@ -102,6 +104,45 @@ def write_stream(
         fs.discard(temporary)
         raise
     return written
+
+
+def read_replaced(fs: FileSystem, url: str, within_s: float = REPLACED_LIMIT_S) -> bytes:
+    """Read a whole file that others replace meanwhile (`write_file`, not exclusive): one version of it.
+
+    HDFS answers for length and for blocks separately, so a read can give the start of a newer, longer version, or fail.
+    Such a read is repeated. Raises NotFoundError where there is no file, what a read raises of a file that was not
+    replaced meanwhile, and StorageError if it was replaced during each read for `within_s` seconds.
+    """
+    end, tries = time.monotonic() + within_s, 0
+    while True:
+        before = fs.stat(url)
+        if before.is_dir or before.size_bytes > MAX_WHOLE_BYTES:
+            return fs.read_bytes(url)  # which refuses it
+        data, failure = b"", None
+        try:
+            with fs.open_read(url) as file:
+                data = file.read()
+        except (NotFoundError, CorruptionError) as error:
+            failure = error
+        tries += 1
+        after = fs.stat(url)
+        if _version(after) == _version(before):
+            if failure is not None:
+                raise failure
+            if len(data) == after.size_bytes:
+                return data
+        if time.monotonic() >= end:
+            raise StorageError(
+                f"{url} is replaced faster than it can be read",
+                got=f"another version after each of {tries} reads in {within_s:.3g} s",
+                allowed="one version that lasts as long as a read",
+                next_step="Find out what rewrites it; a driver does so every 5 s.",
+            ) from failure
+        time.sleep(REPLACED_WAIT_S)
+
+
+def _version(found: FileStat) -> tuple[int, int]:
+    return found.size_bytes, found.mtime_ms
 
 
 def sweep_temporaries(fs: FileSystem, directory: str) -> None:

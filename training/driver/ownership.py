@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import sweep_temporaries, write_file
+from lockstep.storage.publish import read_replaced, sweep_temporaries, write_file
 from lockstep.storage.urls import join, parent
 from training.run.lineage import (
     CheckpointRef,
@@ -199,7 +199,7 @@ class Lease:
 def read_lease(fs: FileSystem, url: str) -> dict[str, Any] | None:
     """The content of lease.json; None if there is none, or one that no living driver writes."""
     try:
-        document = json.loads(fs.read_bytes(url))
+        document = json.loads(read_replaced(fs, url))
     except (NotFoundError, ValueError, RecursionError):
         return None  # no living driver writes anything but JSON
     return document if isinstance(document, dict) else None

@@ -19,7 +19,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import write_file
+from lockstep.storage.publish import read_replaced, write_file
 from lockstep.storage.urls import absolute, basename, join
 from training.launch.session import Launch
 from training.results.evaluate import checked_dataset, evaluate, number
@@ -105,7 +105,7 @@ class _Driver:
     def check(self) -> None:
         """Raise TrainingFailedError if the lease has not changed for too long."""
         try:
-            lease = self._fs.read_bytes(self._paths.lease)
+            lease = read_replaced(self._fs, self._paths.lease)
         except NotFoundError:
             lease = b""
         if lease != self._lease:

@@ -14,11 +14,11 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
 from lockstep.storage.urls import absolute, basename, join, parent
-from training.driver.ownership import REWRITE_EVERY_S
+from training.driver.ownership import REWRITE_EVERY_S, read_lease
 from training.results.evaluate import aligned, number
 from training.results.pages import printable
 from training.results.report import reported_evaluation
-from training.results.state import ELSEWHERE, TRAINING, lease_of, state_of, state_without_driver
+from training.results.state import ELSEWHERE, TRAINING, state_of, state_without_driver
 from training.rules import VALIDATION
 from training.run.lineage import epochs_asked, read_claims
 from training.run.metrics import read_history
@@ -214,7 +214,7 @@ def _decided(run: ListedRun, before: object) -> ListedRun:
 
 def _lease_of(run: ListedRun) -> object:
     try:
-        return lease_of(filesystem(run.url), RunPaths(run.url))
+        return read_lease(filesystem(run.url), RunPaths(run.url).lease)
     except LockstepError:
         return None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from lockstep.storage.documents import unseal_as
-from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem
 from training.driver.ownership import driver_lives, read_lease
 from training.run.paths import RunPaths
@@ -14,7 +12,6 @@ from training.run.paths import RunPaths
 TRAINING, STOPPED, INTERRUPTED = "training", "stopped", "interrupted"
 ELSEWHERE = "training or interrupted"
 """Its driver is on another host: only a later look at its lease shows whether it lives."""
-LEASE_READS = 5  # of a lease that is replaced every few seconds, one is complete
 WORDS = {
     TRAINING: "its driver lives",
     STOPPED: "in good order; jobs.train with the same flags resumes it",
@@ -23,17 +20,9 @@ WORDS = {
 }
 
 
-def lease_of(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
-    """The lease, which a living driver may replace while it is read: then it is read again."""
-    for _ in range(LEASE_READS - 1):
-        with suppress(CorruptionError):
-            return read_lease(fs, paths.lease)
-    return read_lease(fs, paths.lease)
-
-
 def state_of(fs: FileSystem, paths: RunPaths) -> str:
     """The state of a run that has no result of its newest generation."""
-    lives = driver_lives(lease_of(fs, paths))
+    lives = driver_lives(read_lease(fs, paths.lease))
     return ELSEWHERE if lives is None else TRAINING if lives else state_without_driver(fs, paths)
 
 

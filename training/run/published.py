@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import read_replaced
 from lockstep.storage.urls import join
 
 CURRENT = "_current.json"
@@ -21,6 +22,6 @@ def read_published(fs: FileSystem, models: str) -> dict[str, Any] | None:
     """
     where = join(models, CURRENT)
     try:
-        return unseal_as(KIND, fs.read_bytes(where), where)
+        return unseal_as(KIND, read_replaced(fs, where), where)
     except NotFoundError:
         return None

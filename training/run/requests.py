@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, NotFoundError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import is_temporary, write_file
+from lockstep.storage.publish import is_temporary, read_replaced, write_file
 from lockstep.storage.urls import join
 from training.run.paths import RunPaths
 from training.run.status import read_status
@@ -52,7 +52,7 @@ def open_requests(fs: FileSystem, paths: RunPaths) -> list[Request]:
         if entry.size_bytes > MAX_BYTES:
             continue
         try:
-            document = json.loads(fs.read_bytes(entry.url))
+            document = json.loads(read_replaced(fs, entry.url))
             found.append(Request(nonce, str(document["kind"]), str(document["by"])))
         except (NotFoundError, ValueError, KeyError, TypeError, RecursionError):
             continue  # withdrawn meanwhile, or not ours
@@ -115,7 +115,7 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
 
 def _read(fs: FileSystem, url: str) -> dict[str, Any] | None:
     try:
-        document = json.loads(fs.read_bytes(url))
+        document = json.loads(read_replaced(fs, url))
     except (NotFoundError, ValueError):
         return None
     return document if isinstance(document, dict) else None

@@ -14,6 +14,7 @@ from typing import Any, Self
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import read_replaced
 from training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
@@ -123,7 +124,7 @@ def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
     Raises NotFoundError for a run without one and for what is no run, CorruptionError for a file that is no status.
     """
     try:
-        data = fs.read_bytes(paths.status)
+        data = read_replaced(fs, paths.status)
     except NotFoundError:
         there = fs.exists(paths.run_json)
         raise NotFoundError(

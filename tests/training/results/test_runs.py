@@ -23,7 +23,7 @@ from lockstep.storage.fs import filesystem
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.driver.ownership import Ownership, driver_lives
+from training.driver.ownership import Ownership, driver_lives, read_lease
 from training.driver.stop import write_stopped
 from training.driver.train import train
 from training.results.report import write_report
@@ -39,7 +39,6 @@ from training.results.runs import (
     read_runs,
 )
 from training.results.runs_page import MOST_CURVES, runs_page
-from training.results.state import lease_of
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
 
@@ -135,7 +134,7 @@ def rewritten(paths: RunPaths, every_s: float) -> Iterator[None]:
 def test_a_driver_on_another_host_lives_if_it_rewrites_its_lease(folder: Path) -> None:
     paths = unfinished(folder / "second")
     with rewritten(paths, 0.02):
-        while driver_lives(lease_of(filesystem(paths.root), paths)) is not None:
+        while driver_lives(read_lease(filesystem(paths.root), paths.lease)) is not None:
             pass
         assert states(folder, look_s=0.5)["second"] == "training"
     assert states(folder, look_s=0.05)["second"] == "interrupted"
