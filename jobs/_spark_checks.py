@@ -21,6 +21,7 @@ from jobs._session import ROOMS, ROOT, java_options, spark_session
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
 from training.launch.barrier import check_slots, in_driver, slots_now
+from training.launch.executors import container_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -250,7 +251,7 @@ class SparkChecks:
             f"{name} on {each.host}": file or "nowhere"
             for each in self._found
             for name, file in each.modules.items()
-            if "lockstep.zip" not in file and not str(Path(file).resolve()).startswith(own)
+            if not re.search(r"lockstep[^/]*\.zip", file) and not str(Path(file).resolve()).startswith(own)
         }
 
     def modules(self) -> str:
@@ -378,8 +379,10 @@ def _jvm(settings: dict[str, str]) -> Any:
 
 def check_yarn() -> str:
     """The ResourceManager answers; the queue's share and state, and what the nodes have free."""
-    if not os.environ.get("HADOOP_CONF_DIR") and not os.environ.get("YARN_CONF_DIR"):
+    if not {"HADOOP_CONF_DIR", "YARN_CONF_DIR", "PYSPARK_GATEWAY_PORT"} & set(os.environ):
         raise CheckFailed("HADOOP_CONF_DIR is not set", next_step="Point it at the folder with yarn-site.xml.")
+    from pyspark import SparkConf
+
     jvm = _jvm({"spark.master": "yarn"})
     system = jvm.java.lang.System
     queue = str(system.getProperty("spark.yarn.queue") or "default")
@@ -411,15 +414,22 @@ def check_yarn() -> str:
         ) from None
     if info is None:
         raise CheckFailed(f"YARN has no queue {queue!r}", next_step="Name one of `yarn queue -list` in --queue.")
+    settings = SparkConf(_jvm=jvm)
+    asked = int(settings.get("spark.executor.instances", "2"))
+    container = container_of("yarn", settings, asked, conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024))
+    assert container is not None, "YARN has containers"
     free = [each.getCapability().getMemorySize() - each.getUsed().getMemorySize() for each in nodes]
+    room = sum(max(0, mib) // container.container_mib for mib in free)
     cores = sum(each.getCapability().getVirtualCores() - each.getUsed().getVirtualCores() for each in nodes)
     share = f"{info.getCapacity():.0%} of the cluster, at most {info.getMaximumCapacity():.0%}"
     found = f"queue {queue} has {share}, {info.getCurrentCapacity():.0%} of it used; "
     found += f"{len(nodes)} nodes with {sum(free)} MiB and {cores} cores free"
     if str(info.getQueueState().toString()) != "RUNNING":
         raise CheckFailed(f"queue {queue} is {info.getQueueState().toString()}", next_step="Name another in --queue.")
-    if not nodes or max(free) < 1408 or cores < 1:  # an executor of 1 GiB and 384 MiB
-        raise CheckWarned(f"{found}: no room for an executor now", next_step="Wait for it, or name another in --queue.")
+    found += f", room for {room} executors of {container.container_mib} MiB"
+    if room < asked or cores < 1:
+        next_step = "Wait for other applications, give another --queue, or lower --num-executors or --executor-memory."
+        raise CheckWarned(f"{found}, of {asked} that a job with these flags asks for", next_step=next_step)
     return found
 
 

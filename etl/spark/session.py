@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.storage.progress import Progress
+from lockstep.storage.progress import Pace, Progress
 
 if TYPE_CHECKING:
     from pyspark import SparkStageInfo, StatusTracker
@@ -114,15 +114,24 @@ def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
+_doing: list[tuple[str, int | None]] = []  # the descriptions that are in effect now, the newest last
+
+
 @contextmanager
-def described(spark: SparkSession, text: str) -> Iterator[None]:
-    """Have the Spark jobs that this thread starts described by `text`, on Spark's page and in its logs."""
+def described(spark: SparkSession, text: str, shards: int | None = None) -> Iterator[None]:
+    """Have the Spark jobs that this thread starts described by `text`, on Spark's page, in its logs and by `watched`.
+
+    `shards`: how many the last stage writes, one a task.
+    """
     context = spark.sparkContext
     before = context.getLocalProperty("spark.job.description")
     context.setJobDescription(f"Lockstep: {text}")
+    doing = (text, shards)
+    _doing.append(doing)
     try:
         yield
     finally:
+        _doing.remove(doing)
         context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type] # None unsets it
 
 
@@ -168,7 +177,7 @@ def watched(spark: SparkSession, label: str) -> Iterator[None]:
 def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> None:
     from py4j.protocol import Py4JError
 
-    counted = _Counted(spark.sparkContext.statusTracker())
+    counted, now = _Counted(spark.sparkContext.statusTracker()), _Now()
     ended = False
     while not ended:
         ended = stop.wait(POLL_S)
@@ -176,7 +185,7 @@ def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> Non
             active = counted.look()
         except (Py4JError, OSError):
             return  # the session ends; the code that runs the job gets the error
-        progress.set(counted.tasks, note="" if ended else _now(active))  # the last line is the total
+        progress.set(counted.tasks, note="" if ended else now.words(active))  # the last line is the total
 
 
 class _Counted:
@@ -208,7 +217,23 @@ class _Counted:
         return [stage for number in active if (stage := found.get(number)) is not None]
 
 
-def _now(stages: Sequence[SparkStageInfo]) -> str:
-    """The active stages: how many of their tasks are done."""
-    parts = [f"{stage.numCompletedTasks} of {stage.numTasks} tasks of stage {stage.stageId}" for stage in stages]
-    return f"now {', '.join(parts)}" if parts else ""
+class _Now:
+    """The stages that are active, in words, with their share and the time left."""
+
+    def __init__(self) -> None:
+        self._stages: list[int] = []
+        self._pace = Pace()
+
+    def words(self, stages: Sequence[SparkStageInfo]) -> str:
+        """What Spark does now: shards if all tasks write one each, else tasks."""
+        if not stages:
+            return ""
+        text, shards = _doing[-1] if _doing else (f"stage {stages[-1].stageId}", None)
+        if shards == stages[-1].numTasks:
+            stages = stages[-1:]
+        if self._stages != (numbers := [stage.stageId for stage in stages]):
+            self._stages, self._pace = numbers, Pace()
+        done, total = sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
+        self._pace.add(done)
+        what = f"shards {done} of {total}" if shards == stages[-1].numTasks else f"{text}: {done} of {total} tasks"
+        return ", ".join(filter(None, [f"{what} ({done / max(1, total):.0%})", self._pace.left(total)]))

@@ -310,7 +310,7 @@ def write_late(
     task = WriteLate(write, late)
     found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
-    with described(rows.sparkSession, "make the images, order them and write the shards"):
+    with described(rows.sparkSession, "make the images, order them and write the shards", table.total):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _with_rejected(origin, found, results)
     assert whole.quarantine is not None and whole.read is not None

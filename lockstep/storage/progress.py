@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 
 from tqdm import tqdm
 
 LINE_EVERY_S = 5.0
+
+
+class Pace:
+    """Units of work in a second, from the first unit that is seen to be done: what was there before, and the start, do
+    not count. After a restart, which repeats units, it begins again.
+    """
+
+    def __init__(self) -> None:
+        self._done: int | None = None
+        self._first: tuple[float, int] | None = None
+
+    def add(self, done: int) -> None:
+        """So many units are done now."""
+        if self._done is not None and done < self._done:
+            self._first = None
+        elif self._done is not None and self._first is None and done > self._done:
+            self._first = time.monotonic(), done
+        self._done = done
+
+    @property
+    def rate(self) -> float:
+        """Units a second; 0 if unknown."""
+        if self._first is None or self._done is None:
+            return 0.0
+        seconds = time.monotonic() - self._first[0]
+        return (self._done - self._first[1]) / seconds if seconds > 0 else 0.0
+
+    def left(self, total: int) -> str:
+        """The time until `total` units are done, at this rate, as H:MM:SS; an empty text if unknown."""
+        rate, done = self.rate, self._done or 0
+        return f"{timedelta(seconds=math.ceil((total - done) / rate))} left" if rate > 0 and done < total else ""
 
 
 class Progress:
@@ -23,6 +56,7 @@ class Progress:
         self._done = 0
         self._note = ""
         self._start = self._last = time.monotonic()
+        self._pace = Pace()
         self._bar = tqdm(total=total, desc=label, unit=f" {unit}") if sys.stderr.isatty() else None
 
     def update(self, units: int = 1, note: str | None = None) -> None:
@@ -38,6 +72,7 @@ class Progress:
             if self._bar is not None:
                 self._bar.set_postfix_str(note)
         self._done = done
+        self._pace.add(done)
         if self._bar is None and time.monotonic() - self._last >= LINE_EVERY_S:
             self._line()
 
@@ -56,9 +91,15 @@ class Progress:
     ) -> None:
         self.close()
 
+    def _more(self) -> list[str]:
+        """What else a line has, before the time left."""
+        return []
+
     def _line(self) -> None:
         self._last = time.monotonic()
-        seconds = self._last - self._start
-        of = f"/{self._total}" if self._total else ""
-        note = f", {self._note}" if self._note else ""
-        print(f"{self._label}: {self._done}{of} {self._unit}, {seconds:.0f} s{note}", file=sys.stderr, flush=True)
+        words = [f"{self._label}: {self._done} {self._unit}"]
+        if self._total:
+            words = [f"{self._label}: {self._done}/{self._total} {self._unit} ({self._done / self._total:.0%})"]
+        words += [*self._more(), f"{self._last - self._start:.0f} s"]
+        words += [self._pace.left(self._total) if self._total else "", self._note]
+        print(", ".join(filter(None, words)), file=sys.stderr, flush=True)

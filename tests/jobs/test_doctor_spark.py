@@ -25,9 +25,16 @@ def lines_of(*command: str, cwd: Path, code: int) -> dict[str, str]:
     return {line[5:].partition(":")[0]: f"{line[:5]}{line.partition(': ')[2]}" for line in found}
 
 
-@pytest.mark.slow
-def test_on_executors_foreign_modules_wrong_clocks_and_dynamic_allocation_are_named(tmp_path: Path) -> None:
-    """The clock is real and the executors' Python reads it with 100 s added."""
+@pytest.mark.soak
+def test_on_executors_foreign_modules_wrong_clocks_and_dynamic_allocation_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executors' Python reads the real clock with 100 s added; the GPU is that of a fake nvidia-smi."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     (tmp_path / "training.py").write_text("")
     (tmp_path / "site").mkdir()
     shift = "import time\nnow = time.time\ntime.time = lambda: now() + 100\n"
@@ -42,9 +49,18 @@ def test_on_executors_foreign_modules_wrong_clocks_and_dynamic_allocation_are_na
     assert found["java there"].startswith("OK   Java ") and found["glibc there"].startswith("OK   glibc ")
     assert found["modules there"].startswith("FAIL training on ") and "training.py | Rename" in found["modules there"]
     assert found["clocks"].startswith("WARN the clock of ") and " by 100 s or more | Run NTP" in found["clocks"]
+    assert found["gpus there"].startswith("WARN Spark gives none of the GPUs of ")
     assert found["slots"].startswith("FAIL a barrier stage cannot run under dynamic allocation")
     assert "spark.dynamicAllocation.enabled=false" in found["slots"]
     assert found["barrier"] == "SKIP two ranks have no slots"
+
+
+@pytest.mark.slow
+def test_executors_without_python_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", "./python/bin/python")
+    found = lines_of(sys.executable, SCRIPT, "local[2]", cwd=tmp_path, code=1)
+    assert found["spark"].startswith('FAIL the executors cannot start Python: Cannot run program "./python/bin/python"')
+    assert "--archives" in found["spark"] and found["clocks"].startswith("SKIP ")
 
 
 @pytest.mark.soak

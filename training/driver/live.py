@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.storage.errors import LockstepError
-from lockstep.storage.progress import Progress
+from lockstep.storage.progress import Pace, Progress
 from training.config import TrainConfig
 from training.rules import VALIDATION
 from training.run.metrics import read_history
@@ -48,12 +48,20 @@ class OnTerminal(Progress):
 
     def __init__(self, config: TrainConfig, steps: int, label: str = "training") -> None:
         super().__init__(label, steps, "steps")
+        self._batch, self._epochs, self._epoch = config.global_batch, config.epochs, 0
 
     def __enter__(self) -> OnTerminal:
         return self
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Take the epoch from a row of steps."""
+        if row["kind"] == "step":
+            self._epoch = row["epoch"] + 1
+
+    def _more(self) -> list[str]:
+        rate = self._pace.rate
+        epoch = [f"epoch {self._epoch} of {self._epochs}"] if self._epoch else []
+        return [*epoch, *([f"{rate * self._batch:,.0f} samples/s"] if rate > 0 else [])]
 
 
 class InNotebook:
@@ -63,7 +71,7 @@ class InNotebook:
         self._run, self._batch = config.run, config.global_batch
         self._curves = Curves(steps, config.epochs)
         self._done, self._note, self._picture = 0, "", ""
-        self._first: tuple[float, int] | None = None  # when this generation's first steps were seen, and how many
+        self._pace = Pace()  # ranks take seconds to start, which is no part of it
         self._shown_at = self._drawn_at = time.monotonic()
         self._output = CellOutput()
 
@@ -76,6 +84,7 @@ class InNotebook:
             for row in [*history.steps, *history.epochs]:
                 self._curves.add(row)
                 self._done = max(self._done, row["step"])
+            self._pace.add(self._done)
         self._show("starting", draw=False)
         return self
 
@@ -92,9 +101,7 @@ class InNotebook:
         now = time.monotonic()
         if done < self._done:
             self._curves.cut(done)
-            self._first = None
-        elif self._first is None and done > self._done:
-            self._first = now, done  # ranks take seconds to start, which is no part of the rate
+        self._pace.add(done)
         self._done, self._note = done, self._note if note is None else note
         if now - self._shown_at >= LINE_EVERY_S:
             self._show(TRAINING, draw=now - self._drawn_at >= CURVES_EVERY_S)
@@ -109,11 +116,9 @@ class InNotebook:
         self._shown_at = time.monotonic()
         if draw:
             self._picture, self._drawn_at = self._curves.png(), self._shown_at
-        seconds, steps = (0.0, 0) if self._first is None else (self._shown_at - self._first[0], self._first[1])
-        rate = (self._done - steps) / seconds if seconds > 0 else 0.0
-        self._output.show(
-            progress_line(state, self._done, self._curves.steps, self._note, rate, self._batch), picture=self._picture
-        )
+        rate = self._pace.rate
+        line = progress_line(state, self._done, self._curves.steps, self._note, rate, self._batch)
+        self._output.show(line, picture=self._picture)
 
 
 class CellOutput:

@@ -47,6 +47,25 @@ def test_a_line_tells_of_how_many_tasks(monkeypatch: pytest.MonkeyPatch, capsys:
             time.sleep(0.01)
     told = re.sub(r"[0-9]+ s\b", "0 s", capsys.readouterr().err)  # a loaded machine may take a second for it
     first, second, *_, last = told.splitlines()
-    assert first == "etl logs: 3 tasks, 0 s, now 3 of 8 tasks of stage 4"
-    assert second == "etl logs: 8 tasks, 0 s, now 5 of 8 tasks of stage 4, 1 of 2 tasks of stage 7"
+    assert first == "etl logs: 3 tasks, 0 s, stage 4: 3 of 8 tasks (38%)"
+    assert second == "etl logs: 8 tasks, 0 s, stage 7: 6 of 10 tasks (60%)"
     assert last == "etl logs: 12 tasks, 0 s", "what ran before the end is not running any more"
+
+
+def test_shards_are_counted_where_each_task_writes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lockstep.storage.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "_doing", [("read the log", None)])
+    shown = watch._Now()
+
+    def words(seconds: float, *stages: tuple[int, int, int]) -> str:
+        now[0] = seconds
+        return shown.words([SimpleNamespace(stageId=n, numCompletedTasks=d, numTasks=t) for n, d, t in stages])  # type: ignore[misc]
+
+    assert words(0, (1, 0, 8)) == "read the log: 0 of 8 tasks (0%)"
+    watch._doing.append(("order the records and write the shards", 40))
+    assert words(10, (2, 4, 8)) == "order the records and write the shards: 4 of 8 tasks (50%)"
+    assert words(20, (2, 8, 8), (3, 0, 40)) == "shards 0 of 40 (0%)"
+    assert words(30, (3, 4, 40)) == "shards 4 of 40 (10%)"
+    assert words(40, (3, 8, 40)) == "shards 8 of 40 (20%), 0:01:20 left"
+    assert words(50, (4, 1, 5), (5, 1, 5)).endswith("2 of 10 tasks (20%)"), "another stage has another pace"

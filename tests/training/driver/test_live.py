@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.storage import progress
 from training.driver.live import POINTS, TRAINING, Curves, OnTerminal, progress_here, progress_line
 
 
@@ -35,6 +37,28 @@ def epoch(last: int, number: int | None = None, **metrics: float | str) -> dict[
 )
 def test_the_line_has_steps_loss_rate_and_what_is_left(state: str, rate: float, line: str) -> None:
     assert progress_line(state, 20, 100, "loss 0.5", rate, 32) == line
+
+
+def test_a_log_has_epoch_rate_and_time_left_of_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lockstep.storage.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    config: Any = SimpleNamespace(global_batch=32, epochs=5)
+    shown = OnTerminal(config, 1000)
+    for now[0], done in ((0.0, 400), (60.0, 410), (70.0, 430), (80.0, 420), (90.0, 430), (95.0, 440)):
+        if now[0]:
+            shown.add({**step(done), "epoch": 2})
+        shown.set(done, "loss 0.5")
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 400/1000 steps (40%), 0 s, loss 0.5",
+        "training: 410/1000 steps (41%), epoch 3 of 5, 60 s, loss 0.5",
+        "training: 430/1000 steps (43%), epoch 3 of 5, 64 samples/s, 70 s, 0:04:45 left, loss 0.5",
+        "training: 420/1000 steps (42%), epoch 3 of 5, 80 s, loss 0.5",  # a restart repeats steps
+        "training: 430/1000 steps (43%), epoch 3 of 5, 90 s, loss 0.5",
+        "training: 440/1000 steps (44%), epoch 3 of 5, 64 samples/s, 95 s, 0:04:40 left, loss 0.5",
+    ]
 
 
 def test_metrics_of_training_and_validation_share_a_panel() -> None:
