@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lockstep.storage.errors import LockstepError
 from training.devices import host_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
+LISTS = zipfile.Path(ROOT, "") if ROOT.is_file() else ROOT  # a driver of YARN's cluster mode runs from our zip
 MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
 FREE_DISK_GIB = 5  # for Spark's shuffle files and a local run
@@ -67,12 +69,12 @@ def check_java() -> str:
     return f"Java {version.group(1)} from {where}"
 
 
-def pins(path: Path = ROOT / "constraints.txt") -> dict[str, str]:
+def pins(path: Path | zipfile.Path = LISTS / "constraints.txt") -> dict[str, str]:
     """Package -> version, as constraints.txt pins them."""
     return {name: text[2:] for name, text in requirements(path).items() if text.startswith("==")}
 
 
-def requirements(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
+def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
     """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = (re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?((?:[=<>]=?[\w.]+,?)*)$", line.strip()) for line in lines)
@@ -112,7 +114,7 @@ print(json.dumps(failed))
 
 def check_packages() -> str:
     """Every package of requirements.txt can be imported; untested versions are named."""
-    if not (ROOT / "requirements.txt").is_file():
+    if not (LISTS / "requirements.txt").is_file():
         raise CheckFailed("requirements.txt is not next to jobs/", next_step="Run from a checkout of the repository.")
     wanted = requirements()
     wrong, untried = [], []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import _checks, doctor
+from jobs._session import ship_rooms
 from lockstep.storage.errors import LockstepError
 from tests.docs.steps import steps_of
 from training.devices import Gpu
@@ -95,6 +96,13 @@ def test_packages_are_judged_by_what_can_be_imported(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_checks, "requirements", lambda: {"safetensors": ""})
         with pytest.raises(_checks.CheckFailed, match=said):
             _checks.check_packages()
+
+
+def test_packages_are_listed_in_the_zip_from_which_a_driver_of_cluster_mode_runs(tmp_path: Path) -> None:
+    code = "from jobs._checks import pins, requirements; print(len(requirements()), len(pins()))"
+    environment = {**os.environ, "PYTHONPATH": ship_rooms(str(tmp_path))}
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.stdout.decode() == f"{len(_checks.requirements())} {len(_checks.pins())}\n", done.stderr.decode()
 
 
 @pytest.mark.parametrize(
