@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from lockstep.storage.errors import LockstepError
 from training.devices import host_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
+LISTS = zipfile.Path(ROOT, "") if ROOT.is_file() else ROOT  # a driver of YARN's cluster mode runs from our zip
 MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
 FREE_DISK_GIB = 5  # for Spark's shuffle files and a local run
 JAVA_LIMIT_S = 30.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of the packages in requirements-gpu.txt
 IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
+OF_TRAINING = ("tensorflow", "keras", "optuna", "matplotlib")  # left out of the archive for ETL jobs
 NOT_BY_ITSELF = ("petastorm",)  # importable only through etl.petastorm
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
@@ -67,12 +70,12 @@ def check_java() -> str:
     return f"Java {version.group(1)} from {where}"
 
 
-def pins(path: Path = ROOT / "constraints.txt") -> dict[str, str]:
+def pins(path: Path | zipfile.Path = LISTS / "constraints.txt") -> dict[str, str]:
     """Package -> version, as constraints.txt pins them."""
     return {name: text[2:] for name, text in requirements(path).items() if text.startswith("==")}
 
 
-def requirements(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
+def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
     """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = (re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?((?:[=<>]=?[\w.]+,?)*)$", line.strip()) for line in lines)
@@ -112,24 +115,31 @@ print(json.dumps(failed))
 
 def check_packages() -> str:
     """Every package of requirements.txt can be imported; untested versions are named."""
-    if not (ROOT / "requirements.txt").is_file():
+    if not (LISTS / "requirements.txt").is_file():
         raise CheckFailed("requirements.txt is not next to jobs/", next_step="Run from a checkout of the repository.")
-    wanted = requirements()
-    wrong, untried = [], []
+    wanted, wrong, untried, left_out = requirements(), [], [], []
     for package, ranges in wanted.items():
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
+            if ROOT.is_file() and package in ("pyspark", *OF_TRAINING):  # Spark brings its own, without a version
+                left_out += [package] if package in OF_TRAINING else []
+                continue
             wrong.append(f"{package} is missing")
             continue
         if not allows(ranges, found):
             untried.append(f"{package} {found} (tried: {ranges})")
-    names = [IMPORT_NAME.get(package, package) for package in wanted if package not in NOT_BY_ITSELF]
+    names = [IMPORT_NAME.get(package, package) for package in wanted if package not in (*NOT_BY_ITSELF, *left_out)]
     if not wrong:
         wrong = [f"{name} cannot be imported: {why}" for name, why in _failed_imports(names).items()]
     if wrong:
         raise CheckFailed(
             "; ".join(wrong), next_step="Run `make venv`, or pip install -r requirements.txt -c constraints.txt."
+        )
+    if left_out:
+        raise CheckWarned(
+            f"without {', '.join(left_out)}: an archive for ETL jobs, which trains nothing",
+            next_step="For training give --archives $LOCKSTEP_TRAINING#python (docs/cluster.md).",
         )
     return f"{len(wanted)} packages can be imported" + (f"; never tried: {', '.join(untried)}" if untried else "")
 

@@ -24,14 +24,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs._checks import requirements
+from jobs._checks import OF_TRAINING, requirements
 from jobs._session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.upload import Item
 from lockstep.storage.urls import join
 
 # Archive -> the requirements that it leaves out. ETL draws no figures and searches nothing.
-ARCHIVES = {"etl": ("tensorflow", "keras", "optuna", "matplotlib"), "training": ()}
+ARCHIVES = {"etl": OF_TRAINING, "training": ()}
 SPARKS_OWN = ("pyspark", "py4j")
 # What no job loads: headers (430 MB of TensorFlow's), packages' own tests, and a compiler that TensorFlow's build uses.
 # A node that unpacks an archive also pays for each file: YARN sets its permissions.

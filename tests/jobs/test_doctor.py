@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import _checks, doctor
+from jobs._session import ship_rooms
 from lockstep.storage.errors import LockstepError
 from tests.docs.steps import steps_of
 from training.devices import Gpu
@@ -95,6 +96,40 @@ def test_packages_are_judged_by_what_can_be_imported(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_checks, "requirements", lambda: {"safetensors": ""})
         with pytest.raises(_checks.CheckFailed, match=said):
             _checks.check_packages()
+
+
+def from_zip(folder: Path, code: str) -> str:
+    """What a Python prints that runs from our zip, as a driver of YARN's cluster mode."""
+    environment = {**os.environ, "PYTHONPATH": ship_rooms(str(folder))}
+    command = [sys.executable, "-P", "-c", f"from jobs import _checks\n{code}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_packages_are_listed_in_the_zip_from_which_a_driver_of_cluster_mode_runs(tmp_path: Path) -> None:
+    found = from_zip(tmp_path, "print(len(_checks.requirements()), len(_checks.pins()))")
+    assert found == f"{len(_checks.requirements())} {len(_checks.pins())}\n"
+
+
+def test_a_pretended_archive_without_tensorflow_is_a_warning_there(tmp_path: Path) -> None:
+    code = """
+import importlib.metadata
+def version(name, real=importlib.metadata.version):
+    if name in _checks.OF_TRAINING:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
+_checks._failed_imports = lambda names: print("tensorflow" in names) or {}
+try:
+    _checks.check_packages()
+except _checks.CheckWarned as error:
+    print(error.what)
+"""
+    found = from_zip(tmp_path, code)
+    assert (
+        found == "False\nwithout tensorflow, keras, optuna, matplotlib: an archive for ETL jobs, which trains nothing\n"
+    )
 
 
 @pytest.mark.parametrize(
