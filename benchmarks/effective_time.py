@@ -165,7 +165,7 @@ class Killed(SessionLauncher):
             handler.on_step = keep
             return run(task, generation, handler, on_steps)
 
-        session.run = watched  # type: ignore[method-assign]
+        session.run = watched  # type: ignore[method-assign] # to see what the driver sees
         return session
 
     def kill(self) -> None:

@@ -186,7 +186,7 @@ class SparkChecks:
             raise CheckFailed(f"Spark on {master} gave no {what} within {LIMIT_S:.0f} s", next_step=next_step) from None
         except LockstepError:
             raise
-        except Exception as error:
+        except Exception as error:  # py4j's and Spark's have no common class
             raise _explained(error) from None
 
     def _look(self, spark: SparkSession, tasks: int, pause_s: float) -> list[Executor]:
@@ -222,6 +222,7 @@ class SparkChecks:
 
     def java(self) -> str:
         """The executors' Java is of the driver's major version."""
+        # pyspark declares its JVM as optional; that of a session is there.
         ours = str(self._session()._jvm.java.lang.System.getProperty("java.version"))  # type: ignore[union-attr]
         found = {each.java: each.host for each in self._executors()}
         for version, host in found.items():
@@ -406,7 +407,7 @@ def check_yarn() -> str:
         info, nodes = call_with_deadline(ask, YARN_LIMIT_S, what="the queue", whom=f"YARN's ResourceManager {address}")
     except LockstepError:
         raise
-    except Exception as error:
+    except Exception as error:  # any of Java's
         reason = str(getattr(error, "java_exception", error)).splitlines()[0]
         raise CheckFailed(
             f"YARN's ResourceManager {address} does not answer: {reason[:200]}",

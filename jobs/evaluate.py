@@ -16,7 +16,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, refuse_idle, run_job, which
-from jobs._launch import launch_of
+from jobs._launch import add_launch_flags, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
 from training.results.evaluate import evaluate, summary
@@ -47,12 +47,9 @@ def parser() -> JobParser:
     add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
     add("--start-delay", type=float, metavar="S", help="with --follow: seconds before the first look (default 0)")
     add("--throttle", type=float, metavar="S", help="with --follow: seconds from one start to the next (default 0)")
-    add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     text = "rows at a time (default 512); changes the last digits, and losses divided by a mask or a sum of weights"
     add("--batch", type=int, default=512, metavar="ROWS", help=text)
-    text = "this host (default) or a Spark barrier stage"
-    add("--launcher", choices=["local", "barrier"], default="local", help=text)
-    add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
+    add_launch_flags(job)
     return job
 
 

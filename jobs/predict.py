@@ -11,7 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job, which
-from jobs._launch import launch_of
+from jobs._launch import add_launch_flags, launch_of
 from training.results.predict import predict
 
 
@@ -27,11 +27,8 @@ def parser() -> JobParser:
     add("--split", default="test", metavar="NAME", help="the split to predict (default test)")
     text = "directory of the Parquet files; must not exist, and appears only when all of them are complete"
     add("--output", required=True, metavar="URL", help=text)
-    add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512); changes the last digits")
-    text = "this host (default) or a Spark barrier stage"
-    add("--launcher", choices=["local", "barrier"], default="local", help=text)
-    add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
+    add_launch_flags(job)
     return job
 
 

@@ -15,7 +15,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job
-from jobs._launch import launch_of
+from jobs._launch import add_launch_flags, launch_of
 from training.results.publish import publish
 
 
@@ -28,11 +28,8 @@ def parser() -> JobParser:
     add("--dataset", required=True, metavar="URL", help="evaluate on this dataset and all that it continues")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--metric", required=True, metavar="METRIC:max", help="what decides: METRIC:max or METRIC:min, as auc:max")
-    add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512)")
-    text = "this host (default) or a Spark barrier stage"
-    add("--launcher", choices=["local", "barrier"], default="local", help=text)
-    add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
+    add_launch_flags(job)
     return job
 
 

@@ -293,7 +293,7 @@ class HashedFile(io.RawIOBase):
     def whole(self, url: str, planned_bytes: int) -> str:
         """Read the rest of the file; returns its SHA-256. Raises DataError if it does not have the planned length."""
         while self.read(_READ_BYTES):
-            pass
+            pass  # `read` has counted and hashed it
         if self._size != planned_bytes:
             raise DataError(
                 f"input {url} changed while it was read",

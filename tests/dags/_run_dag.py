@@ -16,7 +16,7 @@ def load(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[Path(path).stem] = module
     spec.loader.exec_module(module)
-    return module.dag
+    return module.weblog
 
 
 def main(path: str, conf: str, *days: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DAG_FILE = ROOT / "jobs" / "dags" / "lockstep_weblog.py"
+DAG_FILE = ROOT / "jobs" / "dags" / "lockstep_daily.py"
 AIRFLOW = ROOT / ".venv-airflow" / "bin" / "python"
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 LINES = 3000  # of a day

@@ -47,7 +47,7 @@ def test_a_file_that_is_not_replaced_raises_what_its_read_raises(tmp_path: Path)
     """The read is a stand-in: on HDFS it is that of a file whose writer has died."""
 
     class Damaged(ReplacedAtEachLook):
-        def open_read(self, url: str) -> object:  # type: ignore[override]
+        def open_read(self, url: str) -> object:  # type: ignore[override] # it never returns
             raise CorruptionError("file is shorter than it must be", file=url)
 
     (tmp_path / "f").write_bytes(b"abc")

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.documents import seal, sha256_hex
-from lockstep.storage.errors import ConfigError, ExistsError, require
+from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, write_file
@@ -36,12 +36,13 @@ def publish(
     """Publish the model of the finished run `run` in the folder `models` if none is published there, or if its metric
     on `split` of `dataset` and of all that it continues is better.
 
-    `metric` is METRIC:max or METRIC:min. Both models are evaluated on the same rows, in one call. `_current.json` is
-    replaced atomically; a worse or equal model leaves it and is noted in `_refused/`. A run that is published already
-    is not evaluated again. Returns the document that was written, or that is there: {published, reason, run, model,
-    model_sha256 (of the model's manifest), metric, value, dataset, dataset_digest, earlier, split, samples, at,
-    replaces (None, or run, model and value of the one before)}. Raises NotFoundError for an unfinished run, ConfigError
-    for an unknown metric, ExistsError if another process publishes there meanwhile.
+    `metric` is METRIC:max or METRIC:min. Both models are evaluated on the same rows; a published run that is not there
+    any more is replaced. `_current.json` is replaced atomically; a worse or equal model leaves it and is noted in
+    `_refused/`. A run that is published already is not evaluated again. Returns the document that was written, or that
+    is there: {published, reason, run, model, model_sha256 (of the model's manifest), metric, value, dataset,
+    dataset_digest, earlier, split, samples, at, replaces (None, or run, model and value of the one before)}. Raises
+    NotFoundError for an unfinished run, ConfigError for an unknown metric, ExistsError if another process publishes
+    there meanwhile.
     """
     found = BEST.fullmatch(metric)
     require(found is not None, "--metric", metric, BEST_ALLOWED)
@@ -54,9 +55,8 @@ def publish(
     current = read_published(fs, models)
     if current is not None and (current["model"], current["model_sha256"]) == (model, digest):
         return current
-    runs = [run] if current is None else [run, current["run"]]
-    result = evaluate(runs, dataset, split, launch, num_ranks=num_ranks, batch=batch, earlier=True)
-    value, *before = [_value(one, name) for one in result.get("members", [result])]
+    result = evaluate(run, dataset, split, launch, num_ranks=num_ranks, batch=batch, earlier=True)
+    value = _value(result, name)
     document = {
         "format_version": FORMAT_VERSION,
         "kind": KIND,
@@ -74,9 +74,17 @@ def publish(
     }
     if current is None:
         return _write(fs, models, None, {**document, "reason": "no model was published", "replaces": None})
-    theirs = {"run": current["run"], "model": current["model"], "value": before[0]}
-    better = value < before[0] if metric.endswith(":min") else value > before[0]
-    words = f"{metric} {value:.6g}, and {before[0]:.6g} of {current['run']}, on {result['samples']} rows"
+    try:
+        current_result = evaluate(
+            current["run"], dataset, split, launch, num_ranks=num_ranks, batch=batch, earlier=True
+        )
+    except NotFoundError as error:
+        reason = f"the published run {current['run']} is not there any more: {error.what}"
+        return _write(fs, models, current, {**document, "reason": reason, "replaces": None})
+    before = _value(current_result, name)
+    theirs = {"run": current["run"], "model": current["model"], "value": before}
+    better = value < before if metric.endswith(":min") else value > before
+    words = f"{metric} {value:.6g}, and {before:.6g} of {current['run']}, on {result['samples']} rows"
     if better:
         return _write(fs, models, current, {**document, "reason": f"better: {words}", "replaces": theirs})
     document |= {"published": False, "reason": f"not better: {words}", "replaces": None, "kept": theirs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def test_the_better_of_two_models_on_the_same_rows_stays_published(tmp_path: Pat
     warm = trained(tmp_path, "warm", 1, init_from=models)  # the next day's run begins from the published weights
     of_warm, of_worse = (evaluate(one, data, "test", run_threads)["metrics"]["loss"] for one in (warm, worse))
     assert of_warm < of_worse
+
+    shutil.move(better, f"{better}-gone")
+    third = tried(worse)
+    assert third["published"] and f"{better} is not there any more" in third["reason"]
 
     with pytest.raises(ConfigError, match="nothing_such"):
         tried(warm, "nothing_such:max")

@@ -1,11 +1,14 @@
-"""What the daily DAGs share: upload -> ETL as an append -> verify -> train from the last model -> publish if better.
+"""Every day: upload -> ETL as an append -> verify -> train from the last model -> publish the model if it is better.
+
+Two DAGs: `lockstep_weblog` for logs of web servers, `lockstep_images` for images. Put this file (or a link to it) into
+Airflow's DAG folder. Importing it needs Airflow and its Spark provider, but not Lockstep.
 
 Each step is one spark-submit. With the connection `spark_default` on YARN in cluster mode the application survives the
 worker and the scheduler: its id is kept before the wait begins, and a later try waits for that application again
 (`durable`, `yarn_track_via_rm_api`). If it was lost all the same, the next try of `train` resumes the run.
 
-Each value comes from the DAG run's params, else from the Airflow Variable `DAG_NAME`, else from the DAG file's
-defaults. Secrets come by connections only: keytab and principal are in the extra of `spark_default`.
+Each value comes from the DAG run's params, else from the Airflow Variable `DAG_NAME`, else from the defaults
+below. Secrets come by connections only: keytab and principal are in the extra of `spark_default`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ COMMON = {
     "max_bad": ("1%", "the largest share of records that may be bad"),
     "num_ranks": ("2", "training processes; a barrier stage needs that many task slots at once"),
     "checkpoint_every": ("200", "steps between checkpoints, seconds as 60s, or auto"),
-    "metric": ("auc:max", "what decides whether a model is better"),
+    "global_batch": ("256", "samples of one step over all ranks"),
+    "epochs": ("2", "passes over the training split"),
 }
 
 
@@ -62,11 +66,8 @@ class Submit(SparkSubmitOperator):
             store.set(self.external_id_key, application["id"])
 
 
-def daily(
-    dag_id: str, start: datetime, etl_job: str, defaults: dict[str, tuple[str, str]], etl_flags: tuple[str, ...],
-    train_flags: tuple[str, ...], doc: str,
-) -> DAG:  # fmt: skip
-    """The DAG. A flag as `--split={split}` names a default of `defaults`, the DAG's own or COMMON."""
+def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_flags: tuple[str, ...]) -> DAG:
+    """The DAG. A flag as `--split={split}` names a setting of `defaults`, the DAG's own, or of COMMON."""
     known = {**COMMON, **defaults}
 
     def asked(name: str) -> str:
@@ -105,15 +106,12 @@ def daily(
             depends_on_past=task == "upload",  # a day waits for the day before
         )
 
-    def given(flags: tuple[str, ...]) -> list[str]:
-        return [flag.format_map({name: value(name) for name in known}) for flag in flags]
-
     with DAG(
         dag_id=dag_id,
         description="Yesterday's data to a published model",
         # A run of a day begins after that day; "@daily" alone has intervals without length, which begin at its start.
         schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
-        start_date=start,
+        start_date=datetime(2026, 1, 1, tzinfo=UTC),
         catchup=False,
         max_active_runs=1,
         default_args={"owner": "lockstep", "retry_delay": timedelta(minutes=2), "retry_exponential_backoff": True},
@@ -123,7 +121,7 @@ def daily(
             for name, (default, text) in known.items()
         },
         tags=["lockstep"],
-        doc_md=doc,
+        doc_md=__doc__,
     ) as dag:
         # On Airflow's worker: an application master does not see its files, and fails without a Spark session.
         folder = f"{value('input')}/{day}"
@@ -131,14 +129,15 @@ def daily(
         etl = submit(
             "etl", etl_job, 2, f"--input={raw}", f"--output={dataset}", f"--max-bad={value('max_bad')}",
             "--if-exists=keep", "--clean", since("--append-to", f"{root}/datasets/{{{{ {before} | ds }}}}"),
-            *given(etl_flags),
+            *(flag.format_map({name: value(name) for name in known}) for flag in etl_flags),
         )  # fmt: skip
         # Reading a damaged dataset again does not help.
         verify = submit("verify", "verify", 1, dataset, retries=0, here=True)
         train = submit(
             "train", "train", 8, f"--dataset={dataset}", f"--run={run}", f"--num-ranks={value('num_ranks')}",
             f"--checkpoint-every={value('checkpoint_every')}", "--audit",
-            since("--init-from", f"{root}/models/{dag_id}"), *given(train_flags), executors=value("num_ranks"),
+            f"--model={value('model')}", f"--global-batch={value('global_batch')}", f"--epochs={value('epochs')}",
+            since("--init-from", f"{root}/models/{dag_id}"), executors=value("num_ranks"),
         )  # fmt: skip
         publish = submit(
             "publish", "publish", 1, f"--run={run}", f"--dataset={dataset}", f"--models={root}/models/{dag_id}",
@@ -146,3 +145,29 @@ def daily(
         )  # fmt: skip
         upload >> etl >> verify >> train >> publish
     return dag
+
+
+weblog = daily(
+    "lockstep_weblog",
+    "etl_logs",
+    {
+        "root": ("hdfs:///lockstep/weblog", "where raw logs, datasets, runs and models are stored"),
+        "split": ("group:visitor:80/20", "how the log is split into train and test"),
+        "model": ("logistic", "logistic, mlp, ... or module:function"),
+        "metric": ("auc:max", "what decides whether a model is better"),
+    },
+    ("--split={split}",),
+)
+images = daily(
+    "lockstep_images",
+    "etl_images",
+    {
+        "root": ("hdfs:///lockstep/images", "where raw images, datasets, runs and models are stored"),
+        "source": ("folder", "idx, cifar10, cifar100, folder, tar or parquet"),
+        "image_size": ("32x32", "the size that images are brought to"),
+        "split": ("80/20", "how the images are split into train and test"),
+        "model": ("resnet20", "resnet20 or module:function"),
+        "metric": ("accuracy:max", "what decides whether a model is better"),
+    },
+    ("--split={split}", "--source={source}", "--image-size={image_size}"),
+)
