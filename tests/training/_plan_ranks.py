@@ -21,7 +21,7 @@ def sums_killed_once(context: RankContext) -> dict[str, Any]:
         buf = np.random.default_rng(comm.rank).standard_normal(size).astype(np.float32)
         comm.all_reduce(buf)
         found.append(float(buf.astype(np.float64).sum()))
-    row = {"step": context.world.generation, "kind": "step", "loss": 0.0, "sums": found}
+    row = {"step": context.world.generation, "epoch": 0, "kind": "step", "loss": 0.0, "sums": found}
     if context.world.is_leader:
         context.control.notify("metrics", rows=[row])
     comm.barrier()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -245,11 +245,11 @@ def test_no_room_is_a_wrong_call_at_the_start_and_a_failed_run_later() -> None:
 def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(fs: LocalFileSystem, url: str) -> bytes:
+    def away(fs: LocalFileSystem, url: str) -> NoReturn:
         raise StorageError("no NameNode answers")
 
     fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
     with pytest.raises(LockstepError, match="rank 1 of 2 failed"), Ownership(fs, paths):
-        monkeypatch.setattr(LocalFileSystem, "read_bytes", away)
+        monkeypatch.setattr(LocalFileSystem, "open_read", away)
         raise LockstepError("rank 1 of 2 failed")
     assert "no NameNode answers" in caplog.text
