@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv torch-venv jars clean package
+.PHONY: help demo test check fuzz soak cluster cluster-stop airflow airflow-stop venv airflow-venv torch-venv jars clean package
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -55,6 +55,12 @@ cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeMan
 
 cluster-stop: venv ## stop these five processes
 	@$(PYTHON_VENV) -m tests.cluster down
+
+airflow: venv airflow-venv ## start Airflow with the daily DAGs on the cluster of `make cluster`, and print how to use it
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.dags._airflow up
+
+airflow-stop: venv ## stop its three processes
+	@$(PYTHON_VENV) -m tests.dags._airflow down
 
 venv: ## .venv with the versions of constraints.txt, and a JDK if there is none
 	@scripts/setup.sh venv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -13,25 +12,9 @@ from pathlib import Path
 from jobs._cli import run_job
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.cluster.daemons import HDFS, YARN, Cluster
-from tests.cluster.process import Process
+from tests.cluster.process import end_all, read_state, write_state
 
 STATE = "cluster.json"
-
-
-def read_state(folder: Path) -> tuple[dict[str, int], dict[str, Process]]:
-    """Ports and processes of the cluster under `folder`; both empty where there is none."""
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, {}
-    return state["ports"], {entry["name"]: Process(**entry) for entry in state["processes"]}
-
-
-def write_state(cluster: Cluster) -> None:
-    processes = [vars(process) for process in cluster.processes.values()]
-    temporary = cluster.folder / f"_{STATE}"
-    temporary.write_text(json.dumps({"ports": cluster.ports, "processes": processes}, indent=2), encoding="utf-8")
-    temporary.replace(cluster.folder / STATE)
 
 
 def write_environment(cluster: Cluster) -> Path:
@@ -46,7 +29,7 @@ def write_environment(cluster: Cluster) -> Path:
 
 def up(folder: Path) -> int:
     """Start an empty HDFS and YARN that outlive this command; tell how to point a shell at them."""
-    _, processes = read_state(folder)
+    _, processes = read_state(folder / STATE)
     running = [process for process in processes.values() if process.alive]
     if len(running) == len(HDFS) + len(YARN):
         print(f"The cluster under {folder} runs already.")
@@ -65,7 +48,7 @@ def up(folder: Path) -> int:
         cluster.start_hdfs()
         print("Starting ResourceManager and NodeManager ...", flush=True)
         cluster.start_yarn()
-        write_state(cluster)
+        write_state(folder / STATE, cluster.ports, cluster.processes.values())
     except BaseException:  # Ctrl-C included: a half-started cluster nobody knows of must not stay
         cluster.stop()
         raise
@@ -74,22 +57,13 @@ def up(folder: Path) -> int:
 
 def down(folder: Path) -> int:
     """End just the processes that `up` started here: a pid counts only with the start time that it had then."""
-    _, processes = read_state(folder)
-    for process in reversed(list(processes.values())):
-        if process.alive:
-            process.end(grace_s=5.0)
-            print(f"{process.name} (pid {process.pid}) ended")
-        else:
-            print(f"{process.name} (pid {process.pid}) was gone already")
-    (folder / STATE).unlink(missing_ok=True)
-    if not processes:
-        print(f"No cluster runs under {folder}.")
+    end_all(folder / STATE, f"No cluster runs under {folder}.")
     return 0
 
 
 def status(folder: Path) -> int:
     """One line a daemon, then the lines for a shell. Returns 1 where a daemon is missing."""
-    ports, processes = read_state(folder)
+    ports, processes = read_state(folder / STATE)
     cluster = Cluster(folder)
     cluster.ports = ports
     cluster.processes = processes

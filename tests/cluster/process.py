@@ -1,13 +1,14 @@
-"""One daemon as a process: started, found again by pid and start time, ended, and its last words."""
+"""Daemons as processes: started, found again by pid and start time, ended, and the last words of each."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,3 +122,34 @@ def last_lines(log: Path, count: int = 25) -> str:
     except FileNotFoundError:
         return "(no log)"
     return "\n".join(line[:300] for line in lines[-count:]) or "(an empty log)"
+
+
+def read_state(file: Path) -> tuple[dict[str, int], dict[str, Process]]:
+    """Ports and processes that an earlier call started; both empty where there is no such file."""
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, {}
+    return state["ports"], {entry["name"]: Process(**entry) for entry in state["processes"]}
+
+
+def write_state(file: Path, ports: dict[str, int], processes: Iterable[Process]) -> None:
+    """Keep them for later calls."""
+    temporary = file.with_name(f"_{file.name}")
+    entries = [vars(process) for process in processes]
+    temporary.write_text(json.dumps({"ports": ports, "processes": entries}, indent=2), encoding="utf-8")
+    temporary.replace(file)
+
+
+def end_all(file: Path, none: str) -> None:
+    """End just the processes of the file, and tell of each; `none` is told where there are none."""
+    _, processes = read_state(file)
+    for process in reversed(list(processes.values())):
+        if process.alive:
+            process.end(grace_s=5.0)
+            print(f"{process.name} (pid {process.pid}) ended")
+        else:
+            print(f"{process.name} (pid {process.pid}) was gone already")
+    file.unlink(missing_ok=True)
+    if not processes:
+        print(none)

@@ -44,12 +44,13 @@ def steps_of(text: str) -> list[Step]:
 def project_in(folder: Path) -> Iterator[Path]:
     """A folder in which relative paths lead to the project, and results to a temporary place."""
     for entry in ROOT.iterdir():
-        if entry.name not in (".demo", ".cluster", ".git", "spark-warehouse"):
+        if entry.name not in (".demo", ".cluster", ".airflow", ".git", "spark-warehouse"):
             (folder / entry.name).symlink_to(entry)
     try:
         yield folder
     finally:
-        subprocess.run(["make", "-s", "cluster-stop"], cwd=folder, capture_output=True, timeout=120, check=False)
+        for target in ("airflow-stop", "cluster-stop"):
+            subprocess.run(["make", "-s", target], cwd=folder, capture_output=True, timeout=120, check=False)
 
 
 def run_steps(steps: Sequence[Step], folder: Path) -> int:

@@ -25,7 +25,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # jobs.doctor
     "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date", "--max-active-runs",
-    "--reprocess-behavior",  # airflow
+    "--reprocess-behavior", "--state",  # airflow
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ STORIES = {
     "scripts": ["docs/models.md"],
     "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],
+    "airflow": ["docs/airflow.md"],
 }
 WITH_COMMANDS = list(dict.fromkeys(page for pages in STORIES.values() for page in pages))
 # `make test` only checks the flags and imports of the others: test_flags.py, test_snippets.py
