@@ -13,6 +13,7 @@ from etl.write.config import WriteConfig
 from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
 from etl.write.quarantine import Origin
+from etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -99,7 +100,7 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     that is not valid or whose rows differ each time it is read.
     """
     plan = plan or check(config)
-    with translated(spark, "reading the table"), watched(spark, "etl table"):
+    with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
         df = frame(spark, config)
         return write_frame(
             df,

@@ -210,6 +210,7 @@ class ImageInput(Input[Tally]):
     """
 
     what, label, is_rejected = "images", "images", f"kind = {BAD}"
+    first_step = "read and decode the images"
     config: ImagesConfig
     plan: ImagePlan
     target: Target
@@ -237,7 +238,7 @@ class ImageInput(Input[Tally]):
 
     def counted(self, parsed: DataFrame) -> Tally:
         """Count in one pass."""
-        with described(parsed.sparkSession, "read and decode the images"):
+        with described(parsed.sparkSession, self.first_step):
             tally = tally_of(parsed, self.config.num_classes or MAX_CLASSES)
         # Some headers name the number of records, and each task checks its own: this compares the totals.
         if self.plan.records not in (None, tally.read):

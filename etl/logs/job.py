@@ -72,6 +72,7 @@ class LogInput(Input[LogCounts]):
     """A log of web requests, or records of a declared schema."""
 
     what, label, is_rejected = "log", "logs", f"_kind = {BAD}"
+    first_step = "read and parse the log"
     config: LogsConfig
     plan: Plan
 
@@ -87,7 +88,7 @@ class LogInput(Input[LogCounts]):
 
     def counted(self, parsed: DataFrame) -> LogCounts:
         """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
-        with described(parsed.sparkSession, "read and parse the log"):
+        with described(parsed.sparkSession, self.first_step):
             found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST})").select(*SUMMARY_COLUMNS).collect()
         dropped: Counter[str] = Counter()
         for row in found:

@@ -161,11 +161,14 @@ POLL_S = 0.5
 
 
 @contextmanager
-def watched(spark: SparkSession, label: str) -> Iterator[None]:
-    """Show how many tasks Spark finishes meanwhile; if Spark cannot be asked, the display ends, not the job."""
+def watched(spark: SparkSession, label: str, steps: Sequence[str] = ()) -> Iterator[None]:
+    """Show how many tasks Spark finishes meanwhile; if Spark cannot be asked, the display ends, not the job.
+
+    `steps`: the texts of `described` that take most of the time, in order, for the share of the whole.
+    """
     stop = threading.Event()
     with Progress(label, None, "tasks") as progress:
-        thread = threading.Thread(target=_poll, args=(spark, progress, stop), name="lockstep-watch", daemon=True)
+        thread = threading.Thread(target=_poll, args=(spark, progress, stop, steps), name="lockstep-watch", daemon=True)
         thread.start()
         try:
             yield
@@ -174,10 +177,10 @@ def watched(spark: SparkSession, label: str) -> Iterator[None]:
             thread.join(timeout=10 * POLL_S)
 
 
-def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> None:
+def _poll(spark: SparkSession, progress: Progress, stop: threading.Event, steps: Sequence[str]) -> None:
     from py4j.protocol import Py4JError
 
-    counted, now = _Counted(spark.sparkContext.statusTracker()), _Now()
+    counted, now = _Counted(spark.sparkContext.statusTracker()), _Now(steps)
     ended = False
     while not ended:
         ended = stop.wait(POLL_S)
@@ -218,9 +221,10 @@ class _Counted:
 
 
 class _Now:
-    """The stages that are active, in words, with their share and the time left."""
+    """The stages that are active, in words, with their share and the time left, and the share of all steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[str] = ()) -> None:
+        self._steps, self._begun = steps, 0
         self._stages: list[int] = []
         self._pace = Pace()
 
@@ -236,4 +240,14 @@ class _Now:
         done, total = sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
         self._pace.add(done)
         what = f"shards {done} of {total}" if shards == stages[-1].numTasks else f"{text}: {done} of {total} tasks"
-        return ", ".join(filter(None, [f"{what} ({done / max(1, total):.0%})", self._pace.left(total)]))
+        share = done / max(1, total)
+        return ", ".join(filter(None, [self._whole(text, share), f"{what} ({share:.0%})", self._pace.left(total)]))
+
+    def _whole(self, text: str, share: float) -> str:
+        """The share of all steps, each counted alike: how long a later one takes is not known."""
+        if text in self._steps:
+            self._begun = self._steps.index(text) + 1
+        if not self._begun:
+            return ""
+        done = self._begun - 1 + share if text in self._steps else self._begun
+        return f"step {self._begun} of {len(self._steps)} ({done / len(self._steps):.0%} of all)"

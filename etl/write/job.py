@@ -15,6 +15,7 @@ from etl.write.config import OutputConfig
 from etl.write.dataset import write_rows
 from etl.write.late import LateImages
 from etl.write.quarantine import Origin, check_bad
+from etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 
@@ -58,12 +59,19 @@ class Input(ABC, Generic[C]):
     """The name of the job in the progress line."""
     is_rejected: ClassVar[str]
     """A condition in SQL that holds for the rejected records among the rows of `parsed`."""
+    first_step: ClassVar[str]
+    """What `counted` does, as its progress calls it."""
     config: OutputConfig
 
     @property
     @abstractmethod
     def sources(self) -> Sequence[Source]:
         """The input files."""
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """What takes most of the time, in order."""
+        return (self.first_step, RECORDS_STEP, SHARDS_STEP)
 
     @abstractmethod
     def parsed(self, spark: SparkSession) -> DataFrame:
@@ -103,5 +111,5 @@ class Input(ABC, Generic[C]):
 def run(spark: SparkSession, job: Input[Any]) -> DatasetManifest:
     """Run a job in a session whose settings suit its input, with progress; errors of Spark become our own."""
     reading = translated(spark, f"reading the {job.what}")
-    with reading, tuned(spark, job.sources), watched(spark, f"etl {job.label}"):
+    with reading, tuned(spark, job.sources), watched(spark, f"etl {job.label}", job.steps):
         return job.write(spark)

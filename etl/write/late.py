@@ -31,7 +31,7 @@ from etl.split.leakage import CONTENT, checks_of
 from etl.split.splits import SplitSpec
 from etl.write.config import OutputConfig
 from etl.write.quarantine import Origin, check_bad
-from etl.write.shards import RESULT, ShardTable, WriteShards, ordered, placed
+from etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -310,7 +310,7 @@ def write_late(
     task = WriteLate(write, late)
     found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
-    with described(rows.sparkSession, "make the images, order them and write the shards", table.total):
+    with described(rows.sparkSession, SHARDS_STEP, table.total):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _with_rejected(origin, found, results)
     assert whole.quarantine is not None and whole.read is not None

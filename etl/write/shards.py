@@ -253,6 +253,7 @@ class WriteShards:
         )
 
 
+RECORDS_STEP, SHARDS_STEP = "make ids, splits and records", "order the records and write the shards"
 BLOCK_BYTES = 2 << 20
 # Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
 FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
@@ -286,7 +287,7 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     splits: dict[str, tuple[int, int]] = {}
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
-    with described(rows.sparkSession, "make ids, splits and records"):
+    with described(rows.sparkSession, RECORDS_STEP):
         grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
     for row in grouped:
         name, count = row[c.SPLIT], row["n"]
@@ -342,7 +343,7 @@ def write_shards(
     """Write the rows that are not dropped, and rename each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
-    with described(rows.sparkSession, "order the records and write the shards", table.total):
+    with described(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     return placed(fs, paths, results, table, write.fmt)
 

@@ -56,16 +56,20 @@ def test_shards_are_counted_where_each_task_writes_one(monkeypatch: pytest.Monke
     now = [0.0]
     monkeypatch.setattr("lockstep.storage.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr(watch, "_doing", [("read the log", None)])
-    shown = watch._Now()
+    shown = watch._Now(("read the log", "make records", "order the records and write the shards"))
 
     def words(seconds: float, *stages: tuple[int, int, int]) -> str:
         now[0] = seconds
         return shown.words([SimpleNamespace(stageId=n, numCompletedTasks=d, numTasks=t) for n, d, t in stages])  # type: ignore[misc]
 
-    assert words(0, (1, 0, 8)) == "read the log: 0 of 8 tasks (0%)"
+    assert words(0, (1, 0, 8)) == "step 1 of 3 (0% of all), read the log: 0 of 8 tasks (0%)"
+    watch._doing.append(("count words", None))
+    assert words(5, (2, 1, 2)) == "step 1 of 3 (33% of all), count words: 1 of 2 tasks (50%)", "of no step of its own"
     watch._doing.append(("order the records and write the shards", 40))
-    assert words(10, (2, 4, 8)) == "order the records and write the shards: 4 of 8 tasks (50%)"
-    assert words(20, (2, 8, 8), (3, 0, 40)) == "shards 0 of 40 (0%)"
-    assert words(30, (3, 4, 40)) == "shards 4 of 40 (10%)"
-    assert words(40, (3, 8, 40)) == "shards 8 of 40 (20%), 0:01:20 left"
+    assert (
+        words(10, (2, 4, 8)) == "step 3 of 3 (83% of all), order the records and write the shards: 4 of 8 tasks (50%)"
+    )
+    assert words(20, (2, 8, 8), (3, 0, 40)) == "step 3 of 3 (67% of all), shards 0 of 40 (0%)"
+    assert words(30, (3, 4, 40)) == "step 3 of 3 (70% of all), shards 4 of 40 (10%)"
+    assert words(40, (3, 8, 40)) == "step 3 of 3 (73% of all), shards 8 of 40 (20%), 0:01:20 left"
     assert words(50, (4, 1, 5), (5, 1, 5)).endswith("2 of 10 tasks (20%)"), "another stage has another pace"
