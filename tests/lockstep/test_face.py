@@ -27,11 +27,9 @@ from training.launch.session import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
+OF_DATASETS = ("write_dataset", "write_logs", "write_images", "spark_session")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
-WITH_PROCESSES = (
-    "write_dataset", "write_logs", "write_images", "train", "evaluate", "predict", "predict_udf", "read_history",
-    "spark_session",
-)  # fmt: skip
+OF_A_RUN = ("train", "evaluate", "predict", "predict_udf", "read_history")
 SEVERAL_RUNS = ("cross_validate", "tune")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
@@ -73,7 +71,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, *SEVERAL_RUNS, "torch_loader", "data", "on_ranks"})
+    "name", sorted({*lockstep.__all__} - {*OF_DATASETS, *OF_A_RUN, *SEVERAL_RUNS, "torch_loader", "data", "on_ranks"})
 )
 def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "data")
@@ -82,9 +80,16 @@ def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
+def test_examples_of_datasets_by_spark(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
-    done = python("-c", RUN_EXAMPLES, *WITH_PROCESSES, cwd=tmp_path)
+    done = python("-c", RUN_EXAMPLES, *OF_DATASETS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_examples_of_a_run(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    done = python("-c", RUN_EXAMPLES, *OF_A_RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # The run is complete, so this starts nothing.
     again = lockstep.train(tmp_path / "data", tmp_path / "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
