@@ -18,7 +18,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
-from tests.dags._airflow import SERVERS, Airflow, on_cluster, write_days
+from tests.dags._airflow import DAGS, ROOT, SERVERS, Airflow, on_cluster, write_days
 from tests.waiting import until
 from training.results.audit import check_run_audit
 from training.run.published import REFUSED, read_published
@@ -71,12 +71,26 @@ exec {real} "$@"
     return folder
 
 
+def eager(folder: Path) -> Path:
+    """A folder with the DAG whose later tries begin at once, while the application of the first one still runs."""
+    folder.mkdir()
+    text, delay = (DAGS / "lockstep_daily.py").read_text(), "timedelta(minutes=2)"
+    assert text.count(delay) == 1
+    (folder / "lockstep_daily.py").write_text(text.replace(delay, "timedelta(seconds=1)"))
+    return folder
+
+
 def test_killed_workers_and_a_killed_scheduler_lead_to_one_application_and_one_published_model(
     hadoop: Cluster, tmp_path: Path
 ) -> None:
     hadoop.start_yarn()
     bin_folder = late_submit(tmp_path / "bin")
-    own = {"PATH": str(bin_folder), "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "False"}
+    own = {
+        "PATH": str(bin_folder),
+        "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "False",  # no run but the back-fill's
+        "AIRFLOW__CORE__DAGS_FOLDER": str(eager(tmp_path / "dags")),
+        "AIRFLOW_VAR_LOCKSTEP_WEBLOG_HOME": str(ROOT),
+    }
     airflow = on_cluster(tmp_path, hadoop, own)
     airflow.command("db", "migrate")
     write_days(tmp_path / "daily", DAYS, 4000)
@@ -87,11 +101,7 @@ def test_killed_workers_and_a_killed_scheduler_lead_to_one_application_and_one_p
 
     try:
         airflow.start(*SERVERS)
-        airflow.command("dags", "unpause", "lockstep_weblog")
-        airflow.command(
-            *("backfill", "create", "--dag-id", "lockstep_weblog", "--from-date", DAYS[0], "--to-date", DAYS[1]),
-            *("--max-active-runs", "1", "--dag-run-conf", json.dumps({"global_batch": "32", "epochs": "4"})),
-        )
+        airflow.backfill(DAYS, json.dumps({"global_batch": "32", "epochs": "4"}))
         # The first day: the application was submitted, but its id is not kept yet.
         until(begun(tags[0], "ACCEPTED", "RUNNING", "FINISHED"), LIMIT_S)
         kill_worker(airflow, DAYS[0], "train")
@@ -108,8 +118,8 @@ def test_killed_workers_and_a_killed_scheduler_lead_to_one_application_and_one_p
         airflow.stop()
     for day in DAYS:
         for task in ("etl", "train", "publish"):
-            (found,) = applications(hadoop, f"lockstep_weblog.{task}.{day}")
-            assert found["finalStatus"] == "SUCCEEDED", (task, found["diagnostics"])
+            found = applications(hadoop, f"lockstep_weblog.{task}.{day}")
+            assert [one["finalStatus"] for one in found] == ["SUCCEEDED"], (task, day, found)
         run = f"{hadoop.hdfs_url}/nightly/weblog/runs/{day}"
         check_run_audit(run)
         assert verify(run) == []

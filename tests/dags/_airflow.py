@@ -22,6 +22,7 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from jobs._cli import run_job
 from jobs._session import ship_rooms
@@ -100,6 +101,13 @@ class Airflow:
         """Run a command of Airflow's to its end; returns its output."""
         return self.python("-m", "airflow", *arguments)
 
+    def backfill(self, days: Sequence[str], conf: str) -> None:
+        """Have the scheduler run lockstep_weblog for these days, one after the other; `conf` is JSON of params."""
+        self.command("dags", "unpause", "lockstep_weblog")
+        span = ("--from-date", days[0], "--to-date", days[-1], "--max-active-runs", "1")
+        more = ("--reprocess-behavior", "failed", "--dag-run-conf", conf)
+        self.command("backfill", "create", "--dag-id", "lockstep_weblog", *span, *more)
+
     def start(self, *names: str) -> None:
         """Start these of SERVERS, and return when the API answers that scheduler and DAG processor live."""
         (self.folder / "logs").mkdir(exist_ok=True)
@@ -127,7 +135,7 @@ class Airflow:
         database = f"file:{self.folder / 'airflow' / 'airflow.db'}?mode=ro"
         with closing(sqlite3.connect(database, uri=True, timeout=60.0)) as found:
             rows = found.execute(f"{query} WHERE r.data_interval_start LIKE ?", (f"{day}%",)).fetchall()
-        return {task: (state, number, name) for task, state, number, name in rows}
+        return {task: (state, number, str(UUID(name))) for task, state, number, name in rows}
 
     def wait(self, day: str, limit_s: float) -> dict[str, str]:
         """The state of each task of the run of a day, once none of them can change."""

@@ -88,11 +88,7 @@ def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp
     airflow.own["AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE"] = "False"  # no run but the back-fill's
     try:
         airflow.start(*SERVERS)
-        airflow.command("dags", "unpause", "lockstep_weblog")
-        airflow.command(
-            *("backfill", "create", "--dag-id", "lockstep_weblog", "--from-date", week[0], "--to-date", week[-1]),
-            *("--max-active-runs", "1", "--dag-run-conf", settings(tmp_path, week, 1000)),
-        )
+        airflow.backfill(week, settings(tmp_path, week, 1000))
         for day in week:
             assert airflow.wait(day, 900.0) == dict.fromkeys(TASKS, "success")
     finally:
