@@ -57,10 +57,10 @@ cluster-stop: venv ## stop these five processes
 	@$(PYTHON_VENV) -m tests.cluster down
 
 airflow: venv airflow-venv ## start Airflow with the daily DAGs on the cluster of `make cluster`, and print how to use it
-	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.dags._airflow up
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.dags up
 
 airflow-stop: venv ## stop its three processes
-	@$(PYTHON_VENV) -m tests.dags._airflow down
+	@$(PYTHON_VENV) -m tests.dags down
 
 venv: ## .venv with the versions of constraints.txt, and a JDK if there is none
 	@scripts/setup.sh venv

@@ -1,16 +1,11 @@
-"""A real Airflow under a folder of its own: its processes, which tests kill, and what its database says of tasks.
-
-`python -m tests.dags._airflow up|down` is what `make airflow` and `make airflow-stop` run.
-"""
+"""A real Airflow under a folder of its own: its processes, which tests kill, and what its database says of tasks."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
 import secrets
-import shlex
 import socket
 import sqlite3
 import subprocess
@@ -19,17 +14,14 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from jobs._cli import run_job
 from jobs._session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
-from tests.cluster.__main__ import STATE
-from tests.cluster.daemons import HDFS, YARN, Cluster
-from tests.cluster.process import Process, end_all, last_lines, read_state, spawn, write_state
+from tests.cluster.daemons import Cluster
+from tests.cluster.process import Process, last_lines, spawn
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +30,6 @@ PYTHON = ROOT / ".venv-airflow" / "bin" / "python"
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 SERVERS = ("api-server", "dag-processor", "scheduler")
 START_LIMIT_S = 300.0  # 20 s on an idle machine with 2 cores
-PROCESSES = "airflow.json"
 
 
 class Airflow:
@@ -192,58 +183,3 @@ def write_days(folder: Path, days: Sequence[str], lines: int) -> None:
             (folder / day).mkdir(parents=True, exist_ok=True)
             small = b"".join(source.readline() for _ in range(lines))
             (folder / day / "access.log").write_bytes(small)
-
-
-def up(folder: Path, of_cluster: Path) -> int:
-    """Start an Airflow that outlives this command, on the cluster of `make cluster`; tell how to use it."""
-    ports, processes = read_state(of_cluster / STATE)
-    if not all(name in processes and processes[name].alive for name in (*HDFS, *YARN)):
-        raise ConfigError(
-            "the DAGs need HDFS and YARN", got=f"no cluster under {of_cluster}", allowed="a cluster that runs",
-            next_step="Run `make cluster`, then `make airflow` again.",
-        )  # fmt: skip
-    _, running = read_state(folder / PROCESSES)
-    if any(process.alive for process in running.values()):
-        raise ConfigError(
-            f"an Airflow runs already under {folder}",
-            got=", ".join(f"{process.name} (pid {process.pid})" for process in running.values() if process.alive),
-            allowed="a folder where none runs", next_step="Run `make airflow-stop` first.",
-        )  # fmt: skip
-    cluster = Cluster(of_cluster)
-    cluster.ports = ports
-    airflow = on_cluster(folder, cluster, keep=True)
-    days = [(datetime.now(UTC) - timedelta(days=ago)).strftime("%Y-%m-%d") for ago in (2, 1)]
-    write_days(folder / "daily", days, 4000)
-    print("Making Airflow's database ...", flush=True)
-    airflow.command("db", "migrate")
-    print("Starting API server, DAG processor and scheduler ...", flush=True)
-    try:
-        airflow.start(*SERVERS)
-    finally:
-        write_state(folder / PROCESSES, {"api-server": airflow.port}, airflow.processes.values())
-    told = {**airflow.own, "PATH": f"{Path(sys.executable).parent}:{PYTHON.parent}"}
-    lines = [f"export {name}={shlex.quote(text)}\n" for name, text in told.items() if name != "PATH"]
-    (folder / "env.sh").touch(mode=0o600)  # it holds the secret of this Airflow
-    (folder / "env.sh").write_text("".join([*lines, f'export PATH="{told["PATH"]}:$PATH"\n']), encoding="utf-8")
-    print(f"""
-Airflow {airflow.url} (no password, this machine only), DAGs of {os.path.relpath(DAGS)}
-Logs of {days[0]} and {days[1]} are in {os.path.relpath(folder / "daily")}, results in {cluster.hdfs_url}/nightly
-Point a shell at it by `source {os.path.relpath(folder / "env.sh")}`; `make airflow-stop` ends its three processes.""")
-    return 0
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.dags._airflow", description=__doc__)
-    parser.add_argument("action", choices=["up", "down"])
-    parser.add_argument("--dir", default=".airflow", type=Path, help="where database, logs and days of input lie")
-    parser.add_argument("--cluster", default=".cluster", type=Path, help="the folder of `make cluster`")
-    options = parser.parse_args(list(argv))
-    folder: Path = options.dir.resolve()
-    if options.action == "down":
-        end_all(folder / PROCESSES, f"No Airflow runs under {folder}.")
-        return 0
-    return up(folder, options.cluster.resolve())
-
-
-if __name__ == "__main__":
-    run_job(main)
