@@ -32,16 +32,16 @@ def on_this_host(folder: Path) -> Airflow:
     return airflow
 
 
-def settings(folder: Path, days: Sequence[str], lines: int) -> str:
+def settings(folder: Path, days: Sequence[str]) -> str:
     """Write logs for the days below `folder`; returns the params of a run of the DAG."""
-    write_days(folder / "daily", days, lines)
+    write_days(folder / "daily", days, LINES)
     conf = {"input": str(folder / "daily"), "root": str(folder / "results"), "global_batch": "32", "epochs": "1"}
     return json.dumps(conf)
 
 
-def run_dag(folder: Path, airflow: Airflow, days: Sequence[str], lines: int = LINES) -> dict[str, Any]:
+def run_dag(folder: Path, airflow: Airflow, days: Sequence[str]) -> dict[str, Any]:
     """Run the DAG for one day after the other; returns what _run_dag.py prints. All tasks must succeed."""
-    (folder / "conf.json").write_text(settings(folder, days, lines))
+    (folder / "conf.json").write_text(settings(folder, days))
     script = str(Path(__file__).with_name("_run_dag.py"))
     output = airflow.python(script, str(DAGS / "lockstep_daily.py"), str(folder / "conf.json"), *days, limit_s=1800)
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
@@ -81,14 +81,14 @@ def test_two_days_from_log_to_a_published_model(tmp_path: Path, monkeypatch: pyt
 def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp_path: Path) -> None:
     """Real ETL and verification; of the other jobs the arguments are parsed. Both write to the same place in turn."""
     week, airflow = [f"2026-01-{day:02d}" for day in range(1, 8)], on_this_host(tmp_path)
-    run_dag(tmp_path, airflow, week, lines=1000)
+    run_dag(tmp_path, airflow, week)
     nights = files_below(tmp_path / "results" / "datasets")
     assert {name.split("/")[0] for name in nights} == set(week)
     (tmp_path / "results").rename(tmp_path / "nights")
     airflow.own["AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE"] = "False"  # no run but the back-fill's
     try:
         airflow.start(*SERVERS)
-        airflow.backfill(week, settings(tmp_path, week, 1000))
+        airflow.backfill(week, settings(tmp_path, week))
         for day in week:
             assert airflow.wait(day, 900.0) == dict.fromkeys(TASKS, "success")
     finally:
