@@ -223,7 +223,7 @@ class _Counted:
 class _Now:
     """The stages that are active, in words, with their share and the time left, and the share of all steps."""
 
-    def __init__(self, steps: Sequence[str] = ()) -> None:
+    def __init__(self, steps: Sequence[str]) -> None:
         self._steps, self._begun = steps, 0
         self._stages: list[int] = []
         self._pace = Pace()
@@ -245,9 +245,10 @@ class _Now:
 
     def _whole(self, text: str, share: float) -> str:
         """The share of all steps, each counted alike: how long a later one takes is not known."""
+        done = float(self._begun)
         if text in self._steps:
             self._begun = self._steps.index(text) + 1
+            done = self._begun - 1 + share
         if not self._begun:
             return ""
-        done = self._begun - 1 + share if text in self._steps else self._begun
         return f"step {self._begun} of {len(self._steps)} ({done / len(self._steps):.0%} of all)"

@@ -68,11 +68,6 @@ class Input(ABC, Generic[C]):
     def sources(self) -> Sequence[Source]:
         """The input files."""
 
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """What takes most of the time, in order."""
-        return (self.first_step, RECORDS_STEP, SHARDS_STEP)
-
     @abstractmethod
     def parsed(self, spark: SparkSession) -> DataFrame:
         """The rows of the first pass; rejected records have the columns etl.columns.REJECTED."""
@@ -111,5 +106,6 @@ class Input(ABC, Generic[C]):
 def run(spark: SparkSession, job: Input[Any]) -> DatasetManifest:
     """Run a job in a session whose settings suit its input, with progress; errors of Spark become our own."""
     reading = translated(spark, f"reading the {job.what}")
-    with reading, tuned(spark, job.sources), watched(spark, f"etl {job.label}", job.steps):
+    steps = (job.first_step, RECORDS_STEP, SHARDS_STEP)
+    with reading, tuned(spark, job.sources), watched(spark, f"etl {job.label}", steps):
         return job.write(spark)

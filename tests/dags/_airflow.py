@@ -61,7 +61,6 @@ class Airflow:
             "AIRFLOW__API__PORT": str(self.port),
             "AIRFLOW__API__WORKERS": "1",
             "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_hex(32),
-            "AIRFLOW__LOGGING__LOGGING_LEVEL": "INFO",
             "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", **spark_default}),
             "AIRFLOW_CONN_LOCKSTEP_LOCAL": json.dumps({"conn_type": "spark", "host": "local[1]"}),
             "PYSPARK_PYTHON": sys.executable,
