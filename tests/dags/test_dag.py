@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 def on_this_host(folder: Path) -> Airflow:
     """An Airflow whose spark-submit is _spark_submit.py, and its database."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(parents=True)
     submit = folder / "bin" / "spark-submit"
     submit.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("_spark_submit.py")} "$@"\n')
     submit.chmod(0o755)
@@ -80,11 +80,12 @@ def test_two_days_from_log_to_a_published_model(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.soak
 def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp_path: Path) -> None:
     """Real ETL and verification; of the other jobs the arguments are parsed. Both write to the same place in turn."""
-    week, airflow = [f"2026-01-{day:02d}" for day in range(1, 8)], on_this_host(tmp_path)
-    run_dag(tmp_path, airflow, week)
+    week = [f"2026-01-{day:02d}" for day in range(1, 8)]
+    run_dag(tmp_path, on_this_host(tmp_path), week)
     nights = files_below(tmp_path / "results" / "datasets")
     assert {name.split("/")[0] for name in nights} == set(week)
     (tmp_path / "results").rename(tmp_path / "nights")
+    airflow = on_this_host(tmp_path / "other")  # which knows nothing of the nights
     airflow.own["AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE"] = "False"  # no run but the back-fill's
     try:
         airflow.start(*SERVERS)
