@@ -1,6 +1,7 @@
 """Steps of PyTorch on two ranks: hvd.torch against DistributedDataParallel over gloo, in the same processes, in turns.
 
-    .venv-torch/bin/python -m jobs.launch --num-ranks 2 --launcher local benchmarks/torch_step.py [--model dense]
+    .venv-torch/bin/python -m jobs.launch --num-ranks 2 --launcher local benchmarks/torch_step.py
+        [--model dense] [--device cuda]
 
 One thread and one core a rank. The ceiling trains the same model at the same time without an exchange. A figure is that
 of the slower rank, the result its ratio in the same round: median (lowest to highest). CPU time is printed too: other
@@ -45,6 +46,8 @@ def contestant(name: str, how: str) -> Callable[[int], tuple[float, float]]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
+        if torch.get_default_device().type == "cuda":
+            torch.cuda.synchronize()
         return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
 
     return train
@@ -56,7 +59,9 @@ def main() -> None:
     parser.add_argument("--model", choices=["resnet20", "dense"], default="resnet20")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of model and batches (default cpu); ranks may share a GPU")
     args = parser.parse_args()
+    torch.set_default_device(args.device)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # first: threads inherit it
     torch.set_num_threads(1)
@@ -69,10 +74,11 @@ def main() -> None:
     for number in range(args.rounds):
         order = list(contestants)
         for how in order[number % 3 :] + order[: number % 3]:
-            mine = torch.tensor(contestants[how](args.steps), dtype=torch.float64)
+            mine = torch.tensor(contestants[how](args.steps), dtype=torch.float64, device="cpu")
             times[how].append(hvd.allreduce(mine, op=hvd.Max).tolist())
     if hvd.rank() == 0:
-        print(f"{args.model}, {hvd.size()} ranks, torch {torch.__version__}, {platform.machine()}, {len(cores)} cores")
+        processor = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+        print(f"{args.model}, {hvd.size()} ranks, torch {torch.__version__}, {processor}, {len(cores)} cores")
         print(f"{args.rounds} rounds of {args.steps} steps, batch {BATCH_ROWS[args.model]} a rank")
         for how, found in times.items():
             rate = BATCH_ROWS[args.model] * hvd.size() / statistics.median(wall for wall, _ in found)

@@ -1,4 +1,7 @@
-"""Every call of training.horovod.torch on two ranks against what NumPy says; at its end the ranks differ on purpose."""
+"""Every call of training.horovod.torch on two ranks against what NumPy says; at its end the ranks differ on purpose.
+
+An argument names the device of all tensors, such as cuda.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import nn
 import training.horovod.torch as hvd
 from lockstep.storage.errors import ConfigError
 
+torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
 hvd.init()
 hvd.init()
 hvd.shutdown()
@@ -21,7 +25,7 @@ assert (size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_si
 
 
 def same(got: torch.Tensor, wanted: object) -> None:
-    np.testing.assert_allclose(got.detach().double().numpy(), np.asarray(wanted, np.float64), rtol=1e-3)
+    np.testing.assert_allclose(got.detach().double().cpu().numpy(), np.asarray(wanted, np.float64), rtol=1e-3)
 
 
 # Two ranks hold [1, 4] and [3, 5].

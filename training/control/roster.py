@@ -131,8 +131,8 @@ class Roster:
             return
         if closed:
             try_send(line, Tag.END, {})
-        self._hand_out(rank, line)
         try:
+            self._hand_out(rank, line)  # if it fails, the supervisor is lost: it would wait for an order for ever
             while True:
                 tag, _ = line.receive()
                 if tag is Tag.IDLE:

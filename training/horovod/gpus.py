@@ -4,7 +4,7 @@ A rank sees only its own GPU (training.devices), which TensorFlow lists as its f
 GPUs of all ranks of the host. So TensorFlow, which reads CUDA_VISIBLE_DEVICES once, gets all of them in order of local
 rank, and is set at once to use this rank's: a script that chooses by local rank chooses the same, and one that does not
 choose has its own. Then the variable is restored: child processes see only the rank's GPU.
-Tested with simulated GPUs; never run on a GPU.
+Tested with simulated GPUs; never run on a host with several.
 """
 
 from __future__ import annotations

@@ -244,6 +244,20 @@ def test_a_roster_lets_in_the_session_s_supervisors_alone_and_each_once() -> Non
     assert second.next_order() is None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its trace is what a user reads
+def test_a_supervisor_whose_order_cannot_be_sealed_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> str:
+        raise ModuleNotFoundError("No module named 'cryptography'")
+
+    monkeypatch.setattr("training.control.roster.seal_order", broken)
+    lost = threading.Event()
+    roster = Roster(KEY, 1, "127.0.0.1", lambda rank: lost.set())
+    roster.give([{"key": "a"}])
+    late = RosterClient(("127.0.0.1", roster.port), KEY, 0, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
+    assert lost.wait(PATIENCE_S) and late.next_order() is None
+    roster.close()
+
+
 def test_an_order_is_for_one_supervisor_of_one_session() -> None:
     order = {"key": "\udcff and \x01", "tls": None, "generation": 3}
     sealed = seal_order(KEY, 1, order)

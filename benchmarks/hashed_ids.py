@@ -1,0 +1,87 @@
+"""What small tables of hashed ids cost on a click log: the AUC of tables with room for all ids, and of smaller ones.
+
+    python -m benchmarks.hashed_ids FOLDER LOG [LOG ...] [--buckets 8 64 4096] [--seeds 0 1 2] [--epochs 4]
+
+LOG are files of the Open Bandit Dataset (CSV). A row has three ids: the item of its log, the user (four features
+together), and both as a pair; each is hashed into a table of so many rows of `wide-deep`. All sizes have the same five
+folds. A figure is the mean AUC of the folds that were held out, a row the mean of the seeds and its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import lockstep
+from benchmarks.shared.shapes import machine
+
+IDS = ("item", "user", "pair")
+USER = "concat_ws('/', user_feature_0, user_feature_1, user_feature_2, user_feature_3)"
+
+
+def schema_of(buckets: int) -> str:
+    """The three ids, hashed; the position; the label."""
+    return f"""
+[[fields]]
+names = {[*IDS]}
+dtype = "string"
+encoding = {{ kind = "hash", buckets = {buckets} }}
+
+[[fields]]
+name = "position"
+dtype = "int64"
+encoding = {{ kind = "hash", buckets = 8 }}
+
+[[fields]]
+name = "click"
+dtype = "bool"
+kind = "label"
+"""
+
+
+def write(folder: Path, logs: list[str], sizes: list[int]) -> None:
+    """A dataset for each size of the tables; prints how many ids there are."""
+    with lockstep.spark_session("hashed ids", "local[2]") as spark:
+        rows = spark.read.csv(logs, header=True).selectExpr(
+            "concat_ws('/', input_file_name(), `_c0`) AS row",
+            "concat_ws('/', input_file_name(), item_id) AS item",
+            f"{USER} AS user",
+            f"concat_ws('/', input_file_name(), item_id, {USER}) AS pair",
+            "cast(position AS bigint) AS position",
+            "click = '1' AS click",
+        )
+        names = ", ".join(f"count(DISTINCT {name}) AS {name}" for name in IDS)
+        print(rows.selectExpr("count(*) AS rows", "count_if(click) AS clicks", *names.split(", ")).first())
+        for size in sizes:
+            if not (folder / f"data-{size}").exists():
+                schema = lockstep.load_schema(schema_of(size))
+                lockstep.write_dataset(rows, folder / f"data-{size}", schema=schema, id_columns="row", split="kfold:5")
+
+
+def main() -> None:
+    """Write the datasets, train, and print a row for each size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("logs", nargs="+")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[8, 64, 4096])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=4)
+    args = parser.parse_args()
+    print(machine("tensorflow", "keras"))
+    write(args.folder, args.logs, args.buckets)
+    print("| rows of each table | AUC | log loss |\n| --- | --- | --- |")
+    for size in args.buckets:
+        found: dict[str, list[float]] = {"auc": [], "log_loss": []}
+        for seed in args.seeds:
+            data, runs = str(args.folder / f"data-{size}"), str(args.folder / f"{size}-{seed}")
+            options = {"global_batch": 128, "epochs": args.epochs, "seed": seed}
+            result = lockstep.cross_validate(data, runs, "wide-deep", **options)
+            for name, values in found.items():
+                values.append(result["metrics"][name]["mean"])
+        cells = (f"{statistics.mean(each):.4f} ({min(each):.4f} to {max(each):.4f})" for each in found.values())
+        print(f"| {size} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
