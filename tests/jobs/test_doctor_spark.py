@@ -73,7 +73,7 @@ def test_every_check_passes_on_a_standalone_master(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_master_without_workers_is_named_at_the_limit(tmp_path: Path) -> None:
-    with standalone(tmp_path, workers=0) as master:
+    with standalone(tmp_path, memories=()) as master:
         found = lines_of(sys.executable, SCRIPT, master, "20", cwd=tmp_path, code=1)
     assert found["spark"].startswith(f"FAIL Spark on {master} gave no task slot within 20 s"), found
     assert found["executors"] == "SKIP Spark gave no executors to look at"

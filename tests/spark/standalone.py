@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,8 +21,8 @@ MASTER, WORKER = "org.apache.spark.deploy.master.Master", "org.apache.spark.depl
 
 
 @contextmanager
-def standalone(folder: Path, workers: int = 2, memory: str = "1g") -> Iterator[str]:
-    """The URL of a master whose workers are registered; all end with the block."""
+def standalone(folder: Path, memories: Sequence[str] = ("1g", "1g")) -> Iterator[str]:
+    """The URL of a master with a worker for each of `memories`, all registered; all end with the block."""
     port, page = list(free_ports().values())[:2]
     url = f"spark://127.0.0.1:{port}"
     environment = {**os.environ, "JAVA_HOME": str(java_home()), "SPARK_DAEMON_MEMORY": "128m"}
@@ -39,13 +39,14 @@ def standalone(folder: Path, workers: int = 2, memory: str = "1g") -> Iterator[s
         def alive() -> bool:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{page}/json/", timeout=10) as answer:
-                    return int(json.load(answer)["aliveworkers"]) == workers
+                    return int(json.load(answer)["aliveworkers"]) == len(memories)
             except (OSError, ValueError):  # no page yet
                 return False
 
         start(MASTER, "--port", str(port), "--webui-port", str(page))
-        for number in range(workers):
+        for number, memory in enumerate(memories):
             where = ["--work-dir", str(folder / f"work-{number}"), "--webui-port", "0"]
             start(WORKER, "--cores", "1", "--memory", memory, *where, url)
         until(alive, 120)
+        (folder / "page").write_text(str(page))  # the port of the master's page
         yield url

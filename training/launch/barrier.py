@@ -56,6 +56,7 @@ _TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
 MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have taken is unknown
 REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
 SLOTS_LOOK_S = 1.0
+SLOTS_QUIET_S = 10.0  # an executor starts in less, as a rule
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
@@ -93,7 +94,8 @@ def check_slots(
         )
     master = context.master or ""
     local = in_driver(master)
-    end = time.monotonic() + (0.0 if local else wait_s)
+    began, said = time.monotonic(), False
+    end = began + (0.0 if local else wait_s)
     while (slots := slots_now(context)) < num_ranks:
         if (error := ended()) is not None:
             raise error
@@ -109,6 +111,10 @@ def check_slots(
                 if local
                 else "raise --num-executors (spark.executor.instances) or --executor-cores (spark.executor.cores)"
             )
+            if not local and not hopeless:
+                how += (
+                    f"; or, if other applications hold the rest of the cluster, wait for their end (after {wait_s:g} s)"
+                )
             raise ConfigError(
                 f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
                 got=f"{slots} slots on {context.master}",
@@ -116,6 +122,9 @@ def check_slots(
                 next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
+        if not said and time.monotonic() - began >= SLOTS_QUIET_S:
+            said = True
+            log.warning("%d ranks wait up to %g s for task slots: the cluster has given %d", num_ranks, wait_s, slots)
         time.sleep(SLOTS_LOOK_S)
 
 
