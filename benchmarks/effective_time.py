@@ -1,11 +1,12 @@
 """Which share of a run's time trains it, when its ranks die at random; and where each lost second goes.
 
-    python -m benchmarks.effective_time [--seconds 240] [--mean-time 40] [--every 5] [--seed 0]
+    python -m benchmarks.effective_time [--seconds 240] [--mean-time 40] [--every 5] [--seed 0] [--kill ranks|executors]
 
-First a real run of two ranks (`training.driver.train.train`, local launcher), in which a random rank is killed after
-random times (exponential, with this mean, by a counter-based generator from the seed; also while ranks start). It gives
-d, what a checkpoint costs; w, from its copy to its commit; R, from a kill to the next step. T is the time between
-checkpoints. Every second of the run is one of: steps that count, repeated steps, restarts, stalls for checkpoints.
+First a real run of two ranks (`training.driver.train.train`). After random times (exponential, with this mean, by a
+counter-based generator from the seed; also while ranks start) a random rank of the local launcher is killed, or a
+random executor of a standalone master with two workers. The run gives d, what a checkpoint costs; w, from its copy to
+its commit; R, from a kill to the next step. T is the time between checkpoints. Every second of the run is one of:
+steps that count, repeated steps, restarts, stalls for checkpoints.
 
 Then the same account by a simulation of that run with the same kills, which must agree, and by simulations of long runs
 with a failure every 4 hours, 30 minutes and 5 minutes in the mean, at a checkpoint a minute and at the best interval
@@ -22,23 +23,29 @@ import os
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+from pyspark.sql import SparkSession
 
 from benchmarks.shared.shapes import machine
+from tests.spark.standalone import standalone
 from tests.training._ranks import living_ranks
 from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.control.task import Limits
 from training.driver.train import EndedByCallerError, Hooks, train
+from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.session import Session, SessionLauncher
 from training.run.metrics import read_history
@@ -137,21 +144,30 @@ def _pass(found: Account, costs: Costs, gap_s: float, *, restarting: bool, fails
 
 
 @dataclass
-class Killed(SessionLauncher):
-    """A launch whose ranks are killed after random times, and what its driver saw."""
+class Killed:
+    """A launch of which a process is killed after random times, and what its driver saw."""
 
     seed: int
     mean_s: float
-    launch: OnHost = field(default_factory=OnHost)
+    living: Callable[[], list[int]]
+    """Process ids of those that may be killed."""
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """(when, generation, step) of each step that rank 0 reported."""
     killed_at: list[float] = field(default_factory=list)
     begun: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def session(self, num_ranks: int, limits: Limits) -> Session:
-        """The launcher's own, whose handler keeps the steps."""
-        session = self.launch.session(num_ranks, limits)
+    def launcher(self, kind: type[SessionLauncher], **options: Any) -> SessionLauncher:
+        """One of this kind, whose handler keeps the steps."""
+        keep = self._watch
+
+        class Watched(kind):  # type: ignore[misc, valid-type] # of a kind that is chosen here
+            def session(self, num_ranks: int, limits: Limits) -> Session:
+                return keep(kind.session(self, num_ranks, limits))
+
+        return Watched(**options)
+
+    def _watch(self, session: Session) -> Session:
         run = session.run
 
         def watched(task: Any, generation: int, handler: Any = None, on_steps: Any = None) -> list[dict[str, Any]]:
@@ -169,14 +185,14 @@ class Killed(SessionLauncher):
         return session
 
     def kill(self) -> None:
-        """Kill a rank after each gap, from the first step on, until the run has ended."""
+        """Kill a process after each gap, from the first step on, until the run has ended."""
         self.begun.wait()
         at, drawn = time.monotonic(), random.Random(self.seed)
         for gap_s in gaps(self.seed, self.mean_s):
             at += gap_s
             if self.ended.wait(max(0.0, at - time.monotonic())):
                 return
-            while not (pids := living_ranks(os.getpid())):  # between two generations there is none
+            while not (pids := self.living()):  # between two generations there is none
                 if self.ended.wait(0.05):
                     return
             with suppress(ProcessLookupError):
@@ -195,15 +211,40 @@ class Measured:
     tail_s: float
 
 
-def measure(folder: Path, seconds: float, mean_s: float, every_s: float, seed: int) -> Measured:
+def executors() -> list[int]:
+    """Process ids of Spark's executors under this process."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if any("CoarseGrainedExecutorBackend" in word for word in child.cmdline()) and child.name() == "java":
+                found.append(child.pid)
+    return found
+
+
+@contextmanager
+def spark_on_two_workers(folder: Path) -> Iterator[SparkSession]:
+    """A session on a standalone master; it replaces executors without end."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    with standalone(folder) as master:
+        builder = SparkSession.builder.master(master).config("spark.executor.memory", "512m")
+        builder = builder.config("spark.deploy.maxExecutorRetries", "-1").config("spark.driver.host", "127.0.0.1")
+        spark = builder.config("spark.executorEnv.PYTHONPATH", str(Path(__file__).parents[1])).getOrCreate()
+        spark.sparkContext.setLogLevel("OFF")
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+def measure(folder: Path, seconds: float, mean_s: float, every_s: float, seed: int, kill: str) -> Measured:
     """Train for some seconds among kills."""
     write_table(folder / "data", records={"train": RECORDS, "test": 8}, block_records=64)
     config = TrainConfig(
         datasets=(str(folder / "data"),), run=str(folder / "run"), model="benchmarks.effective_time:model",
         num_ranks=RANKS, global_batch=64, epochs=100_000, checkpoint_every=f"{every_s:g}s",
-        max_restarts=1000, max_restarts_per_hour=10_000, launcher="local",
+        max_restarts=1000, max_restarts_per_hour=10_000, launcher="local" if kill == "ranks" else "barrier",
     )  # fmt: skip
-    killed = Killed(seed, mean_s)
+    killed = Killed(seed, mean_s, partial(living_ranks, os.getpid()) if kill == "ranks" else executors)
 
     def ended() -> EndedByCallerError | None:
         over = killed.steps and time.monotonic() - killed.steps[0][0] > seconds
@@ -211,13 +252,16 @@ def measure(folder: Path, seconds: float, mean_s: float, every_s: float, seed: i
 
     killer = threading.Thread(target=killed.kill, name="killer")
     killer.start()
-    try:
+    with ExitStack() as stack:
+        stack.callback(killer.join)
+        stack.callback(killed.begun.set)
+        stack.callback(killed.ended.set)
+        if kill == "ranks":
+            launcher = killed.launcher(OnHost)
+        else:
+            launcher = killed.launcher(OnSpark, spark=stack.enter_context(spark_on_two_workers(folder)))
         with suppress(EndedByCallerError):
-            train(config, killed, hooks=Hooks(ended=ended))
-    finally:
-        killed.ended.set()
-        killed.begun.set()
-        killer.join()
+            train(config, launcher, hooks=Hooks(ended=ended))
     return account_of(killed, config, every_s)
 
 
@@ -272,13 +316,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mean-time", type=float, default=40.0, help="seconds between its kills, in the mean")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between its checkpoints")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill", choices=("ranks", "executors"), default="ranks")
     args = parser.parse_args(argv)
     print(f"{machine('tensorflow', 'keras')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="effective-time-") as folder:
-        real = measure(Path(folder), args.seconds, args.mean_time, args.every, args.seed)
+        real = measure(Path(folder), args.seconds, args.mean_time, args.every, args.seed, args.kill)
     costs, account = real.costs, real.account
     print(
-        f"{account.total_s:.0f} s with {account.failures} kills, seed {args.seed}: "
+        f"{account.total_s:.0f} s with {account.failures} kills of {args.kill}, seed {args.seed}: "
         f"d {1e3 * costs.checkpoint_s:.0f} ms, w {costs.commit_s:.2f} s, R {costs.restart_s:.1f} s, "
         f"a step {1e3 * costs.step_s:.1f} ms\n\n{HEAD}"
     )
