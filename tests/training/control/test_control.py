@@ -254,8 +254,11 @@ def test_a_supervisor_whose_order_cannot_be_sealed_is_lost_at_once(monkeypatch: 
     roster = Roster(KEY, 1, "127.0.0.1", lambda rank: lost.set())
     roster.give([{"key": "a"}])
     late = RosterClient(("127.0.0.1", roster.port), KEY, 0, deadline_s=PATIENCE_S, lost_s=PATIENCE_S)
-    assert lost.wait(PATIENCE_S) and late.next_order() is None
-    roster.close()
+    try:
+        assert lost.wait(PATIENCE_S) and late.next_order() is None
+    finally:
+        late.close()
+        roster.close()
 
 
 def test_an_order_is_for_one_supervisor_of_one_session() -> None:
