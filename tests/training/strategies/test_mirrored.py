@@ -12,14 +12,13 @@ import pytest
 
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, DataError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._tiny import write_rows
 from tests.training.horovod.test_horovod import DATA
 from tests.training.rank.test_fit import assert_same, assert_same_result
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
-from training.exchange.agreement import NonFiniteError
 from training.launch.local import run_local
 from training.results.audit import check_run_audit
 from training.run.result import RunResult
@@ -120,7 +119,7 @@ def test_another_number_of_workers_and_devices_continues(fashion: str, tmp_path:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", WAYS)
 def test_a_step_that_is_not_finite_ends_the_run(name: str, fashion: str, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="is not finite") as caught:
+    with pytest.raises(DataError, match="is not finite") as caught:
         strategy(name, fashion, tmp_path / "run", model=f"{OWN}:drops", extra={"rate": 1e30})
     assert "samples" in str(caught.value)
 
