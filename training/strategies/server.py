@@ -128,6 +128,7 @@ class Server:
         self._seen = np.zeros(num_ranks, np.int64)  # pushes of the others that a rank's weights have
         self._begun: Begin | None = None
         self._arrays: list[list[Array]] = []  # of each part: weights, then the optimizer's state
+        self._met: list[list[Array]] = []  # as `_arrays` was at the last meeting
         self._updates = self._meet_at = 0
         self._error: BaseException | None = None
 
@@ -159,7 +160,7 @@ class Server:
     def _serve(self, rank: int) -> None:
         link, words = self._links[rank], np.zeros(len(Push._fields))
         gradients = [np.zeros_like(arrays[0]) for arrays in self._arrays]
-        copies = [[np.empty_like(array) for array in arrays] for arrays in self._arrays]
+        copies = [[np.empty_like(weights)] for weights, *_ in self._arrays]
         try:
             while True:
                 link.recv(words, RANK)
@@ -172,16 +173,19 @@ class Server:
                 with self._changed:
                     self._apply(rank, push, gradients)
                     self._wait(rank, push)
-                    # Copies: others' gradients are applied while this rank receives them.
-                    for arrays, mine in zip(self._arrays, copies, strict=True):
-                        for array, copy in zip(arrays[: None if push.meets else 1], mine, strict=False):
-                            copy[:] = array
-                    self._seen[rank] = self._counts.sum() - self._counts[rank]
+                    if push.meets:  # others may have pushed their next gradients since all met
+                        reply = self._met
+                        self._seen[rank] = push.step * (len(self._counts) - 1)
+                    else:  # copies: others' gradients are applied while this rank receives them
+                        reply = copies
+                        for (weights, *_), (copy,) in zip(self._arrays, copies, strict=True):
+                            copy[:] = weights
+                        self._seen[rank] = self._counts.sum() - self._counts[rank]
                     meet_at = self._meet_at
                 link.send(np.array([meet_at], np.int64), RANK)
-                for mine in copies:
-                    for copy in mine[: None if push.meets else 1]:
-                        send(link, copy, RANK)
+                for arrays in reply:
+                    for array in arrays:
+                        send(link, array, RANK)
         except BaseException as error:  # raised by `run`
             with self._changed:
                 self._error = self._error or error
@@ -207,6 +211,7 @@ class Server:
             self._meet_at = int(self._counts.max()) + 2
         if push.meets and done == push.step:
             self._meet_at = 0  # all ranks are here, and agree on all that was asked
+            self._met = [[array.copy() for array in arrays] for arrays in self._arrays]
         self._beat(done, self._name)
         self._changed.notify_all()
 

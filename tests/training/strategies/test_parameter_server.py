@@ -54,13 +54,15 @@ class Rank:
         return float(flats[0][0])
 
 
-def serve(ranks: int, servers: int, staleness: int, work: Any, *, deadline_s: float = 120.0) -> list[Any]:
+def serve(
+    ranks: int, servers: int, staleness: int, work: Any, *, deadline_s: float = 120.0, server: type[Server] = Server
+) -> list[Any]:
     """Results of `work(whole)` on each rank, then of each server."""
 
     def one(whole: Communicator) -> Any:
         if whole.rank < ranks:
             return work(whole)
-        return Server(whole, ranks, staleness, lambda step, phase: None).run()
+        return server(whole, ranks, staleness, lambda step, phase: None).run()
 
     return run_ring(ranks + servers, one, deadline_s=deadline_s)
 
@@ -86,6 +88,24 @@ def test_every_gradient_is_applied_once_and_ranks_stay_close(ranks: int, servers
     assert all(result == {"steps": steps, "updates": steps * ranks} for result in results[ranks:])
     assert found[0] == results[ranks - 1], "equal on all ranks after each meeting, of steps 6 and 12"
     assert len(found[0]) == 2 and 0 < found[0][1] <= steps * ranks
+
+
+def test_a_rank_answered_late_at_a_meeting_gets_no_gradient_that_others_pushed_since() -> None:
+    class LateForRankZero(Server):
+        def _wait(self, rank: int, push: Push) -> None:
+            super()._wait(rank, push)
+            if rank == 0 and push.step == 2:
+                assert self._changed.wait_for(lambda: self._counts.max() > push.step, 60)
+
+    def work(whole: Communicator) -> list[float]:
+        rank = Rank(whole, 2, 4, last=4, every=2)
+        weights = [rank.step() for _ in range(4)]
+        rank.exchange.end()
+        rank.exchange.close()
+        return [weights[1], weights[3]]
+
+    first, second, _ = serve(2, 1, 4, work, server=LateForRankZero)
+    assert first == second
 
 
 def test_an_old_gradient_is_applied_at_a_lower_rate() -> None:
