@@ -41,6 +41,7 @@ def parser() -> JobParser:
         help=f"{' | '.join(STORES)}: pixels (default), or the unchanged files",
     )
     flag("--num-classes", type=int, metavar="N", help="labels are 0 to N-1 (default 10, cifar100 100, named ones: all)")
+    flag("--classes", metavar="A,B,...", help="all classes, also of later data (default: those that are found)")
     flag("--image-column", default="image", metavar="NAME", help="parquet: encoded images, as in image.bytes")
     flag("--label-column", default="label", metavar="NAME", help="parquet: numbers (with --num-classes) or names")
     flag("--max-pixels", type=int, default=MAX_PIXELS, metavar="N", help="larger images are quarantined (default 2^25)")
@@ -52,6 +53,7 @@ def config_of(args: Namespace) -> ImagesConfig:
     """The configuration from the flags."""
     return ImagesConfig(
         image_size=None if args.image_size is None else parse_size(args.image_size),
+        classes=None if args.classes is None else tuple(args.classes.split(",")),
         **{name: getattr(args, name) for name in OWN},
         **output_values(args),
     )

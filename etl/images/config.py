@@ -43,6 +43,8 @@ class ImagesConfig(OutputConfig):
     """pixels, or encoded: the bytes of the files, which a reader decodes and resizes."""
     num_classes: int | None = None
     """Labels are 0 to num_classes - 1, others are quarantined; None for 10 (cifar100: 100) or the number of names."""
+    classes: tuple[str, ...] | None = None
+    """The names of all classes, in the order of their labels; None for those that are found, sorted."""
     image_column: str = "image"
     """Parquet: the column of encoded images; a struct's field as column.field."""
     label_column: str = "label"
@@ -69,6 +71,11 @@ class ImagesConfig(OutputConfig):
         if self.num_classes is not None:
             most = _BYTE_CLASSES.get(self.source, MAX_CLASSES)
             require(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
+        if self.classes is not None:
+            named = files and self.num_classes is None
+            require(named, "--classes", f"with --source {self.source}", "labels that are names, without --num-classes")
+            good = all(self.classes) and len(set(self.classes)) == len(self.classes) > 1
+            require(good, "--classes", ",".join(self.classes), "two different names or more, as cat,dog")
         if self.image_size is not None:
             good = all(1 <= size <= MAX_SIDE for size in self.image_size)
             require(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
@@ -103,7 +110,7 @@ class ImagesConfig(OutputConfig):
     def may_be_planned(self) -> bool:
         """Whether ids, splits and order depend only on names and headers: then the driver can plan shards."""
         split = self.split_spec
-        hashed = split.kind in ("random", "kfold", "given") and split.column is None
+        hashed = split.kind in ("random", "kfold", "given") and split.column is None and self.classes is None
         return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
 
     def fields(self, shape: tuple[int, int, int] | None, num_classes: int) -> Schema:
@@ -153,6 +160,8 @@ class ImagesConfig(OutputConfig):
             "num_classes": self.num_classes,
             "max_pixels": self.max_pixels,
         }
+        if self.classes is not None:
+            own["classes"] = list(self.classes)
         if self.source == "parquet":
             own |= {"image_column": self.image_column, "label_column": self.label_column}
         return {**super(ImagesConfig, self).to_json(), **own}

@@ -79,7 +79,8 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
 
 
 def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally, parent: Parent | None) -> Sequence[str]:
-    """The names of the labels in order, () if they are not known: sorted, or those of the dataset that is continued.
+    """The names of the labels in order, () if they are not known: of the configuration, of the dataset that is
+    continued, or sorted.
 
     Raises DataError if they cannot be labels.
     """
@@ -92,6 +93,8 @@ def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally, parent: Par
         )
     if plan.num_classes is not None:
         return plan.class_names
+    if config.classes is not None:
+        return _among("images have classes that --classes does not name", config.classes, tally.classes)
     most = config.num_classes or MAX_CLASSES
     least = 2 if parent is None else 1
     if not least <= len(tally.classes) <= most:
@@ -111,14 +114,17 @@ def _wrong_number(found: str, classes: Sequence[str | None], allowed: str) -> Da
 def _continued(parent: Parent, found: Sequence[str]) -> Sequence[str]:
     """The names of the parent's labels, which the new ones must be. Raises DataError for another name."""
     known = parent.manifest.created_by["config"].get("class_names")
-    names = known if isinstance(known, list) else []
-    others = [name for name in found if name not in set(names)]
-    if others:
+    what = f"{parent.url} cannot be continued: it does not have all classes"
+    return _among(what, known if isinstance(known, list) else [], found)
+
+
+def _among(what: str, names: Sequence[str], found: Sequence[str]) -> Sequence[str]:
+    if others := [name for name in found if name not in set(names)]:
         raise DataError(
-            f"{parent.url} cannot be continued: it does not have all classes",
+            what,
             got=", ".join(others[:5]),
-            allowed=", ".join(map(str, names[:20])) or "a dataset whose classes have names",
-            next_step="Make a separate dataset without --append-to.",
+            allowed=", ".join(names[:20]) or "a dataset whose classes have names",
+            next_step="Name all classes that may ever come by --classes, in a dataset without --append-to.",
         )
     return names
 

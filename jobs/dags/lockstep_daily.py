@@ -46,7 +46,7 @@ class Submit(SparkSubmitOperator):
         if earlier is not None:  # of a back-fill with several days at once: this day continues that one
             self.log.info("%s has not ended yet: this day waits for it", earlier.run_id)
             raise AirflowRescheduleException(datetime.now(UTC) + timedelta(minutes=1))
-        given.application_args = [argument for argument in given.application_args if argument]
+        given.application_args = [words for words in given.application_args if words and not words.endswith("=")]
         given.py_files, given.conf = given.py_files or None, {name: text for name, text in given.conf.items() if text}
         hook = given._get_hook()
         # The provider refuses this for any other connection; its hook alone knows master and deploy mode.
@@ -165,9 +165,10 @@ images = daily(
         "root": ("hdfs:///lockstep/images", "where raw images, datasets, runs and models are stored"),
         "source": ("folder", "idx, cifar10, cifar100, folder, tar or parquet"),
         "image_size": ("32x32", "the size that images are brought to"),
+        "classes": ("", "the names of all classes, as cat,dog; else those of the first day"),
         "split": ("80/20", "how the images are split into train and test"),
         "model": ("resnet20", "resnet20 or module:function"),
         "metric": ("accuracy:max", "what decides whether a model is better"),
     },
-    ("--split={split}", "--source={source}", "--image-size={image_size}"),
+    ("--split={split}", "--source={source}", "--image-size={image_size}", "--classes={classes}"),
 )

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.storage.dataset.manifest import load_chain
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
-from tests.dags._airflow import DAGS, ROOT, SERVERS, Airflow, on_cluster, write_days
+from tests.dags._airflow import DAGS, ROOT, SERVERS, Airflow, on_cluster, write_days, write_images
 from tests.waiting import until
 from training.results.audit import check_run_audit
 from training.run.published import REFUSED, read_published
@@ -93,7 +94,7 @@ def test_killed_workers_and_a_killed_scheduler_lead_to_one_application_and_one_p
     }
     airflow = on_cluster(tmp_path, hadoop, own)
     airflow.command("db", "migrate")
-    write_days(tmp_path / "daily", DAYS, 4000)
+    write_days(tmp_path / "daily" / "weblog", DAYS, 4000)
     tags = [f"lockstep_weblog.train.{day}" for day in DAYS]
 
     def begun(tag: str, *states: str) -> Callable[[], bool]:
@@ -116,14 +117,37 @@ def test_killed_workers_and_a_killed_scheduler_lead_to_one_application_and_one_p
             assert airflow.tasks(day)["train"][1] == 2 and airflow.tasks(day)["publish"][1] == 1
     finally:
         airflow.stop()
+    check_days(hadoop, "weblog")
+
+
+def test_two_days_of_images_become_a_published_model(hadoop: Cluster, tmp_path: Path) -> None:
+    hadoop.start_yarn()
+    own = {"AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "False", "AIRFLOW_VAR_LOCKSTEP_IMAGES_HOME": str(ROOT)}
+    airflow = on_cluster(tmp_path, hadoop, own)
+    airflow.command("db", "migrate")
+    write_images(tmp_path / "daily" / "images", DAYS, 500)
+    try:
+        airflow.start(*SERVERS)
+        airflow.backfill(DAYS, json.dumps({"global_batch": "32", "epochs": "1"}), dag="lockstep_images")
+        for day in DAYS:
+            assert set(airflow.wait(day, LIMIT_S).values()) == {"success"}
+    finally:
+        airflow.stop()
+    check_days(hadoop, "images")
+    chain = load_chain(f"{hadoop.hdfs_url}/nightly/images/datasets/{DAYS[1]}")
+    assert [manifest.counts.written for _, manifest in chain] == [500, 500]
+
+
+def check_days(hadoop: Cluster, kind: str) -> None:
+    """Each step of each day was one application; runs are whole, and each sample of each step was used once."""
     for day in DAYS:
         for task in ("etl", "train", "publish"):
-            found = applications(hadoop, f"lockstep_weblog.{task}.{day}")
+            found = applications(hadoop, f"lockstep_{kind}.{task}.{day}")
             assert [one["finalStatus"] for one in found] == ["SUCCEEDED"], (task, day, found)
-        run = f"{hadoop.hdfs_url}/nightly/weblog/runs/{day}"
+        run = f"{hadoop.hdfs_url}/nightly/{kind}/runs/{day}"
         check_run_audit(run)
         assert verify(run) == []
-    models = f"{hadoop.hdfs_url}/nightly/weblog/models/lockstep_weblog"
+    models = f"{hadoop.hdfs_url}/nightly/{kind}/models/lockstep_{kind}"
     fs = filesystem(models)
     current = read_published(fs, models)
     assert current is not None

@@ -16,7 +16,7 @@ from lockstep.storage.errors import ConfigError
 from tests.cluster.__main__ import STATE as OF_CLUSTER
 from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import end_all, read_state, write_state
-from tests.dags._airflow import DAGS, PYTHON, SERVERS, on_cluster, write_days
+from tests.dags._airflow import DAGS, PYTHON, SERVERS, on_cluster, write_days, write_images
 
 STATE = "airflow.json"
 
@@ -40,7 +40,8 @@ def up(folder: Path, of_cluster: Path) -> int:
     cluster.ports = ports
     airflow = on_cluster(folder, cluster, keep=True)
     days = [(datetime.now(UTC) - timedelta(days=ago)).strftime("%Y-%m-%d") for ago in (2, 1)]
-    write_days(folder / "daily", days, 4000)
+    write_days(folder / "daily" / "weblog", days, 4000)
+    write_images(folder / "daily" / "images", days, 1000)
     print("Making Airflow's database ...", flush=True)
     shutil.rmtree(folder / "airflow", ignore_errors=True)  # of an earlier one: that cluster's HDFS is gone
     airflow.command("db", "migrate")
@@ -55,7 +56,7 @@ def up(folder: Path, of_cluster: Path) -> int:
     (folder / "env.sh").write_text("".join([*lines, f'export PATH="{told["PATH"]}:$PATH"\n']), encoding="utf-8")
     print(f"""
 Airflow {airflow.url} (no password, this machine only), DAGs of {os.path.relpath(DAGS)}
-Logs of {days[0]} and {days[1]} are in {os.path.relpath(folder / "daily")}, results in {cluster.hdfs_url}/nightly
+Logs and images of {days[0]} and {days[1]}: {os.path.relpath(folder / "daily")}; results: {cluster.hdfs_url}/nightly
 Point a shell at it by `source {os.path.relpath(folder / "env.sh")}`; `make airflow-stop` ends its three processes.""")
     return 0
 

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
+from PIL import Image
+
 from jobs._session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.cluster.daemons import Cluster
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DAGS = ROOT / "jobs" / "dags"
 PYTHON = ROOT / ".venv-airflow" / "bin" / "python"
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+GARMENTS = ROOT / "data" / "fashion-mnist"
 SERVERS = ("api-server", "dag-processor", "scheduler")
 START_LIMIT_S = 300.0  # 20 s on an idle machine with 2 cores
 
@@ -91,12 +95,12 @@ class Airflow:
         """Run a command of Airflow's to its end; returns its output."""
         return self.python("-m", "airflow", *arguments)
 
-    def backfill(self, days: Sequence[str], conf: str) -> None:
-        """Have the scheduler run lockstep_weblog for these days, one after the other; `conf` is JSON of params."""
-        self.command("dags", "unpause", "lockstep_weblog")
+    def backfill(self, days: Sequence[str], conf: str, *, dag: str = "lockstep_weblog") -> None:
+        """Have the scheduler run a DAG for these days, one after the other; `conf` is JSON of params."""
+        self.command("dags", "unpause", dag)
         span = ("--from-date", days[0], "--to-date", days[-1], "--max-active-runs", "1")
         more = ("--reprocess-behavior", "failed", "--dag-run-conf", conf)
-        self.command("backfill", "create", "--dag-id", "lockstep_weblog", *span, *more)
+        self.command("backfill", "create", "--dag-id", dag, *span, *more)
 
     def start(self, *names: str) -> None:
         """Start these of SERVERS, and return when the API answers that scheduler and DAG processor live."""
@@ -163,15 +167,14 @@ def on_cluster(folder: Path, cluster: Cluster, more: Mapping[str, str] | None = 
     lines = [" ".join(word.split("=", 1)) + "\n" for word in words]
     (settings / "spark-defaults.conf").write_text("".join(lines), encoding="utf-8")
     extra = {"deploy-mode": "cluster", "yarn_resourcemanager_webapp_address": cluster.yarn_url}
-    own = {
-        **cluster.env,
-        "HDFS": cluster.hdfs_url,
-        "SPARK_CONF_DIR": str(settings),
-        "AIRFLOW_VAR_LOCKSTEP_WEBLOG_PY_FILES": ship_rooms(str(folder.resolve())),
-        "AIRFLOW_VAR_LOCKSTEP_WEBLOG_ROOT": f"{cluster.hdfs_url}/nightly/weblog",
-        "AIRFLOW_VAR_LOCKSTEP_WEBLOG_INPUT": str(folder.resolve() / "daily"),
-        **(more or {}),
-    }
+    py_files = ship_rooms(str(folder.resolve()))
+    own = {**cluster.env, "HDFS": cluster.hdfs_url, "SPARK_CONF_DIR": str(settings)}
+    for kind in ("weblog", "images"):
+        variable = f"AIRFLOW_VAR_LOCKSTEP_{kind.upper()}"
+        own[f"{variable}_PY_FILES"] = py_files
+        own[f"{variable}_ROOT"] = f"{cluster.hdfs_url}/nightly/{kind}"
+        own[f"{variable}_INPUT"] = str(folder.resolve() / "daily" / kind)
+    own |= more or {}
     return Airflow(folder, {"host": "yarn", "extra": extra}, own, keep=keep)
 
 
@@ -182,3 +185,14 @@ def write_days(folder: Path, days: Sequence[str], lines: int) -> None:
             (folder / day).mkdir(parents=True, exist_ok=True)
             small = b"".join(source.readline() for _ in range(lines))
             (folder / day / "access.log").write_bytes(small)
+
+
+def write_images(folder: Path, days: Sequence[str], number: int) -> None:
+    """A folder for each day, with so many of the project's garments as CLASS/NUMBER.png, each image on one day."""
+    images = np.frombuffer(gzip.decompress((GARMENTS / "train-images-idx3-ubyte.gz").read_bytes()), np.uint8, offset=16)
+    labels = np.frombuffer(gzip.decompress((GARMENTS / "train-labels-idx1-ubyte.gz").read_bytes()), np.uint8, offset=8)
+    pixels = images.reshape(-1, 28, 28)
+    for place in range(len(days) * number):
+        target = folder / days[place // number] / f"class-{labels[place]}" / f"{place}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[place]).save(target)

@@ -108,7 +108,7 @@ ABSENT = {
     "grouped_allgather": "Call hvd.allgather for each tensor.",
     "grouped_reducescatter": "Use hvd.grouped_allreduce and take this rank's part of each.",
     "Product": "Use tf.reduce_prod(hvd.allgather(tensor[tf.newaxis]), axis=0).",
-    "SyncBatchNormalization": "Use training.steps.own_fit.rank_step(model, communicator, batchnorm='sync').",
+    "SyncBatchNormalization": "Use lockstep.on_ranks.rank_step(model, communicator, batchnorm='sync').",
     "BroadcastGlobalVariablesHook": "Sessions of TensorFlow 1 are not served; use hvd.broadcast_variables.",
     "broadcast_": "Use hvd.broadcast_variables(variables, root_rank).",
     "broadcast_global_variables": "Use hvd.broadcast_variables(model.variables, root_rank=0).",

@@ -108,6 +108,21 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.tar"]
 
 
+def test_named_classes_come_later_and_others_never(spark: SparkSession, tmp_path: Path) -> None:
+    classes = ("owl", "dog", "cat")
+    for day, names in ((1, ("cat",)), (2, ("dog", "cat")), (3, ("emu", "cat"))):
+        make_tree(tmp_path / f"{day}", {f"{name}/{day}.{n}.png": picture(n) for name in names for n in range(8)})
+    told = {"source": "folder", "split": "80/20", "classes": classes}
+    first = job.run(spark, config(tmp_path / "1", tmp_path / "a", **told))
+    then = job.run(spark, config(tmp_path / "2", tmp_path / "b", append_to=str(tmp_path / "a"), **told))
+    for folder, manifest, labels in ((tmp_path / "a", first, {2}), (tmp_path / "b", then, {1, 2})):
+        assert Schema.from_json(manifest.schema)["label"].num_classes == 3
+        assert {row["label"] for _, row in table(folder, manifest)} == labels
+        assert manifest.created_by["config"]["class_names"] == list(classes)
+    with pytest.raises(DataError, match="classes that --classes does not name"):
+        job.run(spark, config(tmp_path / "3", tmp_path / "c", append_to=str(tmp_path / "b"), **told))
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
@@ -118,6 +133,11 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
         ({"fit": "stretch"}, "--fit"),
         ({"channels": 4}, "--channels"),
         ({"source": "cifar10", "num_classes": 11}, "--num-classes"),
+        ({"source": "cifar10", "classes": ("cat", "dog")}, "--classes"),  # its labels are numbers
+        ({"num_classes": 2, "classes": ("cat", "dog")}, "--classes"),
+        ({"classes": ("cat",)}, "--classes"),
+        ({"classes": ("cat", "dog", "cat")}, "--classes"),
+        ({"classes": ("cat", "")}, "--classes"),
         ({"max_pixels": 0}, "--max-pixels"),
         ({"split": "group:name:80/20"}, "--split"),
         ({"source": "idx", "image_size": None, "fit": "crop"}, "--fit"),  # to which size?
