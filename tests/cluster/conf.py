@@ -121,16 +121,21 @@ def yarn_site(ports: dict[str, int], folder: Path) -> dict[str, str]:
 
 
 def write_conf(
-    conf_dir: Path, folder: Path, ports: dict[str, int], core: Mapping[str, str] = {}, hdfs: Mapping[str, str] = {}
+    conf_dir: Path,
+    folder: Path,
+    ports: dict[str, int],
+    core: Mapping[str, str] = {},
+    hdfs: Mapping[str, str] = {},
+    yarn: Mapping[str, str] = {},
 ) -> None:
-    """Write `conf_dir`, a HADOOP_CONF_DIR, for daemons that keep their data under `folder`; `core` and `hdfs` are more
-    properties of these two files, or other values.
+    """Write `conf_dir`, a HADOOP_CONF_DIR, for daemons that keep their data under `folder`; `core`, `hdfs` and `yarn`
+    are more properties of these files, or other values.
     """
     conf_dir.mkdir(parents=True, exist_ok=True)
     for name, entries in (
         ("core-site", {**core_site(ports, folder), **core}),
         ("hdfs-site", {**hdfs_site(ports, folder), **hdfs}),
-        ("yarn-site", yarn_site(ports, folder)),
+        ("yarn-site", {**yarn_site(ports, folder), **yarn}),
         ("capacity-scheduler", CAPACITY),
     ):
         write_properties(conf_dir / f"{name}.xml", entries)

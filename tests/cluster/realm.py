@@ -14,7 +14,7 @@ from tests.cluster.process import Process, spawn
 from tests.waiting import until
 
 REALM = "SITE.TEST"
-SERVERS = ("nn/localhost", "dn/localhost", "HTTP/localhost")
+SERVERS = ("nn/localhost", "dn/localhost", "rm/localhost", "nm/localhost", "HTTP/localhost")
 USER = "alice"
 PROGRAMS = ("krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

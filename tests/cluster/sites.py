@@ -40,6 +40,10 @@ class Site(Cluster):
         return f"hdfs://{SERVICE}"
 
     @property
+    def yarn_url(self) -> str:
+        return f"http://{self._host}:{self.ports['resourcemanager-http']}"
+
+    @property
     def env(self) -> dict[str, str]:
         return super().env | (self.realm.env if self.realm else {})
 
@@ -127,6 +131,18 @@ class Site(Cluster):
             found[f"dfs.{server}.kerberos.internal.spnego.principal"] = f"HTTP/localhost@{REALM}"
         return found
 
+    def _yarn(self) -> dict[str, str]:
+        """Containers run as this process' user, as with all of Hadoop's executors but the Linux one."""
+        found: dict[str, str] = {}
+        if self.realm is None:
+            return found
+        for server, name in (("resourcemanager", "rm"), ("nodemanager", "nm")):
+            found[f"yarn.{server}.principal"] = f"{name}/localhost@{REALM}"
+            found[f"yarn.{server}.webapp.spnego-principal"] = f"HTTP/localhost@{REALM}"
+            for key in ("keytab", "webapp.spnego-keytab-file"):
+                found[f"yarn.{server}.{key}"] = str(self.realm.keytab)
+        return found
+
     def _hdfs(self) -> dict[str, str]:
         provider = "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider"
         found = {
@@ -154,7 +170,7 @@ class Site(Cluster):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "http-secret").write_bytes(os.urandom(16))
             self._certify()
-        write_conf(Path(self.conf_dir), self.folder, self.ports, self._core(), self._hdfs())
+        write_conf(Path(self.conf_dir), self.folder, self.ports, self._core(), self._hdfs(), self._yarn())
 
     def _certify(self) -> None:
         """The servers' certificate and key in a keystore, and `.ca`, the certificate alone."""

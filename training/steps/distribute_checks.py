@@ -73,7 +73,7 @@ def compare_start(
     """Raise ConfigError on every rank unless all ranks start with equal weights and the same optimizer.
 
     Otherwise each rank would apply the same sums to weights of its own, which never become equal. The `scale`s, ranks'
-    shares of a batch, must add up to 1. A collective. docs/decisions/079-comparing-ranks.md.
+    shares of a batch, must add up to 1. A collective. docs/models.md.
     """
     if communicator.num_ranks == 1:
         return
