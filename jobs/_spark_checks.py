@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jobs._checks import JAVA_MAJORS, CheckFailed, CheckSkipped, CheckWarned
-from jobs._session import ROOMS, ROOT, java_options, spark_session
+from jobs._session import ROOMS, ROOT, hadoop_settings_of, java_options, spark_session
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
+from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import check_slots, in_driver, slots_now
 from training.launch.executors import container_of
 
@@ -164,6 +165,7 @@ class SparkChecks:
         spark: SparkSession = self._within(
             lambda: self._stack.enter_context(spark_session("doctor", self._master, input_bytes=0)), "session"
         )
+        set_hadoop_settings(hadoop_settings_of(spark))  # and its tokens: a task has no ticket
         master = str(spark.sparkContext.master)
         self._within(lambda: self._look(spark, 2, 0.0), "task slot")  # starts Python there
         self._spark = spark

@@ -17,6 +17,7 @@ ROLES = (
     "resourcemanager-http", "nodemanager", "nodemanager-localizer", "nodemanager-http",
     # of tests/cluster/sites
     "namenode-2", "namenode-2-http", "journalnode", "journalnode-http", "kdc", "kms", "httpfs",
+    "nodemanager-2", "nodemanager-2-localizer", "nodemanager-2-http",
     "journalnode-https", "namenode-https", "namenode-2-https", "datanode-1-https", "datanode-2-https",
 )  # fmt: skip
 

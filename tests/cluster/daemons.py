@@ -35,11 +35,12 @@ MAIN = {
     "datanode-2": f"{SERVER}.datanode.DataNode",
     "resourcemanager": f"{RESOURCES}.resourcemanager.ResourceManager",
     "nodemanager": f"{RESOURCES}.nodemanager.NodeManager",
+    "nodemanager-2": f"{RESOURCES}.nodemanager.NodeManager",
 }
 GATEWAY = (MAIN["kms"], MAIN["httpfs"])
 HEAP_MB = {
     "namenode": 96, "namenode-2": 96, "journalnode": 64, "kms": 96, "httpfs": 96, "datanode-1": 64, "datanode-2": 64,
-    "resourcemanager": 128, "nodemanager": 96,
+    "resourcemanager": 128, "nodemanager": 96, "nodemanager-2": 96,
 }  # fmt: skip
 JVM = (
     "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=48m", "-Xss512k", "-XX:-UsePerfData",
@@ -133,9 +134,9 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """End every daemon; the NodeManager first and with a grace, since it ends its containers."""
+        """End every daemon; NodeManagers first and with a grace, since they end their containers."""
         for name in reversed(list(self.processes)):
-            self.processes[name].end(grace_s=5.0 if name == "nodemanager" else 0.0)
+            self.processes[name].end(grace_s=5.0 if name.startswith("nodemanager") else 0.0)
         self.processes.clear()
         self._paused.clear()
 
@@ -326,7 +327,8 @@ def _resourcemanager_serves(cluster: Cluster) -> bool:
 
 def _nodemanager_serves(cluster: Cluster) -> bool:
     metrics = cluster._get("resourcemanager-http", "/ws/v1/cluster/metrics")["clusterMetrics"]
-    return isinstance(metrics, dict) and metrics["activeNodes"] >= 1
+    wanted = sum(cluster.running(name) for name in ("nodemanager", "nodemanager-2"))
+    return isinstance(metrics, dict) and metrics["activeNodes"] >= wanted
 
 
 READY: dict[str, Callable[[Cluster], bool]] = {
@@ -335,4 +337,5 @@ READY: dict[str, Callable[[Cluster], bool]] = {
     "datanode-2": _datanode_serves("datanode-2"),
     "resourcemanager": _resourcemanager_serves,
     "nodemanager": _nodemanager_serves,
+    "nodemanager-2": _nodemanager_serves,
 }

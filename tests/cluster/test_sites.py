@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from jobs._checks import CheckFailed
+from jobs._session import ship_rooms
 from jobs._site_checks import check_namenodes, check_ticket, check_tokens
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, StorageError
@@ -192,6 +195,49 @@ def test_tickets_and_tokens_end_under_etl_and_under_training(
     files |= {str(path): path.read_bytes() for path in kept} | {"a process": b"\0".join(seen.processes)}
     found = [where for where, text in files.items() if any(form in text for form in seen.forms())]
     assert not found
+
+
+def test_a_secure_yarn_runs_jobs_longer_than_the_life_of_any_token(
+    secure: Site, spark_conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In cluster mode: a token ends for good after 200 s, and a failover after that makes all connect again."""
+    assert secure.realm is not None and spark_conf.exists()
+    secure.start_yarn()
+    given = [word.replace("=", " ", 1) for word in secure.submit_conf if "=" in word]
+    given += [f"spark.yarn.appMasterEnv.{name} {secure.env[name]}" for name in ("JAVA_HOME", "HADOOP_CONF_DIR")]
+    given += ["spark.driver.memoryOverhead 1g", f"spark.executor.extraJavaOptions {os.environ['SPARK_SUBMIT_OPTS']}"]
+    with (tmp_path / "conf" / "spark-defaults.conf").open("a") as defaults:
+        defaults.write("\n".join(given) + "\n")
+    monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(secure.realm.user_keytab))
+    monkeypatch.setenv("KRB5CCNAME", str(tmp_path / "cache"))
+    root = f"{secure.hdfs_url}/on-yarn"
+    dataset, run = f"{root}/dataset", f"{root}/run"
+    ended(job("upload", "--input", cut_log(tmp_path / "access.log", 8_000), "--output", f"{root}/raw", folder=tmp_path))
+    checks = ended(job("doctor", "--master", "yarn", "--hdfs", f"{root}/doctor", folder=tmp_path))
+    assert re.search("^OK   spark: .*a dataset was written and verified$", checks, re.MULTILINE)
+
+    etl = submit(secure, 1, "etl_logs", "--input", f"{root}/raw", "--output", dataset, "--split", "group:visitor:80/20")
+    ended(etl)
+    assert load_dataset(dataset).counts.read == 8_000
+    training = submit(
+        secure, 2, "train", "--dataset", dataset, "--run", run, *TRAIN[:6], "--epochs", "100", *TRAIN[8:-4]
+    )
+    appears(RunPaths(run).checkpoints, training)
+    time.sleep(215)
+    assert training.poll() is None, "it has ended before its first tokens"
+    secure.fail_over()
+    ended(training)
+    check_run(run, dataset, epochs=100, global_batch=16)
+
+
+def submit(site: Site, executors: int, name: str, *flags: str) -> subprocess.Popen[str]:
+    """spark-submit of a job in cluster mode, by the keytab in spark-defaults.conf."""
+    return subprocess.Popen(
+        [Path(sys.executable).with_name("spark-submit"), "--master", "yarn", "--deploy-mode", "cluster",
+         "--num-executors", str(executors), "--py-files", ship_rooms(str(site.folder)),
+         str(ROOT / "jobs" / f"{name}.py"), *flags],
+        cwd=site.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 class Seen:

@@ -1,7 +1,8 @@
-"""A standalone cluster of two workers of one slot, on two loopback addresses, which Spark takes for two hosts.
+"""Two loopback addresses with an executor of one slot each, which Spark takes for two hosts.
 
-`python -m tests.training._two_hosts FOLDER PORT` prints one line of JSON: where ranks ran that avoided hosts, and what
-became of a run whose rank lost its executor by SIGKILL in each generation until a host was left out.
+`python -m tests.training._two_hosts FOLDER PORT|yarn` prints one line of JSON: where ranks ran that avoided hosts, and
+what became of a run whose rank lost its executor by SIGKILL in each generation until a host was left out. At PORT it
+starts a standalone master and two workers; with `yarn` it starts HDFS, and a YARN of two nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from lockstep.storage.errors import TrainingFailedError
+from tests.cluster.daemons import Cluster
 from tests.training._ranks import HERE
 from training.control.failures import RankFailedError
 from training.control.task import Limits, RankTask
@@ -27,11 +29,63 @@ from training.launch.session import Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("127.0.0.2", "127.0.0.3")
+NODES = ("nodemanager", "nodemanager-2")
 START_S = 120.0
 
 
+class TwoNodes(Cluster):
+    """A YARN with a node on each of HOSTS, with room for one executor; containers' folders have the host's name."""
+
+    def start_yarn(self) -> TwoNodes:
+        self._start_on_free_ports(("resourcemanager", *NODES))
+        return self
+
+    def _settings(self, name: str) -> list[str]:
+        if name not in NODES:
+            return super()._settings(name)
+        host = HOSTS[NODES.index(name)]
+        settings = {
+            "yarn.nodemanager.address": f"{host}:{self.ports[name]}",
+            "yarn.nodemanager.localizer.address": f"{host}:{self.ports[name + '-localizer']}",
+            "yarn.nodemanager.webapp.address": f"{host}:{self.ports[name + '-http']}",
+            "yarn.nodemanager.local-dirs": f"{self.folder}/{host}/local",
+            "yarn.nodemanager.log-dirs": f"{self.folder}/{host}/logs",
+            "yarn.nodemanager.resource.memory-mb": "3072",
+        }
+        return [part for key, value in settings.items() for part in ("-D", f"{key}={value}")]
+
+
 @contextmanager
-def session(folder: Path, port: int) -> Iterator[SparkSession]:
+def on_yarn(folder: Path) -> Iterator[SparkSession]:
+    """An executor on each node of a YARN."""
+    cluster = TwoNodes(folder / "cluster")
+    with ExitStack() as stack:
+        stack.callback(cluster.stop)
+        cluster.start_hdfs()
+        cluster.start_yarn()
+        os.environ.update(cluster.env)
+        given = dict(word.split("=", 1) for word in cluster.submit_conf if "=" in word)
+        yield stack.enter_context(started("yarn", {**given, "spark.executor.instances": "2"}))
+
+
+@contextmanager
+def started(url: str, settings: Mapping[str, str]) -> Iterator[SparkSession]:
+    """A session with a slot for a task on each host."""
+    builder = SparkSession.builder.master(url).appName("two hosts").config("spark.executor.memory", "512m")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    builder = builder.config("spark.executorEnv.PYTHONPATH", os.pathsep.join((str(ROOT), HERE)))
+    spark = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
+    try:
+        spark.sparkContext.setLogLevel("ERROR")
+        check_slots(spark.sparkContext, len(HOSTS), START_S)
+        yield spark
+    finally:
+        spark.stop()
+
+
+@contextmanager
+def standalone(folder: Path, port: int) -> Iterator[SparkSession]:
     """A master, a worker on each of HOSTS, and an executor on each."""
     url = f"spark://127.0.0.1:{port}"
     command = [f"{os.environ['SPARK_HOME']}/bin/spark-class"]
@@ -46,13 +100,7 @@ def session(folder: Path, port: int) -> Iterator[SparkSession]:
             process = subprocess.Popen([*command, *call], stdout=log, stderr=log)
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
-        builder = SparkSession.builder.master(url).appName("two hosts").config("spark.executor.memory", "512m")
-        builder = builder.config("spark.executorEnv.PYTHONPATH", os.pathsep.join((str(ROOT), HERE)))
-        spark = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
-        stack.callback(spark.stop)
-        spark.sparkContext.setLogLevel("ERROR")
-        check_slots(spark.sparkContext, len(HOSTS), START_S)
-        yield spark
+        yield stack.enter_context(started(url, {}))
 
 
 def host_of_task(rows: Iterable[int]) -> Iterator[tuple[int, str]]:
@@ -90,9 +138,9 @@ def run_with_losses(spark: SparkSession) -> dict[str, Any]:
     raise AssertionError(f"five generations failed: {failed}, {reports}")
 
 
-def main(folder: Path, port: int) -> None:
+def main(folder: Path, where: str) -> None:
     """Print what happened."""
-    with session(folder, port) as spark:
+    with on_yarn(folder) if where == "yarn" else standalone(folder, int(where)) as spark:
         told: dict[str, Any] = {
             "one": [[host, avoided(spark, 1, host)] for _ in range(4) for host in HOSTS],
             "two": avoided(spark, 2, HOSTS[0]),
@@ -103,4 +151,4 @@ def main(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

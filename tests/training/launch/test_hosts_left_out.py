@@ -67,7 +67,9 @@ def test_a_host_is_blamed_for_what_may_be_its_fault(weight: Weight, blamed: bool
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_host_that_lost_two_executors_is_left_out_unless_there_is_no_other(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("manager", ["standalone", "yarn"])
+def test_a_host_that_lost_two_executors_is_left_out_unless_there_is_no_other(tmp_path: Path, manager: str) -> None:
     """A process of its own: this one's Spark session has another master."""
     assert pyspark.__file__ is not None
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
@@ -80,8 +82,9 @@ def test_a_host_that_lost_two_executors_is_left_out_unless_there_is_no_other(tmp
     }
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.training._two_hosts", str(tmp_path), str(port)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    where = "yarn" if manager == "yarn" else str(port)
+    command = [sys.executable, "-m", "tests.training._two_hosts", str(tmp_path), where]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     for host, ran in told["one"]:
