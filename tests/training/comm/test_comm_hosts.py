@@ -192,6 +192,18 @@ def test_deadlines_reach_both_levels() -> None:
     assert run_hosts("aab", work, TWO_LEVELS) == [{7.0}] * 3
 
 
+def test_an_exchange_between_hosts_leaves_the_deadlines_as_they_were() -> None:
+    def work(joined: Joined) -> set[float]:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.deadline_s = 50.0
+        for _ in range(2):
+            comm.all_to_all_ragged([np.arange(2)] * 3)
+        return {comm.deadline_s, *(level.deadline_s for level in comm._levels())}
+
+    assert run_hosts("aab", work, TWO_LEVELS) == [{50.0}] * 3
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (5, 4), (8, 7)])
 def test_gathers_of_different_sizes_are_an_error_and_no_wrong_rows(sizes: tuple[int, int]) -> None:
     """Ranks of one host agree, so shared memory finds nothing; between the hosts only the sizes of parts tell."""
