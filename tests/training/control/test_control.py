@@ -381,6 +381,17 @@ def test_a_start_that_is_slow_but_moves_is_not_ended() -> None:
     assert failure is not None and failure.reason == "no heartbeat for 10 s"
 
 
+def test_a_rank_that_joins_after_ranks_were_asked_to_leave_is_asked_too(server: ControlServer) -> None:
+    """As when a cluster manager ends a supervisor's task while its rank still imports TensorFlow."""
+    supervisor = open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S)
+    supervisor.send(Tag.LEAVE, {})
+    supervisor.send(Tag.STARTED, {"host": "here", "pid": 1})
+    while not server.started(0):
+        time.sleep(0.01)
+    assert client(server).leaving.wait(15.0)
+    supervisor.close()
+
+
 def test_rank_that_is_stopped_before_it_has_joined_is_not_waited_for_to_the_start_limit() -> None:
     limits = Limits(start_s=300.0, stopped_s=5.0)
     failure = failure_of(RankState(0, stopped_at=3.0), 9.0, 0.0, limits)
