@@ -223,7 +223,8 @@ class SupervisorClient:
         self._last = time.monotonic()
         self._hello: tuple[Tag, dict[str, Any]] | None = None
         self._closed = False
-        threading.Thread(target=self._read, name="supervisor-read", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="supervisor-read", daemon=True)
+        self._thread.start()
 
     def report(self, tag: Tag, document: dict[str, Any]) -> bool:
         """Send one report; False if the driver cannot be reached now. STARTED is repeated at reconnection."""
@@ -263,6 +264,9 @@ class SupervisorClient:
                     return
                 try:
                     self._channel = self._connect()
+                    if self._closed:  # meanwhile, so `close` did not see this one
+                        self._channel.close()
+                        return
                     if self._hello is not None:
                         self._channel.send(*self._hello)
                     break

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.client import ControlClient, RosterClient, open_channel
+from training.control.client import ControlClient, RosterClient, SupervisorClient, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
 from training.control.protocol import (
     HEADER,
@@ -23,6 +23,7 @@ from training.control.protocol import (
     OPENING,
     SESSION,
     STARTING,
+    Channel,
     Role,
     Tag,
     error_from_json,
@@ -269,6 +270,27 @@ def test_an_order_is_for_one_supervisor_of_one_session() -> None:
     for secret, rank in ((KEY, 0), (bytes(32), 1)):
         with pytest.raises(ValueError, match="not for the supervisor"):
             open_order(secret, rank, sealed)
+
+
+def test_a_supervisor_that_ends_while_it_reconnects_leaves_no_connection(server: ControlServer) -> None:
+    calls: list[Channel] = []
+    closed, again = threading.Event(), threading.Event()
+
+    def connect() -> Channel:
+        found = open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S)
+        calls.append(found)
+        if len(calls) > 1:  # connected, but `close` comes first
+            again.set()
+            closed.wait(PATIENCE_S)
+        return found
+
+    supervisor = SupervisorClient(connect, PATIENCE_S)
+    calls[0].close()
+    assert again.wait(PATIENCE_S)
+    supervisor.close()
+    closed.set()
+    supervisor._thread.join(PATIENCE_S)
+    assert calls[1]._sock.fileno() < 0, "closed"
 
 
 def test_lost_driver_is_told_to_waiting_requests() -> None:
