@@ -293,6 +293,30 @@ def test_a_supervisor_that_ends_while_it_reconnects_leaves_no_connection(server:
     assert calls[1]._sock.fileno() < 0, "closed"
 
 
+def test_a_rank_that_stops_while_its_supervisor_reconnects_is_reported(server: ControlServer) -> None:
+    calls: list[Channel] = []
+    lost, back = threading.Event(), threading.Event()
+
+    def connect() -> Channel:
+        if calls:
+            lost.set()
+            back.wait(PATIENCE_S)
+        calls.append(open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S))
+        return calls[-1]
+
+    supervisor = SupervisorClient(connect, PATIENCE_S)
+    assert supervisor.report(Tag.STARTED, {"host": "here", "pid": 1})
+    calls[0].close()
+    assert lost.wait(PATIENCE_S)
+    assert not supervisor.report(Tag.STOPPED, {"stopped": True})
+    back.set()
+    end = time.monotonic() + 15.0
+    while server._states[0].stopped_at is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server._states[0].stopped_at is not None
+    supervisor.close()
+
+
 def test_lost_driver_is_told_to_waiting_requests() -> None:
     gate, asked = threading.Event(), threading.Event()
 
