@@ -248,6 +248,7 @@ class SupervisorClient:
     def close(self) -> None:
         """End the channel."""
         self._closed = True
+        self.dead.set()  # for a thread that repeats its report until it arrives
         self._channel.close()
 
     def _read(self) -> None:
