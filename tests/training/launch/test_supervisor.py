@@ -1,7 +1,8 @@
-"""A supervisor whose driver cannot be reached any more."""
+"""A supervisor whose driver cannot be reached any more, or whose rank cannot be started."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from training.control.client import SupervisorClient, open_channel
 from training.control.protocol import Role
 from training.control.server import ControlServer
 from training.control.task import Limits, RankTask
+from training.launch import supervisor
 from training.launch.process import Order
 from training.launch.supervisor import Supervisor
 from training.world import World
@@ -43,3 +45,19 @@ def test_output_that_cannot_be_sent_any_more_is_given_up(server: ControlServer) 
     forwarder.start()
     forwarder.join(5.0)
     assert not forwarder.is_alive()
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_files_open(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def start(order: Order, last_words: int, stacks: int) -> None:
+        given.extend((last_words, stacks))
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervisor, "start_rank", start)
+    with pytest.raises(BlockingIOError):
+        Supervisor(order(server)).run()
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in given if os.path.exists(f"/proc/self/fd/{fd}")]
+    assert not [name for name in names if "lockstep" in name]
