@@ -80,6 +80,8 @@ class ServedExchange(ApartExchange):
         self._ended = True
         for number in range(len(self._links)):
             with self._waiting_for(number) as link:
+                if not self.weights and self.communicator.rank == 0:  # no step was left: servers begin with nothing
+                    Begin(self.rule, (), (), self.step, self.step * self.communicator.num_ranks).send(link)
                 link.send(np.array(Push(0, False, False, 0.0, 0.0)), SERVER)
 
     @cached_property
