@@ -190,6 +190,9 @@ class Board:
             if done < self._status.step:
                 self._rate.clear()
             state = status.TRAINING if trains else self._status.state
+            begins = trains and self._status.state != status.TRAINING
+            if begins and any(each.kind == requests.CHECKPOINT for each, *_ in list(self._open.values())):
+                self._orders.append(Tag.SAVE)  # the ranks that were asked have ended without it
             self._status = replace(self._status, step=done, state=state)
             self._rate.append((now, done))
             while len(self._rate) > 2 and now - self._rate[1][0] > RATE_OVER_S:
