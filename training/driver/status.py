@@ -242,7 +242,10 @@ class Board:
     def _follow(self) -> None:
         """Take new requests, and answer those whose work is done."""
         try:
-            for request in requests.open_requests(self._fs, self._paths):
+            found = requests.open_requests(self._fs, self._paths)
+            for nonce in self._open.keys() - {request.nonce for request in found}:
+                del self._open[nonce]  # withdrawn: no process would remove its answer
+            for request in found:
                 if request.nonce not in self._open:
                     self._begin(request)
             for nonce, (request, at, step) in list(self._open.items()):

@@ -27,7 +27,7 @@ from training.driver.status import Board, OnEvent
 from training.driver.stop import StopRequest
 from training.driver.train import Hooks, train
 from training.run import requests
-from training.run.lineage import Claim
+from training.run.lineage import CheckpointRef, Claim
 from training.run.paths import RunPaths
 from training.run.status import RankStatus, RunStatus, read_status, words
 
@@ -155,6 +155,22 @@ def test_a_checkpoint_asked_for_before_a_restart_is_asked_of_the_new_ranks(tmp_p
     assert board.orders() == [Tag.SAVE]
     board.set(2)
     assert board.orders() == []
+
+
+def test_a_request_that_was_withdrawn_gets_no_answer(tmp_path: Path) -> None:
+    """The process that asked waited long enough, and nobody would remove the answer."""
+    board, tips = board_of(tmp_path), [CheckpointRef(2, 1)]
+    board.begin(Claim(1, "a", None, 1, 2), lambda: tips[-1])
+    board.set(3)
+    request = tmp_path / "control" / "a.json"
+    request.parent.mkdir()
+    request.write_text('{"kind": "checkpoint", "by": "host"}')
+    board._follow()
+    request.unlink()
+    board._follow()
+    tips.append(CheckpointRef(4, 1))
+    board._follow()
+    assert list(request.parent.iterdir()) == []
 
 
 def test_a_command_that_fails_or_is_none_never_holds_up_the_run(
