@@ -1,10 +1,14 @@
-"""A supervisor whose driver cannot be reached any more, or whose rank cannot be started."""
+"""A supervisor whose driver cannot be reached any more, or whose rank cannot be started or dies at once."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -61,3 +65,23 @@ def test_a_rank_that_cannot_be_started_leaves_no_files_open(
         Supervisor(order(server)).run()
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in given if os.path.exists(f"/proc/self/fd/{fd}")]
     assert not [name for name in names if "lockstep" in name]
+
+
+class EndsAtOnce(subprocess.Popen[bytes]):
+    """A process that has ended when its parent continues."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.wait(PATIENCE_S)
+
+
+def test_a_rank_that_dies_before_it_gets_its_order_is_reported(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(subprocess, "Popen", EndsAtOnce)
+    assert Supervisor(order(server)).run() == 1
+    end = time.monotonic() + PATIENCE_S
+    while not server.all_ended() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server._states[0].exit_code == 1
