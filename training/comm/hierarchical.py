@@ -226,11 +226,12 @@ class HierarchicalCommunicator(Communicator):
     @contextmanager
     def _patient(self, level: Communicator, steps: int) -> Iterator[None]:
         """Wait longer than the ranks this level waits for: their error names the cause, and must come first."""
-        level.deadline_s = self.deadline_s + steps * LATER_S
+        usual_s = self.deadline_s  # which is that of `level` itself, if it is the flat one
+        level.deadline_s = usual_s + steps * LATER_S
         try:
             yield
         finally:
-            level.deadline_s = self.deadline_s
+            level.deadline_s = usual_s
 
     def _check_size(self, ranks: Sequence[int], size: int, expected: int) -> None:
         """Parts of buffers of different sizes would be copied to wrong positions without an error."""

@@ -143,7 +143,12 @@ def _shared(
                 reason = error.got or error.what
             finally:
                 group.close()
-    reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
+    try:
+        reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
+    except BaseException:
+        if inner is not None:
+            inner.close()
+        raise
     failed = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), None)
     if failed is None:
         return inner, None

@@ -221,16 +221,22 @@ class SupervisorClient:
         self._connect, self._lost_s = connect, lost_s
         self._channel = connect()
         self._last = time.monotonic()
-        self._hello: tuple[Tag, dict[str, Any]] | None = None
+        self._lasting: dict[Tag, dict[str, Any]] = {}  # the last reports that hold until the next one
+        self._lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._read, name="supervisor-read", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="supervisor-read", daemon=True)
+        self._thread.start()
 
     def report(self, tag: Tag, document: dict[str, Any]) -> bool:
-        """Send one report; False if the driver cannot be reached now. STARTED is repeated at reconnection."""
-        if tag is Tag.STARTED:
-            self._hello = (tag, document)
+        """Send one report; False if the driver cannot be reached now. STARTED and the last STOPPED are repeated at
+        reconnection.
+        """
+        with self._lock:
+            if tag in (Tag.STARTED, Tag.STOPPED):
+                self._lasting[tag] = document
+            channel = self._channel
         try:
-            self._channel.send(tag, document)
+            channel.send(tag, document)
         except LockstepError:
             return False
         return True
@@ -242,6 +248,7 @@ class SupervisorClient:
     def close(self) -> None:
         """End the channel."""
         self._closed = True
+        self.dead.set()  # for a thread that repeats its report until it arrives
         self._channel.close()
 
     def _read(self) -> None:
@@ -262,9 +269,14 @@ class SupervisorClient:
                     self.dead.set()
                     return
                 try:
-                    self._channel = self._connect()
-                    if self._hello is not None:
-                        self._channel.send(*self._hello)
+                    channel = self._connect()
+                    with self._lock:  # or an older report could follow a newer one
+                        self._channel = channel
+                        if self._closed:  # meanwhile, so `close` did not see this one
+                            channel.close()
+                            return
+                        for tag, document in self._lasting.items():
+                            channel.send(tag, document)
                     break
                 except (OSError, LockstepError):
                     time.sleep(min(1.0, self._lost_s / 10))

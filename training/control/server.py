@@ -368,6 +368,8 @@ class ControlServer:
             self._ranks[rank] = channel
             state.joined_at = state.beat_at = state.moved_at = time.monotonic()
             state.phase = STARTING
+            if self._asked_to_leave:
+                try_send(channel, Tag.LEAVE, {})
         try:
             while True:
                 self._rank_frame(state, channel, *channel.receive())

@@ -190,6 +190,9 @@ class Board:
             if done < self._status.step:
                 self._rate.clear()
             state = status.TRAINING if trains else self._status.state
+            begins = trains and self._status.state != status.TRAINING
+            if begins and any(each.kind == requests.CHECKPOINT for each, *_ in list(self._open.values())):
+                self._orders.append(Tag.SAVE)  # the ranks that were asked have ended without it
             self._status = replace(self._status, step=done, state=state)
             self._rate.append((now, done))
             while len(self._rate) > 2 and now - self._rate[1][0] > RATE_OVER_S:
@@ -239,7 +242,10 @@ class Board:
     def _follow(self) -> None:
         """Take new requests, and answer those whose work is done."""
         try:
-            for request in requests.open_requests(self._fs, self._paths):
+            found = requests.open_requests(self._fs, self._paths)
+            for nonce in self._open.keys() - {request.nonce for request in found}:
+                del self._open[nonce]  # withdrawn: no process would remove its answer
+            for request in found:
                 if request.nonce not in self._open:
                     self._begin(request)
             for nonce, (request, at, step) in list(self._open.items()):

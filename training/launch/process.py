@@ -167,10 +167,13 @@ def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
         pass_fds=(last_words, stacks),
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at its start: its exit code and log say why
-        files = {"last_words": last_words, "stacks": stacks}
+    files = {"last_words": last_words, "stacks": stacks}
+    try:
         process.stdin.write(json.dumps(_order_for_rank(order) | files).encode() + b"\n")
         process.stdin.flush()
+    except BrokenPipeError:  # it died at its start: its exit code and log say why
+        with contextlib.suppress(BrokenPipeError):  # `close` writes the rest again: better here
+            process.stdin.close()
     return process
 
 

@@ -5,6 +5,7 @@ Runs in a thread of the driver (local launcher) or in a Spark task (barrier laun
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -61,9 +62,7 @@ class Supervisor:
         )
         client = SupervisorClient(connect, order.limits.lost_s)
         try:
-            page, stacks = new_page(), new_stacks()
-            process = start_rank(order, page, stacks)
-            last_words, self._stacks = LastWords(page), Stacks(stacks)
+            process, last_words, self._stacks = self._start()
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
             forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
@@ -91,6 +90,15 @@ class Supervisor:
             return code
         finally:
             client.close()
+
+    def _start(self) -> tuple[RankProcess, LastWords, Stacks]:
+        page, stacks = new_page(), new_stacks()
+        try:
+            return start_rank(self._order, page, stacks), LastWords(page), Stacks(stacks)
+        except BaseException:
+            os.close(page)
+            os.close(stacks)
+            raise
 
     def _watch(self, process: RankProcess, client: SupervisorClient) -> None:
         limits = self._order.limits

@@ -127,6 +127,15 @@ class Checkpoints:
         self._skipped = 0
         self._was_in_flight = False
         self._due = False  # since a step after which ranks were not equal
+        self._asked = False  # and none has begun since
+
+    def ask(self) -> None:
+        """The driver asks for a checkpoint. It asks all ranks, which hear it at different steps: rank 0 passes it on,
+        or a second one would follow.
+        """
+        if self._reports is not None:
+            self._asked = True
+            self._exchange.want("checkpoint")
 
     def step_ends(self) -> None:
         """Take a committed checkpoint, and set the next step's control word. Raises the error of a failed write."""
@@ -161,7 +170,7 @@ class Checkpoints:
             agreement.step,
             self._saver.last_step,
         )
-        if self._schedule.interval_s is None and not due:
+        if self._asked or (self._schedule.interval_s is None and not due):
             self._exchange.want("checkpoint")  # the request did not come from the clock: keep it
         else:
             self._exchange.withdraw("checkpoint")
@@ -214,7 +223,7 @@ class Checkpoints:
             self._saver.save(progress, in_epoch=in_epoch)
         self._exchange.withdraw("checkpoint")
         self._exchange.want("busy")
-        self._was_in_flight = True
+        self._was_in_flight, self._asked = True, False
         self._schedule.begun(time.perf_counter() - began)
 
     def _settle(self, saved: Saved | None) -> None:

@@ -390,7 +390,7 @@ class Fit(AbstractContextManager["Fit"]):
             self._exchange.want("leave")
         if self._context.control.saving.is_set():
             self._context.control.saving.clear()
-            self._exchange.want("checkpoint")
+            self._checkpoints.ask()
         self._strategy.step_begins()
         self._clock.begins()
 

@@ -53,6 +53,7 @@ class ServedExchange(ApartExchange):
         self.slots: list[list[Array]] = []
         """Of each bucket, the optimizer's state at the last meeting."""
         self._meet_at = 0
+        self._ended = False
 
     @property
     def applies(self) -> bool:
@@ -64,10 +65,23 @@ class ServedExchange(ApartExchange):
         """As in `Exchange`."""
         return super().sent_bytes + sum(link.sent_bytes for link in self._links)
 
+    def close(self, reason: BaseException | None = None) -> None:
+        """As `Exchange.close`; without an error this rank has taken its last step, as when ranks leave."""
+        try:
+            if self.error is None and reason is None:
+                self.end()
+        finally:
+            super().close(reason)
+
     def end(self) -> None:
-        """This rank has taken its last step."""
+        """This rank has taken its last step. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         for number in range(len(self._links)):
             with self._waiting_for(number) as link:
+                if not self.weights and self.communicator.rank == 0:  # no step was left: servers begin with nothing
+                    Begin(self.rule, (), (), self.step, self.step * self.communicator.num_ranks).send(link)
                 link.send(np.array(Push(0, False, False, 0.0, 0.0)), SERVER)
 
     @cached_property

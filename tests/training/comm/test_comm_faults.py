@@ -19,7 +19,7 @@ from lockstep.storage.errors import CommunicationError
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table, run_ring
 from training.comm import Communicator, auth
 from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
-from training.comm.tcp.communicator import connect_tcp
+from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 
 PAYLOAD = np.ones(4, np.float32)
 TAG = tag_of("broadcast", "", PAYLOAD.dtype, 1)
@@ -175,6 +175,54 @@ def test_abort_wakes_a_blocked_call() -> None:
         seen[0].abort("the run was stopped")
         with pytest.raises(CommunicationError, match="the run was stopped"):
             future.result(1 + SLACK_S)
+
+
+def test_an_abort_at_the_very_end_of_another_thread_s_call_reaches_the_other_ranks() -> None:
+    ended, told = threading.Barrier(2), threading.Event()
+
+    class AbortsLast:
+        """The communicator's lock: the thread that is about to release it has looked for an abort for the last time."""
+
+        def __init__(self, comm: TcpCommunicator) -> None:
+            self._comm, self._lock = comm, threading.Lock()
+
+        def acquire(self, blocking: bool = True) -> bool:
+            return self._lock.acquire(blocking)
+
+        def release(self) -> None:
+            self._lock.release()
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            if not self._comm.has_ended:
+                other = threading.Thread(target=self._comm.abort, args=("the run was stopped",))
+                other.start()
+                other.join()
+            self._lock.release()
+
+    def work(comm: Communicator) -> str:
+        assert isinstance(comm, TcpCommunicator)
+        comm.barrier()
+        if comm.rank == 0:
+            comm._lock = AbortsLast(comm)  # type: ignore[assignment]  # it has all that is used of one
+        ended.wait(PATIENCE_S)
+        what = ""
+        try:
+            comm.barrier()
+            if comm.rank == 1:
+                comm.barrier()
+        except CommunicationError as error:
+            what = error.what
+        finally:
+            if comm.rank == 1:
+                told.set()
+        if comm.rank == 0:
+            told.wait(PATIENCE_S)  # it makes no other call, and has not closed
+        return what
+
+    assert "the run was stopped" in run_ring(2, work, deadline_s=30.0)[1]
 
 
 def test_one_failed_rank_ends_all_of_them() -> None:

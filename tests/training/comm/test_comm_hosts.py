@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ import pytest
 from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
-from tests.training._ring import PATIENCE_S
-from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, cost, hierarchical
+from tests.training._ring import PATIENCE_S, run_ring
+from training.comm import CommOptions, Communicator, Joined, SoloCommunicator, TcpCommunicator, cost, hierarchical
 from training.comm.hierarchical import HierarchicalCommunicator
+from training.comm.hosts import agree_on_layout
+from training.comm.join import join_ranks
 from training.comm.shm.communicator import ShmCommunicator
 from training.comm.shm.join import close_all
 
@@ -182,6 +184,32 @@ def test_a_rank_that_leaves_ends_the_wait_of_all() -> None:
     assert all("rank 1" in text for rank, text in enumerate(found) if rank != 1), found
 
 
+def test_a_rank_lost_while_hosts_share_memory_leaves_none_open() -> None:
+    shared: list[SoloCommunicator] = []
+    both_share = threading.Barrier(3)
+
+    def share(group: Communicator, mates: Sequence[int], within_s: float) -> Communicator:
+        found = SoloCommunicator()
+        shared.append(found)
+        both_share.wait(PATIENCE_S)
+        return found
+
+    def work(flat: Communicator) -> str:
+        assert isinstance(flat, TcpCommunicator)
+        host = "aab"[flat.rank]
+        if flat.rank == 2:
+            agree_on_layout(flat, host)
+            both_share.wait(PATIENCE_S)
+            flat.abort("it was killed")
+            return "it was killed"
+        with pytest.raises(CommunicationError) as caught:
+            join_ranks(flat, share, host, CommOptions(), time.monotonic() + PATIENCE_S)
+        return str(caught.value)
+
+    assert all("it was killed" in told for told in run_ring(3, work))
+    assert len(shared) == 2 and all(one.has_ended for one in shared)
+
+
 def test_deadlines_reach_both_levels() -> None:
     def work(joined: Joined) -> set[float]:
         comm = joined.communicator
@@ -190,6 +218,18 @@ def test_deadlines_reach_both_levels() -> None:
         return {comm.deadline_s, *(level.deadline_s for level in comm._levels())}
 
     assert run_hosts("aab", work, TWO_LEVELS) == [{7.0}] * 3
+
+
+def test_an_exchange_between_hosts_leaves_the_deadlines_as_they_were() -> None:
+    def work(joined: Joined) -> set[float]:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.deadline_s = 50.0
+        for _ in range(2):
+            comm.all_to_all_ragged([np.arange(2)] * 3)
+        return {comm.deadline_s, *(level.deadline_s for level in comm._levels())}
+
+    assert run_hosts("aab", work, TWO_LEVELS) == [{50.0}] * 3
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (5, 4), (8, 7)])

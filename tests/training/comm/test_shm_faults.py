@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -306,6 +307,32 @@ def join_threads(num_ranks: int, keys: list[bytes], deadline_s: float = PATIENCE
     for thread in threads:
         thread.join()
     return found  # type: ignore[return-value]  # as above
+
+
+def test_a_rank_lost_just_before_all_have_joined_leaves_no_segment_behind() -> None:
+    """The others have theirs by then, and learn it when they exchange how it went."""
+
+    def files() -> int:
+        found = 0
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # that of this look
+                found += "memfd:lockstep" in os.readlink(entry)
+        return found
+
+    def one(rank: int) -> str:
+        ask, calls = table.of(rank), itertools.count()
+
+        def exchange(data: bytes) -> list[bytes]:
+            if next(calls):
+                raise CommunicationError("lost rank 2")
+            return ask(data)
+
+        return failure(lambda: connect_shm(rank, 2, 1, KEY, exchange, PATIENCE_S, arena_bytes=1 << 20))
+
+    table, before = Bytes(2), files()
+    with ThreadPoolExecutor(2) as pool:
+        assert all("lost rank 2" in told for told in pool.map(one, range(2)))
+    assert files() == before
 
 
 def test_a_rank_without_the_key_gets_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.client import ControlClient, RosterClient, open_channel
+from training.control.client import ControlClient, RosterClient, SupervisorClient, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
 from training.control.protocol import (
     HEADER,
@@ -23,6 +23,7 @@ from training.control.protocol import (
     OPENING,
     SESSION,
     STARTING,
+    Channel,
     Role,
     Tag,
     error_from_json,
@@ -271,6 +272,51 @@ def test_an_order_is_for_one_supervisor_of_one_session() -> None:
             open_order(secret, rank, sealed)
 
 
+def test_a_supervisor_that_ends_while_it_reconnects_leaves_no_connection(server: ControlServer) -> None:
+    calls: list[Channel] = []
+    closed, again = threading.Event(), threading.Event()
+
+    def connect() -> Channel:
+        found = open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S)
+        calls.append(found)
+        if len(calls) > 1:  # connected, but `close` comes first
+            again.set()
+            closed.wait(PATIENCE_S)
+        return found
+
+    supervisor = SupervisorClient(connect, PATIENCE_S)
+    calls[0].close()
+    assert again.wait(PATIENCE_S)
+    supervisor.close()
+    closed.set()
+    supervisor._thread.join(PATIENCE_S)
+    assert calls[1]._sock.fileno() < 0, "closed"
+
+
+def test_a_rank_that_stops_while_its_supervisor_reconnects_is_reported(server: ControlServer) -> None:
+    calls: list[Channel] = []
+    lost, back = threading.Event(), threading.Event()
+
+    def connect() -> Channel:
+        if calls:
+            lost.set()
+            back.wait(PATIENCE_S)
+        calls.append(open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S))
+        return calls[-1]
+
+    supervisor = SupervisorClient(connect, PATIENCE_S)
+    assert supervisor.report(Tag.STARTED, {"host": "here", "pid": 1})
+    calls[0].close()
+    assert lost.wait(PATIENCE_S)
+    assert not supervisor.report(Tag.STOPPED, {"stopped": True})
+    back.set()
+    end = time.monotonic() + 15.0
+    while server._states[0].stopped_at is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server._states[0].stopped_at is not None
+    supervisor.close()
+
+
 def test_lost_driver_is_told_to_waiting_requests() -> None:
     gate, asked = threading.Event(), threading.Event()
 
@@ -379,6 +425,17 @@ def test_a_start_that_is_slow_but_moves_is_not_ended() -> None:
         assert failure_of(state, second + 9.0, 0.0, limits) is None
     failure = failure_of(state, 3950.0 + 11.0, 0.0, limits)
     assert failure is not None and failure.reason == "no heartbeat for 10 s"
+
+
+def test_a_rank_that_joins_after_ranks_were_asked_to_leave_is_asked_too(server: ControlServer) -> None:
+    """As when a cluster manager ends a supervisor's task while its rank still imports TensorFlow."""
+    supervisor = open_channel(("127.0.0.1", server.port), KEY, 7, Role.SUPERVISOR, 0, PATIENCE_S)
+    supervisor.send(Tag.LEAVE, {})
+    supervisor.send(Tag.STARTED, {"host": "here", "pid": 1})
+    while not server.started(0):
+        time.sleep(0.01)
+    assert client(server).leaving.wait(15.0)
+    supervisor.close()
 
 
 def test_rank_that_is_stopped_before_it_has_joined_is_not_waited_for_to_the_start_limit() -> None:

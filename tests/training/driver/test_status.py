@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +15,19 @@ from typing import Any
 
 import pytest
 
-from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
 from tests.training import _threads
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
-from training.driver.status import OnEvent
+from training.control.protocol import Tag
+from training.driver.status import Board, OnEvent
+from training.driver.stop import StopRequest
 from training.driver.train import Hooks, train
 from training.run import requests
+from training.run.lineage import CheckpointRef, Claim
 from training.run.paths import RunPaths
 from training.run.status import RankStatus, RunStatus, read_status, words
 
@@ -112,6 +115,62 @@ def test_what_is_no_request_is_ignored_and_a_run_without_a_driver_is_refused(tmp
     with pytest.raises(TrainingFailedError, match=r"did not answer `stop`[\s\S]*no answer within 0 s"):
         requests.ask(fs, paths, requests.STOP, 0.2)
     assert len(list((tmp_path / "control").iterdir())) == 7, "the request is withdrawn"
+
+
+class Silent:
+    """A RunProgress that shows nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def set(self, done: int, note: str | None = None) -> None:
+        pass
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        pass
+
+
+def board_of(run: Path) -> Board:
+    config = TrainConfig(datasets=("d",), run=str(run), model="m", num_ranks=2, global_batch=8, epochs=1)
+    fs, paths = filesystem(str(run)), RunPaths(str(run))
+    return Board(Silent(), fs, paths, config, 100, StopRequest(), confirm=lambda: None)
+
+
+def test_a_checkpoint_asked_for_before_a_restart_is_asked_of_the_new_ranks(tmp_path: Path) -> None:
+    board = board_of(tmp_path)
+    board.begin(Claim(1, "a", None, 1, 2), lambda: None)
+    board.set(3)
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "a.json").write_text('{"kind": "checkpoint", "by": "host"}')
+    board._follow()
+    assert board.orders() == [Tag.SAVE]
+    board.failed(LockstepError("a rank failed before the checkpoint was committed"))
+    board.begin(Claim(2, "b", None, 1, 2), lambda: None)
+    board.set(0)
+    assert board.orders() == [], "no rank has begun"
+    board.set(1)
+    assert board.orders() == [Tag.SAVE]
+    board.set(2)
+    assert board.orders() == []
+
+
+def test_a_request_that_was_withdrawn_gets_no_answer(tmp_path: Path) -> None:
+    """The process that asked waited long enough, and nobody would remove the answer."""
+    board, tips = board_of(tmp_path), [CheckpointRef(2, 1)]
+    board.begin(Claim(1, "a", None, 1, 2), lambda: tips[-1])
+    board.set(3)
+    request = tmp_path / "control" / "a.json"
+    request.parent.mkdir()
+    request.write_text('{"kind": "checkpoint", "by": "host"}')
+    board._follow()
+    request.unlink()
+    board._follow()
+    tips.append(CheckpointRef(4, 1))
+    board._follow()
+    assert list(request.parent.iterdir()) == []
 
 
 def test_a_command_that_fails_or_is_none_never_holds_up_the_run(

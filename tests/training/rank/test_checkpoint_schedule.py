@@ -271,6 +271,28 @@ def test_the_clock_of_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch) ->
     assert ranks.rows.rows == [(7, 0), (14, 0)], "a wish that is met is not made again"
 
 
+def test_a_checkpoint_that_the_driver_asks_for_follows_the_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(2, "auto")
+    for rank in ranks.ranks:
+        monkeypatch.setattr(rank._schedule, "_now", Clock())  # no time passes
+    ranks.ranks[0].ask()
+    ranks.go(1)
+    assert ranks.begun() == [1]
+    ranks.ranks[1].ask()  # the same request, which it heard later
+    ranks.go(1)
+    ranks.ranks[0].ask()
+    ranks.go(3)
+    assert ranks.begun() == [1]
+    for disk in ranks.disks:
+        disk.done = True
+    ranks.go(2)
+    assert ranks.begun() == [1, 7]
+    for disk in ranks.disks:
+        disk.done = True
+    ranks.go(9)
+    assert ranks.begun() == [1, 7], "one for each request"
+
+
 def test_an_error_of_the_writing_ends_the_next_step() -> None:
     ranks = Ranks(2, 5)
     ranks.go(5)

@@ -108,6 +108,28 @@ def test_a_rank_answered_late_at_a_meeting_gets_no_gradient_that_others_pushed_s
     assert first == second
 
 
+def test_servers_end_without_an_error_when_ranks_leave_before_their_last_step() -> None:
+    def work(whole: Communicator) -> None:
+        rank = Rank(whole, 2, 1, last=9, every=2)
+        for _ in range(2):
+            rank.step()
+        rank.exchange.close()  # as `Fit` does
+
+    assert serve(2, 1, 1, work)[2] == {"steps": 2, "updates": 4}
+
+
+def test_servers_end_without_an_error_when_there_is_no_step_left() -> None:
+    """As of a run whose driver was killed between the last checkpoint and the result."""
+
+    def work(whole: Communicator) -> None:
+        exchange = Rank(whole, 2, 1, last=9).exchange
+        exchange.resume(9)
+        exchange.end()
+        exchange.close()
+
+    assert serve(2, 2, 1, work)[2:] == [{"steps": 9, "updates": 18}] * 2
+
+
 def test_an_old_gradient_is_applied_at_a_lower_rate() -> None:
     """Rank 1 takes two steps while rank 0 computes its first: that gradient is two steps old."""
     turn, second_done = [threading.Event(), threading.Event()], threading.Event()

@@ -71,13 +71,16 @@ def join(
             problem = (error.what if isinstance(error, CommunicationError) else str(error)) or type(error).__name__
         finally:
             close_all(carriers)
-    outcomes = [data.decode() for data in exchange(problem.encode())]
-    wrong = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
-    if wrong or found is None:
+    try:
+        outcomes = [data.decode() for data in exchange(problem.encode())]
+        wrong = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
+        if wrong or found is None:
+            raise _unavailable("; ".join(wrong))
+    except BaseException:
         if found is not None:
             found[0].close()
             close_all(found[1])
-        raise _unavailable("; ".join(wrong))
+        raise
     return found
 
 

@@ -283,6 +283,8 @@ class TcpCommunicator(Communicator):
                 self._mark(reason, aborted=True)
                 self._report_where_idle()  # the groups: this one's lock is taken
                 raise
+        if self._aborted:  # since the look above, by a thread that found the lock taken
+            self._report_where_idle()
 
     def _check_open(self) -> None:
         if self._ended is not None:
