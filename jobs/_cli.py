@@ -32,14 +32,20 @@ class JobParser(argparse.ArgumentParser):
     def __init__(self, job: str, description: str, table: str) -> None:
         super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
         self.table = table
+        self._given: list[str] = []
         text = f"TOML files, table [{table}]; later files and flags win"
         self.add_argument("--config", nargs="+", default=[], metavar="FILE.toml", help=text)
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 
     def error(self, message: str) -> NoReturn:
+        flags = [option for action in self._actions for option in action.option_strings]
+        given = self._given[: self._given.index("--")] if "--" in self._given else self._given
+        words = (word.partition("=")[0] for word in given)
+        # First, since a misspelled flag that is required is also a missing one.
+        unknown = [f"{word}{nearest(word, flags)}" for word in words if word[:2] == "--" and word not in flags]
         raise ConfigError(
             f"{self.prog}: invalid arguments",
-            got=message,
+            got=f"unknown flag {', '.join(unknown)}" if unknown else message,
             allowed="the flags that --help lists",
             next_step=f"Run `{self.prog} --help`.",
         )
@@ -51,6 +57,7 @@ class JobParser(argparse.ArgumentParser):
         files.add_argument("--config", nargs="*", default=[])
         known, _ = files.parse_known_args(list(argv))
         from_files = [flag for path in known.config for flag in self._flags_of(path)]
+        self._given = list(argv)
         return self.parse_args([*from_files, *argv])
 
     def _flags_of(self, path: str) -> list[str]:

@@ -22,7 +22,7 @@ from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
 from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import check_slots, in_driver, slots_now
-from training.launch.executors import container_of
+from training.launch.executors import container_of, master_mib
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -419,17 +419,21 @@ def check_yarn() -> str:
         raise CheckFailed(f"YARN has no queue {queue!r}", next_step="Name one of `yarn queue -list` in --queue.")
     settings = SparkConf(_jvm=jvm)
     asked = int(settings.get("spark.executor.instances", "2"))
-    container = container_of("yarn", settings, asked, conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024))
+    least = conf.getInt("yarn.scheduler.minimum-allocation-mb", 1024)
+    container = container_of("yarn", settings, asked, least)
     assert container is not None, "YARN has containers"
     free = [each.getCapability().getMemorySize() - each.getUsed().getMemorySize() for each in nodes]
-    room = sum(max(0, mib) // container.container_mib for mib in free)
+    left = sorted(free)
+    if left and settings.get("spark.submit.deployMode", "client") == "client":  # else it runs already
+        left[-1] -= master_mib(settings, least)
+    room = sum(max(0, mib) // container.container_mib for mib in left)
     cores = sum(each.getCapability().getVirtualCores() - each.getUsed().getVirtualCores() for each in nodes)
     share = f"{info.getCapacity():.0%} of the cluster, at most {info.getMaximumCapacity():.0%}"
     found = f"queue {queue} has {share}, {info.getCurrentCapacity():.0%} of it used; "
     found += f"{len(nodes)} nodes with {sum(free)} MiB and {cores} cores free"
     if str(info.getQueueState().toString()) != "RUNNING":
         raise CheckFailed(f"queue {queue} is {info.getQueueState().toString()}", next_step="Name another in --queue.")
-    found += f", room for {room} executors of {container.container_mib} MiB"
+    found += f", room for {room} executors of {container.container_mib} MiB next to the application master"
     if room < asked or cores < 1:
         next_step = "Wait for other applications, give another --queue, or lower --num-executors or --executor-memory."
         raise CheckWarned(f"{found}, of {asked} that a job with these flags asks for", next_step=next_step)

@@ -23,7 +23,7 @@ def target(output: str, via: str | None) -> str:
             got=output,
             allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service;"
             " swebhdfs://... without --via",
-            next_step="Correct --output.",
+            next_step="Correct --output; is a variable in it, such as $HDFS, set?",
         )
     convert = {"webhdfs": as_webhdfs, "hdfs": as_hdfs}[via or scheme]
     return convert(output, hadoop_settings())

@@ -226,7 +226,8 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
     head += [] if label else [f'No column is called {", ".join(LABELS)}: give the field to predict kind = "label".']
     if label is None and (pair := _last_pair(table)):
         head.append(
-            f'For a text of two values: dtype = "bool", kind = "label", no encoding, and --label {_quoted(pair)}.'
+            f'For a text of two values: dtype = "bool", kind = "label", neither encoding nor nullable, and --label '
+            f"{_quoted(pair)}."
         )
     head += [f"Different in each row, so perhaps --id-columns: {', '.join(map(_quoted, ids[:5]))}."] if ids else []
     found = f"{fields} fields from {table.rows} rows, {'no label' if label is None else f'label {label}'}"

@@ -23,7 +23,8 @@ def test_on_yarn_the_queue_and_the_containers_are_described(
         monkeypatch.setenv(name, value)
     found = lines_of(SUBMIT, *hadoop.submit_conf, SCRIPT, cwd=tmp_path, code=0)
     assert found["yarn"].startswith("OK   queue default has 100% of the cluster, at most 100%, 0% of it used; 1 nodes")
-    assert found["yarn"].endswith(" with 8192 MiB and 8 cores free, room for 3 executors of 2560 MiB")
+    room = "room for 2 executors of 2560 MiB next to the application master"  # of 1,024, of what 3 would leave 512
+    assert found["yarn"].endswith(f" with 8192 MiB and 8 cores free, {room}")
     assert found["slots"] == "OK   2 task slots, as many ranks at once"
     assert all(line.startswith("OK ") for line in found.values()), found
     hadoop.pause("resourcemanager")
@@ -51,7 +52,8 @@ def test_executors_without_room_and_an_absent_resourcemanager_are_named(
         monkeypatch.setenv(name, value)
     large = ["--executor-memory", "5g", "--num-executors", "2", QUEUE]
     found = lines_of(SUBMIT, *hadoop.submit_conf, *large, cwd=tmp_path, code=0)["yarn"]
-    assert found.startswith("WARN queue default has 100% ") and "room for 1 executors of 6656 MiB, of 2 that" in found
+    assert found.startswith("WARN queue default has 100% ") and "room for 1 executors of 6656 MiB" in found
+    assert "next to the application master, of 2 that" in found
     write_conf(tmp_path / "conf", tmp_path, {**hadoop.ports, "resourcemanager": hadoop.ports["kdc"]})
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "conf"))
     monkeypatch.setenv("YARN_CONF_DIR", str(tmp_path / "conf"))

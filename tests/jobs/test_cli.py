@@ -26,6 +26,24 @@ def parsed(argv: Sequence[str]) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("argv", "got"),
+    [
+        (["--nunber", "1"], "unknown flag --nunber (perhaps `--number`)"),  # not: --needed is required
+        (["--needed=1", "--nunber=1", "--zzz"], "unknown flag --nunber (perhaps `--number`), --zzz"),
+        (["--needed"], "argument --needed: expected one argument"),
+        (["--", "--nunber"], "the following arguments are required: --needed"),
+    ],
+)
+def test_a_misspelled_flag_is_named_first(argv: list[str], got: str) -> None:
+    job = JobParser("some", "A job.", "some")
+    job.add_argument("--number", type=int)
+    job.add_argument("--needed", required=True)
+    with pytest.raises(ConfigError) as caught:
+        job.parse(argv)
+    assert caught.value.got == got
+
+
+@pytest.mark.parametrize(
     ("content", "argv"),
     [
         (None, ["--config"]),

@@ -142,7 +142,8 @@ class Board:
         self._bad: dict[str, int] = {}
         self._rate: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
-        self._io = threading.Lock()
+        self.quiet = threading.Lock()
+        """Held while the status is written: hold it to remove temporary files of the run's folder."""
         self._ended = threading.Event()
         self._open: dict[str, tuple[requests.Request, float, int]] = {}  # when it was seen, and at which step
         self._orders: list[Tag] = []
@@ -290,7 +291,7 @@ class Board:
     # The file
 
     def _write(self) -> None:
-        with self._io:
+        with self.quiet:
             try:
                 write_file(self._fs, self._paths.status, self.now().to_bytes(), exclusive=False, confirm=self._confirm)
             except SupersededError:

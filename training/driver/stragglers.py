@@ -63,7 +63,7 @@ class Straggler:
 _ADVICE = {
     "input": "look at the disk or network of that host, and at --read-ahead-bytes and --cache (docs/performance.md)",
     "compute": "look for other work on that host, a limit of its processor, or a slower processor or GPU",
-    "callbacks": "look at what the model's callbacks do on that rank",
+    "callbacks": "look at what the model's callbacks do on that rank, and for other work on that host",
     NETWORK: "look at the link of that host and at other traffic on it, or send fewer bytes (--compression)",
 }
 

@@ -248,7 +248,8 @@ class _Driver:
             void = None
             # Remove what a paused older driver has staged, so that it cannot publish it when it resumes; then tidy up
             # what it has published until now.
-            self._ownership.sweep()
+            with self._board.quiet:
+                self._ownership.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
             self._fs.discard(self._paths.stopped)
             tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)

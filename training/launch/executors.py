@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import ConfigError
@@ -104,11 +104,7 @@ def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib
     """`executor_memory` by master and settings; `yarn_least_mib` is YARN's smallest container."""
     if master != "yarn" and not master.startswith("k8s://"):
         return None
-
-    def size(name: str, default: int, unit: str = "m") -> int:
-        found = _SIZE.fullmatch((settings.get(name, "") or "").strip().lower())
-        return int(found[1]) * _UNITS[found[2] or unit] >> 20 if found else default
-
+    size = partial(_size_mib, settings)
     heap = size("spark.executor.memory", 1024)
     # Spark's defaults; on Kubernetes that of an application in Python.
     factor = float(settings.get(f"{OVERHEAD}Factor", "") or ("0.1" if master == "yarn" else "0.4"))
@@ -122,6 +118,18 @@ def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib
     executors = int(settings.get("spark.executor.instances", "2") or 2)
     ranks = min(-(-num_ranks // max(1, executors)), ranks_of_executor(settings))
     return ExecutorMemory(asked, heap, overhead, max(1, ranks))
+
+
+def master_mib(settings: Settings, yarn_least_mib: int) -> int:
+    """The container of Spark's application master on YARN in client mode, MiB."""
+    memory = _size_mib(settings, "spark.yarn.am.memory", 512)
+    asked = memory + _size_mib(settings, "spark.yarn.am.memoryOverhead", max(memory // 10, 384))
+    return -(-asked // yarn_least_mib) * yarn_least_mib
+
+
+def _size_mib(settings: Settings, name: str, default: int, unit: str = "m") -> int:
+    found = _SIZE.fullmatch((settings.get(name, "") or "").strip().lower())
+    return int(found[1]) * _UNITS[found[2] or unit] >> 20 if found else default
 
 
 def ranks_of_executor(settings: Settings) -> int:

@@ -136,6 +136,9 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 log = logging.getLogger(__name__)
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
+NAMED_EVERY_S = 300.0  # a driver asks for several things, each minute
+_named_at: dict[str, float] = {}
+"""When a warning named who does not serve."""
 
 
 class Backoff:
@@ -167,7 +170,12 @@ class Backoff:
                 next_step=error.next_step or f"Check {whom}, then run again.",
             ) from error
         if self.attempts == 1:
-            log.warning("%s: %s; trying again for %.0f s", what, error.what, self._limit)
+            now = time.monotonic()
+            quiet = now < _named_at.get(whom, -NAMED_EVERY_S) + NAMED_EVERY_S
+            _named_at[whom] = now if not quiet else _named_at[whom]
+            why = f"{error.what} ({error.got})" if error.got else error.what
+            level = logging.DEBUG if quiet else logging.WARNING
+            log.log(level, "%s does not serve %s: %s; trying again for %.0f s", whom, what, why, self._limit)
         # Many tasks see the same failure at the same moment; without jitter they would all retry at the same moment.
         time.sleep(self._wait * random.uniform(0.5, 1.0))
         self._wait = min(2 * self._wait, LONGEST_WAIT_S)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +19,20 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
+from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from lockstep.storage.verify import verify
 from tests.training import _threads
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
 from training.control.protocol import Tag
+from training.driver.ownership import Ownership
 from training.driver.status import Board, OnEvent
 from training.driver.stop import StopRequest
 from training.driver.train import Hooks, train
+from training.launch.local import run_local
 from training.run import requests
 from training.run.lineage import CheckpointRef, Claim
 from training.run.paths import RunPaths
@@ -137,6 +144,37 @@ def board_of(run: Path) -> Board:
     config = TrainConfig(datasets=("d",), run=str(run), model="m", num_ranks=2, global_batch=8, epochs=1)
     fs, paths = filesystem(str(run)), RunPaths(str(run))
     return Board(Silent(), fs, paths, config, 100, StopRequest(), confirm=lambda: None)
+
+
+def test_a_status_that_is_being_written_is_not_swept_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(fs: FileSystem, url: str, data: bytes, *, exclusive: bool, confirm: Callable[[], None]) -> None:
+        def late() -> None:  # its temporary file is there
+            confirm()
+            if not swept:
+                writing.set()
+                time.sleep(0.5)  # for a driver that would not wait
+
+        write_file(fs, url, data, exclusive=exclusive, confirm=late)
+
+    def sweep(ownership: Ownership) -> None:
+        of_ownership(ownership)
+        swept.append(True)
+
+    swept, writing, of_ownership = list[bool](), threading.Event(), Ownership.sweep
+    claim = Ownership.claim
+    monkeypatch.setattr("training.driver.status.write_file", slow)
+    monkeypatch.setattr(Ownership, "sweep", sweep)
+    monkeypatch.setattr(Ownership, "claim", lambda *given, **more: (writing.wait(60), claim(*given, **more))[1])
+    write_table(tmp_path / "data", records={"train": 16})
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="logistic", num_ranks=1, global_batch=8,
+        epochs=1, launcher="local",
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        train(config, run_local)
+    assert swept and not [record for record in caplog.records if "status was not written" in record.message]
 
 
 def test_a_checkpoint_asked_for_before_a_restart_is_asked_of_the_new_ranks(tmp_path: Path) -> None:
