@@ -133,7 +133,8 @@ def test_two_changes_of_the_ranks_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_random_changes_of_the_ranks_change_no_bit(tmp_path: Path) -> None:
     rng = random.Random(5)
-    steps = sorted(rng.sample(range(1, 146), 20))
+    # Two steps apart or more: ranks that are asked after a step leave after the next one.
+    steps = [3 * third + rng.randrange(2) for third in sorted(rng.sample(range(1, 48), 20))]
     assert faults_after(tmp_path, {step: rng.choice((1, 2, 4)) for step in steps}, epochs=12) == []
 
 
