@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import random
 import sys
@@ -171,10 +172,10 @@ class Backoff:
             ) from error
         if self.attempts == 1:
             now = time.monotonic()
-            quiet = now < _named_at.get(whom, -NAMED_EVERY_S) + NAMED_EVERY_S
-            _named_at[whom] = now if not quiet else _named_at[whom]
+            level = logging.DEBUG
+            if now >= _named_at.get(whom, -math.inf) + NAMED_EVERY_S:
+                level, _named_at[whom] = logging.WARNING, now
             why = f"{error.what} ({error.got})" if error.got else error.what
-            level = logging.DEBUG if quiet else logging.WARNING
             log.log(level, "%s does not serve %s: %s; trying again for %.0f s", whom, what, why, self._limit)
         # Many tasks see the same failure at the same moment; without jitter they would all retry at the same moment.
         time.sleep(self._wait * random.uniform(0.5, 1.0))

@@ -29,7 +29,6 @@ from training.run.metrics import read_history
 pytestmark = pytest.mark.slow
 CPU = Path("/sys/fs/cgroup/cpu")
 LIMIT_S = 300.0
-PERIOD_S = 0.1
 
 
 def test_a_rank_with_a_callback_that_sleeps_is_named_once_within_50_steps(
@@ -72,9 +71,9 @@ def half_by_signals(pid: int) -> Iterator[None]:
 
     def work() -> None:
         with contextlib.suppress(ProcessLookupError):
-            while not ended.wait(PERIOD_S / 2):
+            while not ended.wait(0.05):
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(PERIOD_S / 2)
+                time.sleep(0.05)
                 os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=work)
@@ -87,10 +86,9 @@ def half_by_signals(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.soak
-def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_or_three_periods_of_its_limit(
+def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_of_a_few_ms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit stops it for 50 of each 100 ms: on a fast machine 50 steps take less than that."""
     write_table(tmp_path / "data", records={"train": 50_000, "test": 8}, block_records=256)
     config = TrainConfig(
         datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="logistic", num_ranks=2, global_batch=32,
@@ -98,8 +96,7 @@ def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_or_three_pe
     )  # fmt: skip
     pids: dict[int, int] = {}
     named: list[tuple[int, int]] = []  # (step, rank)
-    seen: list[tuple[int, float]] = []  # (step, time)
-    at, until, held = {"step": 0, "held": 0, "period": 0}, time.monotonic() + LIMIT_S, contextlib.ExitStack()
+    at, until, held = {"step": 0, "held": 0}, time.monotonic() + LIMIT_S, contextlib.ExitStack()
     add = Stragglers.add
 
     def look(state: RankState, *rest: Any) -> Failure | None:
@@ -113,12 +110,8 @@ def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_or_three_pe
         return found
 
     def ended() -> EndedByCallerError | None:
-        if at["step"] > 100:
-            seen.append((at["step"], time.monotonic()))
         if at["step"] > 300 and not at["held"]:
             at["held"] = at["step"]
-            (first, began), (last, now) = seen[0], seen[-1]
-            at["period"] = int((last - first) / (now - began) * PERIOD_S)
             held.enter_context(half_by_signals(pids[1]))
         done = at["held"] and any(rank == 1 and step > at["held"] for step, rank in named)
         return EndedByCallerError("named, or not in time") if done or time.monotonic() > until else None
@@ -129,8 +122,7 @@ def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_or_three_pe
     with held, pytest.raises(EndedByCallerError):
         train(config, run_local, hooks=Hooks(ended=ended))
     print(at, named)
-    late = next(step for step, rank in named if rank == 1 and step > at["held"]) - at["held"]
-    assert 0 < late <= max(50, 3 * at["period"])
+    assert 0 < next(step for step, rank in named if rank == 1 and step > at["held"]) - at["held"] <= 50
 
 
 @pytest.mark.soak
