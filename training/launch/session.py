@@ -400,6 +400,7 @@ class Launches(AbstractContextManager["Launches"]):
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.05
 
 
 @contextmanager
@@ -421,7 +422,42 @@ def ended_in_order() -> Iterator[None]:
     for number in taken:
         signal.signal(number, leave)
     try:
-        yield
+        with _no_end_ignored():
+            yield
     finally:
         for number in taken:
             signal.signal(number, previous[number])
+
+
+@contextmanager
+def _no_end_ignored() -> Iterator[None]:
+    """Raise the end that a signal asked for again, if it came to a callback of a weak reference or a `__del__`.
+
+    Python ignores what these raise, and py4j talks to Java in them: the process would go on as if there was no signal.
+    """
+    before, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def ignored(what: sys.UnraisableHookArgs) -> None:
+        end = what.exc_value
+        main = threading.main_thread()
+        if not isinstance(end, SystemExit | KeyboardInterrupt) or threading.current_thread() is not main:
+            before(what)
+            return
+
+        def again(number: int, frame: FrameType | None) -> None:
+            timer.cancel()
+            signal.signal(signal.SIGTERM, handler)
+            raise end
+
+        handler = signal.signal(signal.SIGTERM, again)
+        timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main.ident, signal.SIGTERM))
+        timers.append(timer)
+        timer.start()
+
+    sys.unraisablehook = ignored
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -25,6 +28,29 @@ def test_what_was_begun_is_ended(number: int) -> None:
         assert left.value.code == 128 + number and ended and signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+class Java:
+    """Freed by a callback of a weak reference that takes time, as py4j frees an object of Java."""
+
+
+def test_a_signal_in_the_callback_of_a_weak_reference_still_ends_the_process() -> None:
+    def free(reference: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([signal.SIGUSR1], 10)
+
+    hook, handler = sys.unraisablehook, signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as left, ended_in_order():
+            freed = Java()
+            reference = weakref.ref(freed, free)
+            del freed  # Python ignores what the handler raises in `free`
+            assert reference() is None
+            time.sleep(30)
+        assert left.value.code == 128 + signal.SIGTERM and sys.unraisablehook is hook
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
