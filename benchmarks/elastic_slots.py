@@ -1,17 +1,20 @@
 """Seconds until a run trains on other ranks: an executor is lost for good, then one is added; and slots of this host.
 
-    python -m benchmarks.elastic_slots [--launcher local|spark|torchrun --torch PYTHON]
+    python -m benchmarks.elastic_slots [--launcher local|spark|torchrun|spare --torch PYTHON]
 
 `spark` starts a standalone master and two workers of one core on this host, kills one worker with its executor
 (SIGKILL), and starts it again once the run trains on one rank. `local` writes 1 and then 2 into a slots file.
 `torchrun` is the peer: two elastic agents of one process each, one of which is killed and started again. Prints the
-seconds from each change to the first step of all ranks. Both have a checkpoint each 15 steps.
+seconds from each change to the first step of all ranks. Both have a checkpoint each 15 steps. `spare` kills one of two
+executors, which Spark replaces, or one of three with --spare-executors 1, in turns, and prints where the time goes
+until the next step of both ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pyspark
@@ -70,11 +74,14 @@ def starts(lines: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launcher", choices=("local", "spark", "torchrun"), default="local")
+    parser.add_argument("--launcher", choices=("local", "spark", "torchrun", "spare"), default="local")
     parser.add_argument("--torch", metavar="PYTHON", default=".venv-torch/bin/python")
+    parser.add_argument("--master", default="local-cluster[{},1,1024]", help="for spare: also yarn")
     args = parser.parse_args(argv)
     if args.launcher == "torchrun":
         return by_torchrun(args.torch)
+    if args.launcher == "spare":
+        return by_spares(args.master)
     spark = args.launcher == "spark"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable, "SPARK_NO_DAEMONIZE": "1"}
     environment["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -132,6 +139,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = driver.wait(60)
         print("\n".join(line for line in lines.all if not line.startswith("training")))
     print(f"SIGTERM: exit code {code}")
+    return 0
+
+
+def executor_of_a_rank() -> psutil.Process:
+    """Java of an executor of this host that has a rank."""
+    for one in psutil.process_iter(["cmdline"]):
+        if (one.info["cmdline"] or [])[-1:] == ["training.rank"] and len(one.parents()) > 2:
+            java = one.parents()[2]
+            if "CoarseGrainedExecutorBackend" in " ".join(java.cmdline()):
+                return java
+    sys.exit("no executor has a rank")
+
+
+def by_spares(master: str, repeats: int = 5) -> int:
+    """Measure restarts with and without a spare executor, and print."""
+    options = "--conf spark.executor.memoryOverhead=1024m"
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
+    for _ in range(repeats):
+        for spares, found in seconds.items():
+            with ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                write_table(f"{folder}/data", records={"train": 400, "test": 30})
+                call = command(f"{folder}/data", f"{folder}/run", 2, canonical=False)
+                call[call.index("--epochs") + 1] = "400"
+                call[call.index("--launcher") + 1] = "barrier"
+                call += ["--master", master.format(2 + spares), "--spare-executors", str(spares)]
+                environment["PYSPARK_SUBMIT_ARGS"] = f"--num-executors {2 + spares} {options} pyspark-shell"
+                driver = subprocess.Popen(
+                    call, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+                stack.callback(ended, driver)
+                lines = Lines(driver)
+                lines.wait(lambda found: any(re.search(r" [1-9]\d*/\d+ steps", line) for line in found))
+                time.sleep(8.0)  # for the spare's import
+                executor_of_a_rank().kill()
+                lines.wait(lambda found: starts(found) > 0)
+                [line] = [line for line in lines.all if "and made its first step" in line]
+                found.append(float(line.partition("first step ")[2].split()[0]))
+                print(f"{spares} spares: {line}", flush=True)
+    for spares, found in seconds.items():
+        print(f"{spares} spares: median {median(found):.1f} s, {min(found):.1f} to {max(found):.1f}")
     return 0
 
 

@@ -245,6 +245,9 @@ class TrainConfig:
     """The most ranks that the run grows to when there are slots for them (default: --num-ranks)."""
     slots_file: Annotated[str | None, "FILE"] = None
     """With --launcher local and --min-ranks or --max-ranks, a text file with the number of ranks that may run now."""
+    spare_executors: int = 0
+    """With --launcher barrier, slots beyond the ranks' on which a process that has imported TensorFlow waits for a rank
+    whose executor is lost."""
     balance: bool = False
     """Move lanes from slow ranks to fast ones while the run trains, where steps then take 10 % less time; the batches
     stay the same (docs/operations.md)."""
@@ -507,6 +510,10 @@ class TrainConfig:
         self._check("servers", not (self.elastic and self.servers), "none with --min-ranks or --max-ranks")
         takes, words = self.launcher == "local" and self.elastic, "a file for fewer or more local ranks, else unset"
         self._check("slots_file", bool(self.slots_file) == takes, words)
+        spares = self.spare_executors
+        allowed = "0, or executors from 1 up with --launcher barrier and without --max-ranks, which uses every slot"
+        grows = self.launcher == "local" or self.ranks[-1] > self.num_ranks
+        self._check("spare_executors", spares == 0 or (spares > 0 and not grows), allowed)
         if self.balance:
             self._check_balance()
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")

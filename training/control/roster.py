@@ -84,6 +84,11 @@ class Roster:
         for rank, line in ready.items():
             self._hand_out(rank, line)
 
+    def came(self, wait_s: float) -> bool:
+        """Whether all supervisors have connected, after at most `wait_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._came) == self._num_ranks, wait_s)
+
     def whole(self, wait_s: float) -> bool:
         """Whether all supervisors wait for an order, after at most `wait_s` seconds."""
         everyone = set(range(self._num_ranks))

@@ -41,7 +41,7 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
     if isinstance(launch, SessionLauncher):
-        launch.ready(config.ranks[0] + config.num_servers, config.start_limit_s)
+        launch.ready(config.ranks[0] + config.num_servers + config.spare_executors, config.start_limit_s)
     shares = [plan.rows(rank, config.num_ranks, lane_groups(config)) for rank in range(config.num_ranks)]
     model = _model(config, plan, max(shares))
     lines = [

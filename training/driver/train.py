@@ -156,7 +156,8 @@ def train(
     memory = None
     if isinstance(launch, SessionLauncher):
         ranks, servers = config.ranks, config.num_servers
-        memory = launch.ready(ranks[0] + servers, config.start_limit_s, ranks[-1] + servers)
+        least = ranks[0] + servers + config.spare_executors
+        memory = launch.ready(least, config.start_limit_s, ranks[-1] + servers)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
@@ -179,7 +180,7 @@ def train(
         with (
             board,
             Slots(config, [number for number, why in checked.numbers.items() if why is None], launch) as slots,
-            Launches(launch, config.processes, limits) as launches,
+            Launches(launch, config.processes, limits, spares=config.spare_executors) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, board, ownership, launches, slots, memory, stop).run()
 

@@ -28,6 +28,7 @@ from training.control.task import Limits, RankTask
 from training.devices import of_runs, shares_of_host
 from training.launch.executors import (
     EXECUTOR_GPUS,
+    GPU,
     RANK_MIB,
     TASK_GPUS,
     ExecutorMemory,
@@ -42,6 +43,7 @@ from training.launch.executors import (
 )
 from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
+from training.launch.spares import Spare
 from training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ANY_HOST = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
-GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
 _TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
 MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have taken is unknown
 REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
@@ -237,6 +238,7 @@ class BarrierSession(Session):
         self._group = f"lockstep-{secrets.token_hex(8)}"
         self._stage: threading.Thread | None = None
         self._lost_before: frozenset[str] = frozenset()
+        self._kept: list[Spare] = []
 
     def run(
         self,
@@ -307,6 +309,9 @@ class BarrierSession(Session):
             self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
+        assert self._roster is not None, "supervisors connect to it"
+        where = (self.limits, self._bind_host, self._host, self._roster)
+        self._kept = [Spare(self._context, *where) for _ in range(self.spares)]
 
     def _run_stage(self, keep: SuperviseOnTask) -> None:
         context, num_ranks = self._context, self.num_ranks
@@ -328,6 +333,8 @@ class BarrierSession(Session):
             )
 
     def _end(self) -> None:
+        for spare in self._kept:
+            spare.close()
         if self._stage is None:
             return
         self._stage.join(2.0)  # all ranks have ended: so do their tasks

@@ -137,6 +137,7 @@ def ranks_of_executor(settings: Settings) -> int:
     return int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
 
 
+GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
 
@@ -151,7 +152,7 @@ def rank_profile(context: SparkContext) -> ResourceProfile | None:
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     cpus = int(settings.get("spark.task.cpus", "1") or 1)
-    return ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus).resource("gpu", 1)).build
+    return ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus).resource(GPU, 1)).build
 
 
 def lost_executors(context: SparkContext) -> dict[str, str]:

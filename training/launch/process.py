@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,24 +141,28 @@ RankProcess = subprocess.Popen[bytes]
 
 
 def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
-    """Start `training.rank` with this process' import path, and hand it its order, the page of its last words, and the
-    file for its stacks.
+    """Start a rank's process, and hand it its order, the page of its last words, and the file for its stacks."""
+    process = start_process([], order.mark, order.world.ranks_per_node, last_words, stacks)
+    give_order(process, order, last_words, stacks)
+    return process
 
-    The order goes through the pipe, since arguments and environment are readable by others on the host, and it holds
-    the rank's key and certificate.
-    """
+
+def start_process(
+    arguments: Sequence[str], mark: str, ranks_per_node: int, last_words: int, stacks: int
+) -> RankProcess:
+    """Start `training.rank` with this process' import path; it waits for its order (`give_order`)."""
     remove_abandoned_folders()
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # A rank needs none of the secrets that Spark gave to this worker.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: order.mark}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
     # Unless the user says otherwise, the ranks of one host share its cores instead of each taking all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
     # TensorFlow starts new threads each epoch. glibc gives each a heap, up to eight a core, and never returns it:
     # memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
     environment.setdefault("MALLOC_ARENA_MAX", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "training.rank"],
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "training.rank", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -166,6 +170,12 @@ def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
         process_group=0,
         pass_fds=(last_words, stacks),
     )
+
+
+def give_order(process: RankProcess, order: Order, last_words: int, stacks: int) -> None:
+    """Hand a rank its order; through the pipe, since arguments and environment are readable by others on the host, and
+    it holds the rank's key and certificate.
+    """
     assert process.stdin is not None
     files = {"last_words": last_words, "stacks": stacks}
     try:
@@ -174,7 +184,6 @@ def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
     except BrokenPipeError:  # it died at its start: its exit code and log say why
         with contextlib.suppress(BrokenPipeError):  # `close` writes the rest again: better here
             process.stdin.close()
-    return process
 
 
 def _order_for_rank(order: Order) -> dict[str, Any]:

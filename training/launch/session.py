@@ -59,6 +59,8 @@ class Session(ABC):
         """When the failure that ended the last run was first seen (monotonic seconds)."""
         self.avoid: frozenset[str] = frozenset()
         """Hosts whose slots are used last, by supervisors that are started from now on."""
+        self.spares = 0
+        """How many executors are kept ready for ranks that lose theirs (training.launch.spares); set before `run`."""
         self._heard_out = True  # whether every supervisor has reported the end of its last rank
         self._lock = threading.Lock()
 
@@ -282,11 +284,18 @@ class Launches(AbstractContextManager["Launches"]):
     """
 
     def __init__(
-        self, launch: Launch, num_ranks: int, limits: Limits, *, report: Callable[[str], None] = _print
+        self,
+        launch: Launch,
+        num_ranks: int,
+        limits: Limits,
+        *,
+        spares: int = 0,
+        report: Callable[[str], None] = _print,
     ) -> None:
         self.restarts: list[Restart] = []
         """Every run after the first, in order."""
         self._launch, self._num_ranks, self._limits, self._report = launch, num_ranks, limits, report
+        self._spares = spares
         self._session: Session | None = None
         self._failed: tuple[float, float] | None = None  # when the last generation failed, and when it had ended
         self._waited_s = 0.0  # since then
@@ -386,6 +395,7 @@ class Launches(AbstractContextManager["Launches"]):
         if session is None:
             session = self._launch.session(self._num_ranks, self._limits)
             session.avoid, self._moves = self._avoided(self._launch), False
+            session.spares = self._spares
             with self._lock:
                 self._session = session
                 if self._fault is not None:
@@ -433,7 +443,7 @@ def ended_in_order() -> Iterator[None]:
 def _no_end_ignored() -> Iterator[None]:
     """Raise the end that a signal asked for again, if it came to a callback of a weak reference or a `__del__`.
 
-    Python ignores what these raise, and py4j talks to Java in them: the process would go on as if there was no signal.
+    Python ignores what these raise, and py4j talks to Java in them: the process would continue as if there was no signal.
     """
     before, timers = sys.unraisablehook, list[threading.Timer]()
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import IO
 
@@ -21,8 +22,9 @@ from training.control.last_words import LastWords, new_page
 from training.control.protocol import Role, Tag
 from training.control.stacks import Stacks, new_stacks
 from training.control.task import RankTask, is_stopped
+from training.launch import spares
 from training.launch.output import LineBuffer, read_lines
-from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, start_rank
+from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, give_order, start_rank
 from training.run.metrics import PartWriter
 from training.run.paths import rank_name
 
@@ -74,7 +76,7 @@ class Supervisor:
                 if process.poll() is None:
                     process.kill()
                 code = process.wait()
-                end_left(process.pid, order.mark)
+                end_left(process.pid, self._order.mark)
                 if process.stdin is not None:
                     process.stdin.close()
             reader.join(DRAIN_S)
@@ -92,6 +94,11 @@ class Supervisor:
             client.close()
 
     def _start(self) -> tuple[RankProcess, LastWords, Stacks]:
+        if (spare := spares.take(self._order.devices)) is not None:
+            self._order = replace(self._order, mark=spare.mark)
+            self._take("[supervisor: this process was a spare, and has imported TensorFlow already]")
+            give_order(spare.process, self._order, spare.page, spare.stacks)
+            return spare.process, LastWords(spare.page), Stacks(spare.stacks)
         page, stacks = new_page(), new_stacks()
         try:
             return start_rank(self._order, page, stacks), LastWords(page), Stacks(stacks)

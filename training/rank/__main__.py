@@ -1,12 +1,13 @@
 """One rank's process: `python -m training.rank`, started by a supervisor.
 
 Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
-supervisor is gone. Exit codes: 0 the entry returned, 2 a ConfigError or DataError that a restart would meet again, 1
-anything else.
+supervisor is gone. With an argument, the GPUs that it may see, it is a spare: it imports TensorFlow before its order.
+Exit codes: 0 the entry returned, 2 a ConfigError or DataError that a restart would meet again, 1 anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -14,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -80,6 +82,8 @@ def main() -> int:
     _die_with_parent()
     # Ctrl-C reaches the whole process group of a terminal; only the driver decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if len(sys.argv) > 1:
+        _import_early(sys.argv[1])
     order = _order()
     if order is None:
         return EXIT_CRASHED
@@ -108,6 +112,13 @@ def main() -> int:
             print(f"the error was not reported to the driver: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED
     return 0
+
+
+def _import_early(gpus: str) -> None:
+    with contextlib.suppress(ConfigError):  # of GPUs that cannot be used: it comes again with the order
+        devices.expose(devices.listed({devices.VISIBLE: gpus}) or (), os.environ, socket.gethostname())
+        importlib.import_module("training.rank.runtime").import_tensorflow()
+        importlib.import_module("training.rank.fit")
 
 
 def _order() -> dict[str, Any] | None:

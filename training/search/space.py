@@ -21,7 +21,8 @@ ELASTIC = ("min_ranks", "max_ranks", "slots_file")
 OPERATIONAL = frozenset({
     "run", "num_ranks", "servers", "devices", "read_ahead_bytes", "cache", "cache_bytes", "verify", "checkpoint_every",
     "keep_checkpoints", "keep_every", "keep_best", "launcher", "tls", "trust_network", "start_limit_s", "stall_limit_s",
-    "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour", "stop_grace_s", *ELASTIC,
+    "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour", "stop_grace_s", "spare_executors",
+    *ELASTIC,
 })  # fmt: skip
 # With another value of these, the metrics of two trials measure different things; `extra` is searched by `set.NAME`.
 FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every"})

@@ -73,6 +73,7 @@ FREE: dict[str, Any] = {
     "launcher": "barrier",
     "min_ranks": 1,
     "max_ranks": 3,
+    "spare_executors": 1,
     "slots_file": None,
     "tls": "on",
     "trust_network": "lo",
