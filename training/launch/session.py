@@ -443,7 +443,7 @@ def ended_in_order() -> Iterator[None]:
 def _no_end_ignored() -> Iterator[None]:
     """Raise the end that a signal asked for again, if it came to a callback of a weak reference or a `__del__`.
 
-    Python ignores what these raise, and py4j talks to Java in them: the process would continue as if there was no signal.
+    Python ignores what these raise, and py4j talks to Java in them: the process would continue.
     """
     before, timers = sys.unraisablehook, list[threading.Timer]()
 

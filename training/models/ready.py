@@ -133,7 +133,10 @@ READY: dict[str, Ready] = {
     RESNET: Ready(
         function="resnet:resnet",
         help="the CIFAR ResNet: resnet8, resnet14, resnet20, ...; one image, label classes",
-        settings={"decay": Setting(1e-4, DECAY.help)},
+        settings={
+            "decay": Setting(1e-4, DECAY.help),
+            "nesterov": Setting(True, "Nesterov's form of momentum; --compression dgc needs false"),
+        },
         has_schedule=True,
     ),
 }

@@ -39,7 +39,8 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
             allowed="one feature (height, width, channels) and an int64 label with num_classes",
             next_step="Build the dataset with jobs.etl_images, or use another model.",
         )
-    penalty = penalty_of(settings_of(f"resnet{depth}", options.extra)["decay"])
+    chosen = settings_of(f"resnet{depth}", options.extra)
+    penalty = penalty_of(chosen["decay"])
     inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
     x = inputs if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(inputs)
     x = _activated(_conv(x, 16, 1, penalty), options)
@@ -48,7 +49,8 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
             x = _block(x, filters, 2 if stage and not block else 1, penalty, options)
     x = keras.layers.GlobalAveragePooling2D()(x)
     model = keras.Model({name: inputs}, output_of(x, CLASSES, signature), name=f"resnet{depth}")
-    return compile_for(model, CLASSES, signature, keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=True))
+    optimizer = keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=chosen["nesterov"])
+    return compile_for(model, CLASSES, signature, optimizer)
 
 
 def _schedule(options: ModelOptions) -> keras.optimizers.schedules.LearningRateSchedule:

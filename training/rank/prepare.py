@@ -129,7 +129,8 @@ def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, pla
             "--compression dgc needs the momentum of SGD, which it adds up itself",
             got=f"{type(optimizer).__name__}{' with ' if others else ''}{', '.join(others)}",
             allowed="keras.optimizers.SGD, not built yet, with momentum and clipnorm only",
-            next_step="Compile the model with SGD(rate, momentum=0.9), or use --compression topk:1%.",
+            next_step="Compile the model with SGD(rate, momentum=0.9), give a ready ResNet --set nesterov=false, "
+            "or use --compression topk:1%.",
         )
     momentum, clip_norm = float(optimizer.momentum), optimizer.clipnorm
     optimizer.momentum, optimizer.clipnorm = 0.0, None

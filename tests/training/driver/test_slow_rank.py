@@ -91,8 +91,8 @@ def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_of_a_few_ms
 ) -> None:
     write_table(tmp_path / "data", records={"train": 50_000, "test": 8}, block_records=256)
     config = TrainConfig(
-        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="logistic", num_ranks=2, global_batch=32,
-        epochs=1000, checkpoint_every=100_000, launcher="local",
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="mlp", num_ranks=2, global_batch=256,
+        epochs=1000, checkpoint_every=100_000, launcher="local", extra={"width": 1024},  # 6 ms a step or more
     )  # fmt: skip
     pids: dict[int, int] = {}
     named: list[tuple[int, int]] = []  # (step, rank)

@@ -43,6 +43,13 @@ def test_resnet20_has_the_papers_layers() -> None:
     assert model.layers[-2].input.shape[1:] == (8, 8, 64)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_resnet_has_the_momentum_that_dgc_takes_over_if_asked(nesterov: bool) -> None:
+    options = ModelOptions() if nesterov else ModelOptions(extra={"nesterov": False})
+    optimizer = build("resnet8", images(8, 8, 1), options).model.optimizer
+    assert (optimizer.momentum, optimizer.nesterov) == (0.9, nesterov)
+
+
 @pytest.mark.parametrize(("middle", "spread"), [(-6.5, 1.0), (-6.5, 0.3), (0.0, 2.0), (0.0, 0.1), (3.0, 1.0)])
 def test_the_auc_of_logistic_in_training_is_near_the_exact_one(middle: float, spread: float) -> None:
     """Also where 0.2 % are yes, and where a model that has just begun tells rows hardly apart."""
