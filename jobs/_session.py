@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, require
@@ -138,6 +138,7 @@ def spark_session(
             next_step="Correct spark-submit's --conf or spark-defaults.conf; docs/security.md has those of --tls on.",
         ) from None
     spark.sparkContext.setLogLevel("ERROR")
+    _leave_no_answer_behind(spark)
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="lockstep-") as folder:  # removed on SIGTERM too
         path = list(sys.path)
         spark.sparkContext.addPyFile(ship_rooms(folder))
@@ -150,17 +151,34 @@ def spark_session(
             stop_session(spark)
 
 
+def _leave_no_answer_behind(spark: SparkSession) -> None:
+    """After a signal in the middle of a call, have this thread talk to Java over a new connection: on the old one py4j
+    would take the answer to that call for the answer to the next, and the job would end with a strange error of Java.
+    """
+    gateway = spark.sparkContext._gateway
+    assert gateway is not None, "a context has one"
+    client = gateway._gateway_client
+    if "send_command" in vars(client):  # an earlier session of this process has done it
+        return
+    send = client.send_command
+
+    def send_command(*arguments: Any, **options: Any) -> Any:
+        try:
+            return send(*arguments, **options)
+        except (KeyboardInterrupt, SystemExit):
+            client.thread_connection.connection = None
+            raise
+
+    client.send_command = send_command
+
+
 def stop_session(spark: SparkSession) -> None:
+    """Stop the session; that its Java process has ended is no error, which would hide that of the caller."""
     from py4j.protocol import Py4JError
 
-    ending = sys.exc_info()[1]
     try:
         spark.stop()
-    # It must not hide an error of the block. After a signal in the middle of a call, py4j takes the answer to that call
-    # for that to `stop`, and raises anything.
-    except Exception as error:
-        if ending is None and not isinstance(error, OSError | Py4JError):
-            raise
+    except (OSError, Py4JError) as error:
         log.warning("Spark's Java process had ended before its session: %s", next(iter(str(error).splitlines()), ""))
 
 

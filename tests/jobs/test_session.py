@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,15 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later_s", [0.0, 2.0])  # before its first Spark job, and in the middle of a call of Java
+def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, later_s: float) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
     call += ["--output", str(tmp_path / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
     job = subprocess.Popen(call, cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE)
     until(lambda: job.poll() is not None or any(scratch.glob("lockstep-????????/*")))
+    time.sleep(later_s)
     job.terminate()
     _, said = job.communicate(timeout=300)
     assert job.returncode == 128 + 15, said
