@@ -95,37 +95,43 @@ def check_slots(
         )
     master = context.master or ""
     local = in_driver(master)
+    asked = int(settings.get("spark.executor.instances") or ("2" if master == "yarn" else "0"))  # YARN's default
     began, said = time.monotonic(), False
     end = began + (0.0 if local else wait_s)
     while (slots := slots_now(context)) < num_ranks:
         if (error := ended()) is not None:
             raise error
-        asked = settings.get("spark.executor.instances")
         each = ranks_of_executor(settings)
         gpus = float(settings.get(EXECUTOR_GPUS, "0") or 0)
         per_task = 1.0 if rank_profile(context) is not None else float(settings.get(TASK_GPUS, "0") or 0)
         each = min(each, tasks_on_gpus(gpus, per_task)) if per_task else each
-        hopeless = asked is not None and int(asked) * each < num_ranks
+        hopeless = asked > 0 and asked * each < num_ranks
+        given = f"{slots // each} of the {asked} executors asked for" if asked and not hopeless and not local else ""
         if hopeless or time.monotonic() >= end:
-            how = (
-                f"give --master 'local[{num_ranks}]'"
-                if local
-                else "raise --num-executors (spark.executor.instances) or --executor-cores (spark.executor.cores)"
-            )
+            if local:
+                how = f"give --master 'local[{num_ranks}]'"
+            elif given:
+                how = "free or enlarge the cluster or its queue"
+            else:
+                how = "raise --num-executors (spark.executor.instances) or --executor-cores (spark.executor.cores)"
             if not local and not hopeless:
                 how += (
                     f"; or, if other applications hold the rest of the cluster, wait for their end (after {wait_s:g} s)"
                 )
             raise ConfigError(
                 f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
-                got=f"{slots} slots on {context.master}",
+                got=f"{slots} slots on {context.master}" + (f": {given} came" if given else ""),
                 allowed="a slot for every rank at once, as a barrier stage needs",
-                next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
+                next_step=(f"Lower --num-ranks to {slots} or fewer, or {how}." if slots else f"{how.capitalize()}.")
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
         if not said and time.monotonic() - began >= SLOTS_QUIET_S:
             said = True
-            log.warning("%d ranks wait up to %g s for task slots: the cluster has given %d", num_ranks, wait_s, slots)
+            fewer = f"lower --num-ranks to {slots}, or " if slots else ""
+            came = f", by {given}; if no more come, {fewer}free or enlarge the cluster or its queue" if given else ""
+            log.warning(
+                "%d ranks wait up to %g s for task slots: the cluster has given %d%s", num_ranks, wait_s, slots, came
+            )
         time.sleep(SLOTS_LOOK_S)
 
 

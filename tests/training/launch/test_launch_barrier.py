@@ -260,12 +260,12 @@ def test_spark_connect_is_refused_by_name() -> None:
 
 
 class FakeContext:
-    """A context whose executors appear one a second."""
+    """A context whose executors appear one a second, up to `most`."""
 
     master = "yarn"
 
-    def __init__(self, **settings: str) -> None:
-        self._settings, self._asked = settings, 0
+    def __init__(self, most: int = 2000, /, **settings: str) -> None:
+        self._settings, self._asked, self._most = settings, 0, most
 
     def getConf(self) -> Any:
         return type("Conf", (), {"get": staticmethod(lambda key, default=None: self._settings.get(key, default))})
@@ -273,7 +273,7 @@ class FakeContext:
     @property
     def _jsc(self) -> Any:
         self._asked += 1
-        slots = self._asked
+        slots = min(self._asked, self._most)
         nothing = {
             "defaultResourceProfile": staticmethod(lambda: None),
             "addResourceProfile": staticmethod(lambda _: None),
@@ -297,6 +297,29 @@ def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(SupersededError, match="later lease"):  # another driver takes the run over
         asked = iter([None, None, superseded("run", "a later lease")])
-        check_slots(FakeContext(), 1000, 10.0, lambda: next(asked))  # type: ignore[arg-type]  # same
+        many = FakeContext(**{"spark.executor.instances": "1000"})
+        check_slots(many, 1000, 10.0, lambda: next(asked))  # type: ignore[arg-type]  # same
     with pytest.raises(ConfigError, match="dynamic allocation"):
         check_slots(FakeContext(**{"spark.dynamicAllocation.enabled": "true"}), 1, 10.0)  # type: ignore[arg-type]  # same
+
+
+def test_executors_that_are_never_given_are_counted_and_the_advice_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
+    monkeypatch.setattr("training.launch.barrier.SLOTS_QUIET_S", 0.1)
+    few = FakeContext(2, **{"spark.executor.instances": "8", "spark.executor.cores": "2"})
+    with pytest.raises(ConfigError, match="num_ranks=8 exceeds the 2 task slots") as caught:
+        check_slots(few, 8, 0.5)  # type: ignore[arg-type]  # a stand-in
+    assert caught.value.got == "2 slots on yarn: 1 of the 8 executors asked for came"
+    assert caught.value.next_step.startswith("Lower --num-ranks to 2 or fewer, or free or enlarge the cluster or its")
+    assert "--num-executors" not in caught.value.next_step
+    (waits,) = [record.getMessage() for record in caplog.records]
+    assert waits.startswith("8 ranks wait up to 0.5 s for task slots: the cluster has given 2, by 1 of the 8 executors")
+    assert "lower --num-ranks to 2, or free or enlarge" in waits
+
+
+def test_more_ranks_than_yarn_gives_by_default_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 1 task slots") as caught:
+        check_slots(FakeContext(), 3, 600.0)  # type: ignore[arg-type]  # a stand-in
+    assert "raise --num-executors" in caught.value.next_step
