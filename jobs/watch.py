@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             if status.ended:
                 return {FINISHED: 0, STOPPED: EXIT_STOPPED}.get(status.state, 1)
             if (status.silent_s(now_utc()) or 0.0) > args.silent_limit_s:
-                show(status, run, first=False)
+                show(status, run, first=True)  # the whole text, which says since when no driver writes
                 return 1
         time.sleep(args.every_s)
 

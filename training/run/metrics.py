@@ -17,6 +17,7 @@ from lockstep.storage.run_names import part_name
 from lockstep.storage.urls import join
 from training.run.lineage import claimed
 from training.run.paths import RunPaths
+from training.run.status import no_run
 
 log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
@@ -147,12 +148,7 @@ def read_history(run: str) -> History:
     """Read the metrics of the run at URL `run`. Raises NotFoundError without a run, CorruptionError for a bad part."""
     fs, paths = filesystem(run), RunPaths(run)
     if not fs.exists(paths.run_json):
-        raise NotFoundError(
-            f"{run} is not a run",
-            got="no run.json",
-            allowed="a directory that jobs.train wrote",
-            next_step="Check the URL.",
-        )
+        raise no_run(fs, paths)
     kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, CHECKPOINT: {}, RATE: {}}
     kinds = ("time", NON_FINITE, READING, USAGE, STRAGGLER, BAD_RECORD)
     listed: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}

@@ -19,7 +19,7 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import is_temporary, read_replaced, write_file
 from lockstep.storage.urls import join
 from training.run.paths import RunPaths
-from training.run.status import read_status
+from training.run.status import now_utc, read_status
 
 CHECKPOINT, STOP, STACKS = "checkpoint", "stop", "stacks"
 KINDS = (CHECKPOINT, STOP, STACKS)
@@ -93,11 +93,14 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
         end = time.monotonic() + within_s
         while (found := _read(fs, reply)) is None:
             if time.monotonic() > end:
+                silent_s = read_status(fs, paths).silent_s(now_utc())
+                silent = "" if silent_s is None else f", and no driver has written its status for {silent_s:.0f} s"
                 raise TrainingFailedError(
                     f"the driver of {paths.root} did not answer `{kind}`",
-                    got=f"no answer within {within_s:.0f} s",
+                    got=f"no answer within {within_s:.0f} s{silent}",
                     allowed="a driver that lives and reaches the run's directory; it looks every 5 s",
-                    next_step=f"See `python -m jobs.status {paths.root}`: its driver may have ended.",
+                    next_step=f"See `python -m jobs.status {paths.root}`: its driver may have ended; the same "
+                    "jobs.train call then resumes the run.",
                 )
             time.sleep(LOOK_S)
     finally:

@@ -14,7 +14,8 @@ from typing import Any, Self
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import read_replaced
+from lockstep.storage.publish import MANIFEST_NAME, read_replaced
+from lockstep.storage.urls import join
 from training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
@@ -118,6 +119,18 @@ def now_utc() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
+def no_run(fs: FileSystem, paths: RunPaths) -> NotFoundError:
+    """The error for a path without a run.json, by what is there instead."""
+    got = "no run.json" if fs.exists(paths.root) else "nothing at this path"
+    next_step = "Check the path: it is the --run of jobs.train, which writes there within seconds of its start."
+    if fs.exists(join(paths.root, MANIFEST_NAME)):
+        got = f"{MANIFEST_NAME}, which a dataset, a checkpoint or a model has"
+        next_step = f"Give the --run of jobs.train; `python -m jobs.describe {paths.root}` shows a dataset."
+    return NotFoundError(
+        f"{paths.root} is not a run", got=got, allowed="a folder that jobs.train has begun", next_step=next_step
+    )
+
+
 def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
     """The newest status of a run.
 
@@ -126,14 +139,13 @@ def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
     try:
         data = read_replaced(fs, paths.status)
     except NotFoundError:
-        there = fs.exists(paths.run_json)
+        if not fs.exists(paths.run_json):
+            raise no_run(fs, paths) from None
         raise NotFoundError(
-            f"{paths.root} has no status" if there else f"{paths.root} is not a run",
-            got="no status.json" if there else "no run.json",
+            f"{paths.root} has no status",
+            got="no status.json: its driver was killed in its first seconds, or an older version trained it",
             allowed="a run that jobs.train has begun",
-            next_step=f"An older version trained it: see `python -m jobs.report {paths.root}`."
-            if there
-            else "Check the URL; a driver writes the status within seconds of its start.",
+            next_step=f"See `python -m jobs.report {paths.root}`; the same jobs.train call continues the run.",
         ) from None
     try:
         return RunStatus.of(json.loads(data))
@@ -151,8 +163,9 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
     lines = [f"{run}: {_headline(status)}"]
     silent_s = status.silent_s(now)
     if silent_s is not None:
+        then = "resumes" if status.checkpoint else "begins again, since there is no checkpoint yet"
         lines.append(
-            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same jobs.train resumes"
+            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same jobs.train {then}"
         )
     restarts = f", {status.restarts} restarts" if status.restarts else ""
     where = f", {status.application}" if status.application else ""

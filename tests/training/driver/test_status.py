@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from jobs import control, watch
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
@@ -36,7 +38,7 @@ from training.launch.local import run_local
 from training.run import requests
 from training.run.lineage import CheckpointRef, Claim
 from training.run.paths import RunPaths
-from training.run.status import RankStatus, RunStatus, read_status, words
+from training.run.status import STARTING, RankStatus, RunStatus, now_utc, read_status, words
 
 NOON = datetime.datetime(2026, 5, 1, 12, tzinfo=datetime.UTC)
 TRAINS = RunStatus(
@@ -63,10 +65,10 @@ TRAINS = RunStatus(
 
 def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
-    with pytest.raises(NotFoundError, match="is not a run"):
+    with pytest.raises(NotFoundError, match=r"is not a run\n  got: no run\.json"):
         read_status(fs, paths)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*jobs.report"):
+    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*killed in its first seconds[\s\S]*jobs.report"):
         read_status(fs, paths)
     newer = json.loads(TRAINS.to_bytes()) | {"of a newer version": 1}
     newer["ranks"][0]["of a newer version"] = 1
@@ -316,3 +318,32 @@ def test_how_a_run_ended_is_in_its_status_and_its_last_event(tmp_path: Path) -> 
 def broken(*call: Any, **more: Any) -> list[dict[str, Any]]:
     """A launch that fails."""
     raise TrainingFailedError("a broken launch")
+
+
+@pytest.mark.parametrize("job", ["status", "watch", "control", "stacks", "report"])
+def test_a_path_that_is_no_run_is_named_by_what_is_there(tmp_path: Path, job: str) -> None:
+    more = ["stop"] if job == "control" else []
+    write_table(str(tmp_path / "data"))
+    main = importlib.import_module(f"jobs.{job}").main
+    with pytest.raises(NotFoundError, match=r"is not a run\n  got: nothing at this path\n.*\n  next: Check the path"):
+        main([str(tmp_path / "nothing"), *more])
+    with pytest.raises(
+        NotFoundError, match=r"is not a run\n  got: .*a dataset.*\n.*\n  next: .*jobs.describe .*/data`"
+    ):
+        main([str(tmp_path / "data"), *more])
+
+
+def test_a_run_whose_driver_was_killed_before_a_rank_started_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    long_ago = (now_utc() - datetime.timedelta(seconds=90)).isoformat(timespec="milliseconds")
+    write_file(fs, paths.run_json, b"{}")
+    write_file(fs, paths.status, RunStatus(state=STARTING, written_at=long_ago, steps=10, epochs=1).to_bytes())
+    assert watch.main([str(tmp_path), "--silent-limit", "60"]) == 1
+    first, last = capsys.readouterr().out.split("no driver has written for 9")[1:]
+    assert all("the same jobs.train begins again, since there is no checkpoint yet" in text for text in (first, last))
+    with pytest.raises(
+        TrainingFailedError, match=r"no driver has written its status for 9\d s\n[\s\S]*the same\s+jobs"
+    ):
+        control.main([str(tmp_path), "stop", "--within", "0.1"])
