@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import end_all, read_state, write_state
 
 STATE = "cluster.json"
+PACKAGE = Path("dist/package.sh")
 
 
 def write_environment(cluster: Cluster) -> Path:
@@ -25,6 +27,19 @@ def write_environment(cluster: Cluster) -> Path:
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in values.items()]
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+def drop_package(folder: Path) -> None:
+    """Remove what `make package` wrote for the HDFS that this folder had before: spark-submit would look for its
+    archives where no NameNode is, and end with a stack trace of Java.
+    """
+    environment = folder / "env.sh"
+    if not (environment.exists() and PACKAGE.exists()):
+        return
+    before = re.search(r"^export HDFS=(\S+)$", environment.read_text(encoding="utf-8"), re.MULTILINE)
+    if before and f"{before[1]}/" in PACKAGE.read_text(encoding="utf-8"):
+        PACKAGE.unlink()
+        print(f"Removed {PACKAGE}: its archives were on {before[1]}, which is gone. Run `make package URL=...` again.")
 
 
 def up(folder: Path) -> int:
@@ -42,6 +57,7 @@ def up(folder: Path) -> int:
             next_step="Run `make cluster-stop`, then `make cluster` again.",
         )
     folder.mkdir(parents=True, exist_ok=True)
+    drop_package(folder)
     cluster = Cluster(folder, keep=True)
     try:
         print("Starting NameNode and two DataNodes ...", flush=True)

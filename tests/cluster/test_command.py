@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ class CommandHere(Command):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr("lockstep.storage.files.deadlines.left_behind", lambda: 0)
-        monkeypatch.setattr(Cluster, "_format", lambda cluster: (cluster.folder / "logs").mkdir())
+        monkeypatch.setattr(Cluster, "_format", lambda cluster: (cluster.folder / "logs").mkdir(exist_ok=True))
         monkeypatch.setattr(Cluster, "_java", lambda cluster, name: ["sleep", "600"])
         monkeypatch.setattr(Cluster, "_serves", lambda cluster, name: True)
         self._capsys = capsys
@@ -71,3 +72,27 @@ def test_make_clusters_command_starts_tells_and_ends_just_its_five(
     assert code == 0 and told.count(" ended") == 4 and "was gone already" in told
     assert not any(process.alive for process in processes)
     assert command("down", tmp_path) == (0, f"No cluster runs under {tmp_path}.\n")
+
+
+def test_a_new_cluster_removes_the_package_of_the_one_before_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, package, folder = CommandHere(monkeypatch, capsys), tmp_path / "package.sh", tmp_path / "cluster"
+    monkeypatch.setattr("tests.cluster.__main__.PACKAGE", package)
+
+    def another() -> str:
+        try:
+            code, told = command("up", folder)
+            assert code == 0, told
+            return told
+        finally:
+            command("down", folder)
+
+    another()
+    package.write_text("export LOCKSTEP_ETL=hdfs://production:8020/lockstep/a.tar.gz\n")
+    assert "Removed" not in another() and package.exists()
+    hdfs = re.search(r"HDFS=(.*)", (folder / "env.sh").read_text())
+    assert hdfs is not None
+    package.write_text(f"export LOCKSTEP_ETL={hdfs[1]}/lockstep/a.tar.gz\n")
+    told = another()
+    assert f"its archives were on {hdfs[1]}, which is gone. Run `make package URL=" in told and not package.exists()
