@@ -177,6 +177,8 @@ def stop_session(spark: SparkSession) -> None:
     from py4j.protocol import Py4JError
 
     try:
+        if isinstance(sys.exc_info()[1], LockstepError):  # it says why; Spark would print traces of lost executors
+            spark.sparkContext.setLogLevel("OFF")
         spark.stop()
     except (OSError, Py4JError) as error:
         log.warning("Spark's Java process had ended before its session: %s", next(iter(str(error).splitlines()), ""))

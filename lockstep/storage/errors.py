@@ -122,6 +122,15 @@ class StorageTimeoutError(StorageError):
     """A file system did not answer within the deadline of the call."""
 
 
+class StorageAwayError(StorageError):
+    """A file system has served none of a call's attempts in the whole time that there is for them."""
+
+    whom = "the storage"
+    """Which one, with its address."""
+    away_s = 0.0
+    """For how many seconds it has served no call of this process, this one included."""
+
+
 class RetryableStorageError(StorageError):
     """A file system failed in a way that may be temporary: dead DataNode, safe mode, failover, lost connection."""
 

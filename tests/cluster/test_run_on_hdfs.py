@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.storage.errors import StorageError, StorageTimeoutError
+from lockstep.storage.errors import StorageAwayError, StorageError, StorageTimeoutError
 from lockstep.storage.files.hdfs import HdfsFileSystem
 from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.publish import is_temporary, write_file
@@ -30,7 +31,7 @@ from tests.waiting import until
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.run.lineage import find_tip
+from training.run.lineage import find_tip, read_claims
 from training.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,39 @@ def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
     (result,) = results
     assert (result.steps, result.generation, result.restarts) == (50, 1, 0), capfd.readouterr().err[-6000:]
     assert verify(config.run) == []
+
+
+def test_run_whose_namenode_stays_away_ends_with_one_error_and_resumes(
+    hadoop: Cluster, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the NameNode, for how long it served nothing, and the checkpoint; the same call resumes there."""
+    _ranks.rank_path(monkeypatch)
+    set_hadoop_settings({**FAST, "lockstep.storage.give-up-s": "10"})
+    paths, hooks = RunPaths(config.run), Hooks(entry="_ranks:train_slowly")
+    saved, told = filesystem(paths.root), list[BaseException]()
+
+    def go() -> None:
+        try:
+            train(config, run_local, hooks=hooks)
+        except BaseException as error:  # for the test's own thread
+            told.append(error)
+
+    driver = threading.Thread(target=go)
+    driver.start()
+    until(lambda: told or (saved.exists(paths.checkpoints) and saved.list(paths.checkpoints)))
+    hadoop.kill("namenode")
+    driver.join(WAIT_S)
+    hadoop.start("namenode")
+    (error,) = told
+    assert isinstance(error, StorageAwayError)
+    address = hadoop.hdfs_url.removeprefix("hdfs://")
+    said = rf"reached: the NameNode at {address} has served nothing for \d+ s; once it is back, the same call resumes "
+    found = re.search(rf"{said}{config.run} from (step-\d+\.g0001)$", error.what)
+    assert found and "Connection refused" in error.got, error
+    set_hadoop_settings(FAST)
+    assert train(config, run_local, hooks=hooks).steps == 25
+    claims = read_claims(filesystem(config.run), paths)
+    assert str(claims[2].parent) == found[1]
 
 
 @pytest.mark.parametrize(

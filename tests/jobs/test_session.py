@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jobs._session import LOG4J, ROOT, java_options, stop_session
+from lockstep.storage.errors import StorageAwayError
 from tests.training._tiny import write_table
 from tests.waiting import until
 
@@ -32,6 +33,25 @@ def test_end_of_a_dead_session_hides_no_error(caplog: pytest.LogCaptureFixture) 
         finally:
             stop_session(session)
     assert "Java process had ended" in caplog.text
+
+
+def test_spark_prints_no_trace_while_a_session_ends_by_our_error() -> None:
+    levels: list[str] = []
+
+    class Session:
+        sparkContext = type("Context", (), {"setLogLevel": staticmethod(levels.append)})
+
+        def stop(self) -> None:
+            levels.append("stop")
+
+    session: Any = Session()
+    for error in (StorageAwayError("no NameNode"), ValueError("a bug")):
+        with pytest.raises(type(error)):
+            try:
+                raise error
+            finally:
+                stop_session(session)
+    assert levels == ["OFF", "stop", "stop"]
 
 
 @pytest.mark.slow

@@ -91,7 +91,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(0.0 if self._fs.away else None)
+        if self._fs.away:
+            return  # it is left open, as by a driver that was killed
         try:
             document = self._read()
             if document is None or document.get("nonce") == self._nonce:
@@ -294,7 +296,8 @@ class Ownership:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, LockstepError) and not isinstance(error, SupersededError | StorageError):
+            known = isinstance(error, SupersededError | StorageError) or self._fs.away
+            if isinstance(error, LockstepError) and not known:
                 self.confirm()  # files that a newer driver has swept away look like an error of this one
         except StorageError as away:  # the run ends with its own error, which the storage may have caused too
             log.warning("cannot find out whether another driver has taken the run over: %s", away.what)

@@ -161,7 +161,7 @@ class Board:
             self._inner.__exit__(kind, error, trace)
         finally:
             self._ended.set()
-            self._thread.join()
+            self._thread.join(0.0 if self._fs.away else None)
             if not isinstance(error, SupersededError):
                 self._end(error)
 
@@ -366,6 +366,13 @@ class Board:
             state, why = _ending(error, self._stop)
             self._status = replace(self._status, state=state, why=why)
             self._rate.clear()
+        if not self._fs.away:
+            self._publish_end(state)
+        now = self._status
+        self._event(state, step=now.step, steps=now.steps, metrics=now.metrics, restarts=now.restarts, error=why)
+        self._event.finish()
+
+    def _publish_end(self, state: str) -> None:
         self._follow()
         for request, *_ in self._open.values():
             try:
@@ -373,9 +380,6 @@ class Board:
             except LockstepError as lost:
                 log.warning("a request was not answered: %s", lost.what)
         self._write()
-        now = self._status
-        self._event(state, step=now.step, steps=now.steps, metrics=now.metrics, restarts=now.restarts, error=why)
-        self._event.finish()
 
 
 def _ending(error: BaseException | None, stop: StopRequest) -> tuple[str, str | None]:

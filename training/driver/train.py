@@ -12,7 +12,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, DiskFullError, LockstepError
+from lockstep.storage.errors import (
+    ConfigError,
+    DiskFullError,
+    LockstepError,
+    RetryableStorageError,
+    StorageAwayError,
+)
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
@@ -218,14 +224,23 @@ class _Driver:
         self._policy = RestartPolicy(config, plan)
         self._bad_records: dict[str, int] = {}  # words, and how many records they are for
         self._first_weights: str | None = None  # their URL, the same for all ranks and after a restart
+        self._saved = "its newest checkpoint"  # in words, where the same call would resume
 
     def run(self) -> RunResult:
+        """Train to the end. Raises StorageAwayError, which says where the run resumes, if the storage is away."""
+        try:
+            return self._run()
+        except StorageAwayError as error:
+            raise self._without_storage(error) from error
+
+    def _run(self) -> RunResult:
         killed_before = False
         ranks_before: int | None = None
         void: int | None = None  # a claim of this driver whose parent is deleted
         while True:
             tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
+            self._saved = str(began or "the start")
             if began is not None and ranks_before is None:
                 # Later claims asked for epochs too, but no step followed them.
                 claims = read_claims(self._fs, self._paths)
@@ -274,6 +289,7 @@ class _Driver:
                 raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
+                self._saved = str(commits.tip or "the start")
                 if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
                     print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
                     self._stopped(claim, commits.tip, saved=False)
@@ -449,6 +465,18 @@ class _Driver:
         drop_stagings(self._fs, self._paths, generation + 1)
         empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
         return result
+
+    def _without_storage(self, error: StorageAwayError) -> StorageAwayError:
+        cause = error.__cause__
+        away = StorageAwayError(
+            f"the storage could not be reached: {error.whom} has served nothing for {error.away_s:.0f} s; once it is "
+            f"back, the same call resumes {self._paths.root} from {self._saved}",
+            got=cause.got if isinstance(cause, RetryableStorageError) else error.got,
+            allowed=error.allowed,
+            next_step=error.next_step,
+        )
+        away.whom, away.away_s = error.whom, error.away_s
+        return away
 
     def _memory_too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:
         where = f"checkpoint {tip}" if tip else "the start"

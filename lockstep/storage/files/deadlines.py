@@ -15,7 +15,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from lockstep.storage.errors import RetryableStorageError, StorageError, StorageTimeoutError
+from lockstep.storage.errors import RetryableStorageError, StorageAwayError, StorageError, StorageTimeoutError
 from lockstep.storage.settings import give_up_s as default_give_up_s
 
 T = TypeVar("T")
@@ -140,6 +140,14 @@ LONGEST_WAIT_S = 2.0
 NAMED_EVERY_S = 300.0  # a driver asks for several things, each minute
 _named_at: dict[str, float] = {}
 """When a warning named who does not serve."""
+_failing_since: dict[str, float] = {}
+"""The begin of the first call that failed since the last one that succeeded."""
+_given_up: set[str] = set()
+
+
+def given_up(whom: str) -> bool:
+    """Whether a call to `whom` has used up all of its attempts since the last one that succeeded."""
+    return whom in _given_up
 
 
 class Backoff:
@@ -158,18 +166,21 @@ class Backoff:
         return max(0.0, self._start + self._limit - time.monotonic())
 
     def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
-        """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
+        """Sleep before the next attempt, or raise StorageAwayError where no time is left for one."""
         self.attempts += 1
         # The total often cuts the last attempt short; the error of the one before is more useful.
         if self._cause is None or not isinstance(error, StorageTimeoutError):
             self._cause = error
         if self.left_s <= self._wait:
-            raise StorageError(
+            away = StorageAwayError(
                 f"{whom} did not serve {what} within {time.monotonic() - self._start:.3g} s ({self.attempts} attempts)",
                 got=self._cause.what + (f" ({self._cause.got})" if self._cause.got else ""),
                 allowed=f"success within {self._limit:.3g} s",
                 next_step=error.next_step or f"Check {whom}, then run again.",
-            ) from error
+            )
+            _given_up.add(whom)
+            away.whom, away.away_s = whom, time.monotonic() - min(self._start, _failing_since.get(whom, math.inf))
+            raise away from self._cause
         if self.attempts == 1:
             now = time.monotonic()
             level = logging.DEBUG
@@ -183,13 +194,18 @@ class Backoff:
 
 
 def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s: float | None = None) -> T:
-    """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageError)."""
-    backoff = Backoff(give_up_s)
+    """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageAwayError)."""
+    backoff, began = Backoff(give_up_s), time.monotonic()
     while True:
         try:
-            return call(backoff.left_s)
+            result = call(backoff.left_s)
         except (RetryableStorageError, StorageTimeoutError) as error:
+            _failing_since.setdefault(whom, began)
             backoff.wait_or_raise(error, what=what, whom=whom)
+        else:
+            _failing_since.pop(whom, None)
+            _given_up.discard(whom)
+            return result
 
 
 FREE = 32  # abandoned calls before new ones are delayed; measured: 3 threads and 4 descriptors each

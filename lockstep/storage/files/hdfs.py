@@ -19,7 +19,7 @@ from lockstep.storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from lockstep.storage.files.deadlines import Unanswered, with_retries
+from lockstep.storage.files.deadlines import Unanswered, given_up, with_retries
 from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer, short_file
 from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
@@ -228,6 +228,10 @@ class HdfsFileSystem(RemoteFileSystem):
         self._lock = threading.Lock()
         self._raw: Any = None
         self._calls = Unanswered()
+
+    @property
+    def away(self) -> bool:
+        return given_up(self.whom)
 
     def raw(self, url: str, size: int, begin: int = 0) -> HdfsRaw:
         return HdfsRaw(self, url, size)

@@ -212,6 +212,11 @@ class FileSystem(ABC):
         except LockstepError:
             return False
 
+    @property
+    def away(self) -> bool:
+        """Whether a call has used up all of its attempts since the last one of this process that succeeded."""
+        return False
+
     def exists(self, url: str) -> bool:
         """Whether a file or directory is there."""
         try:

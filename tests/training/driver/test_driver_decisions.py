@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -12,7 +13,15 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.storage.errors import ConfigError, LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.errors import (
+    ConfigError,
+    LockstepError,
+    RetryableStorageError,
+    StorageAwayError,
+    StorageError,
+    TrainingFailedError,
+)
+from lockstep.storage.files import deadlines
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
@@ -253,3 +262,42 @@ def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(
         monkeypatch.setattr(LocalFileSystem, "open_read", away)
         raise LockstepError("rank 1 of 2 failed")
     assert "no NameNode answers" in caplog.text
+
+
+def test_a_storage_that_stays_away_ends_the_run_with_one_error_that_says_where_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver asks once more after its ranks have failed, for the whole time; then it ends without asking again."""
+    source, asked, gone = TinyRun(tmp_path), [], threading.Event()
+    first = source.generation(None, 1, [2, 4])
+    whom = "the NameNode at nn:8020"
+
+    def refused(left_s: float) -> NoReturn:
+        raise RetryableStorageError("cannot list it", got="Connection refused")
+
+    def through(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fs: LocalFileSystem, *args: Any, **more: Any) -> Any:
+            if gone.is_set():
+                asked.append(threading.current_thread() is threading.main_thread())
+                deadlines.with_retries(refused, what=f"`{args}`", whom=whom, give_up_s=1.0)
+            return method(fs, *args, **more)
+
+        return call
+
+    def loses_its_storage(task: RankTask) -> None:
+        gone.set()
+
+    for name in ("list", "stat", "open_read", "create", "mkdirs", "delete", "rename_new", "replace"):
+        monkeypatch.setattr(LocalFileSystem, name, through(getattr(LocalFileSystem, name)))
+    monkeypatch.setattr(LocalFileSystem, "away", property(lambda fs: deadlines.given_up(whom)))
+    config = config_of(source, Path(source.paths.root), audit=True, window_bytes=3000)
+    with pytest.raises(StorageAwayError) as caught:
+        train(config, launches(loses_its_storage, loses_its_storage), hooks=Hooks(lease_watch_s=0.1))
+    gone.clear()
+    assert re.fullmatch(
+        rf"the storage could not be reached: {whom} has served nothing for \d+ s; once it is back, the same call "
+        rf"resumes {source.paths.root} from {CheckpointRef(4, first)}",
+        caught.value.what,
+    )
+    assert caught.value.got == "Connection refused" and caught.value.next_step
+    assert asked.count(True) == 1, "the driver asks for the newest checkpoint, and for nothing else"
