@@ -121,7 +121,7 @@ def check_slots(
             raise ConfigError(
                 f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
                 got=f"{slots} slots on {context.master}" + (f": {given} came" if given else ""),
-                allowed="a slot for every rank at once, as a barrier stage needs",
+                allowed="a slot for every rank, server and spare at once: a barrier stage needs them",
                 next_step=(f"Lower --num-ranks to {slots} or fewer, or {how}." if slots else f"{how.capitalize()}.")
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )

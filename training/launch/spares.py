@@ -139,7 +139,8 @@ class Spare:
                     rows.mapPartitions(WaitOnTask((self._host, self._roster.port), key, self._limits)).collect()
             except Exception as error:  # the run does without it, until there is a slot again
                 if not self._closed.is_set():
-                    log.warning("a spare executor was lost: %s", str(error).splitlines()[0])
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    log.warning("a spare executor was lost: %s", reason)
             finally:
                 self._roster.close()
             self._closed.wait(AGAIN_S)
