@@ -219,22 +219,36 @@ def test_a_secure_yarn_runs_jobs_longer_than_the_life_of_any_token(
     etl = submit(secure, 1, "etl_logs", "--input", f"{root}/raw", "--output", dataset, "--split", "group:visitor:80/20")
     ended(etl)
     assert load_dataset(dataset).counts.read == 8_000
-    training = submit(
-        secure, 2, "train", "--dataset", dataset, "--run", run, *TRAIN[:6], "--epochs", "100", *TRAIN[8:-4]
-    )
+    (secure.folder / "slow.py").write_text(SLOW)
+    flags = ["--dataset", dataset, "--run", run, "--model", "slow:slow", *TRAIN[2:6], "--epochs", "40", *TRAIN[8:-4]]
+    training = submit(secure, 2, "train", *flags, modules=",slow.py")
     appears(RunPaths(run).checkpoints, training)
     time.sleep(215)
     assert training.poll() is None, "it has ended before its first tokens"
     secure.fail_over()
     ended(training)
-    check_run(run, dataset, epochs=100, global_batch=16)
+    check_run(run, dataset, epochs=40, global_batch=16)
 
 
-def submit(site: Site, executors: int, name: str, *flags: str) -> subprocess.Popen[str]:
+SLOW = """
+import time
+import keras
+from training.models.logistic import logistic
+
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.05)  # a fast machine trains for minutes too
+
+def slow(signature, options):
+    return logistic(signature, options), [Sleeps()]
+"""
+
+
+def submit(site: Site, executors: int, name: str, *flags: str, modules: str = "") -> subprocess.Popen[str]:
     """spark-submit of a job in cluster mode, by the keytab in spark-defaults.conf."""
     return subprocess.Popen(
         [Path(sys.executable).with_name("spark-submit"), "--master", "yarn", "--deploy-mode", "cluster",
-         "--num-executors", str(executors), "--py-files", ship_rooms(str(site.folder)),
+         "--num-executors", str(executors), "--py-files", ship_rooms(str(site.folder)) + modules,
          str(ROOT / "jobs" / f"{name}.py"), *flags],
         cwd=site.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
