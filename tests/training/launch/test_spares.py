@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,11 +27,12 @@ TOLD = "this process was a spare"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) -> None:
-    write_table(tmp_path / "data", records={"train": 400, "test": 8})
+    write_table(tmp_path / "data", records={"train": 2000, "test": 8})
     run = tmp_path / "run"
     call = [sys.executable, "-m", "jobs.train", "--dataset", str(tmp_path / "data"), "--run", str(run), "--audit"]
-    call += ["--model", "tests.training._models:sleepy", "--num-ranks", "2", "--global-batch", "8", "--epochs", "2"]
-    call += ["--checkpoint-every", "20", "--master", "local-cluster[3,1,1024]", "--spare-executors", "1"]
+    call += ["--model", "tests.training._models:sleeps_by_row", "--global-batch", "8", "--epochs", "2"]
+    call += ["--num-ranks", "2", "--checkpoint-every", "20", "--master", "local-cluster[3,1,1024]"]
+    call += ["--spare-executors", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
     driver = subprocess.Popen(call, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -38,9 +40,11 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
 
         def executor_of_a_rank() -> bool:
             """Java of an executor whose rank trains, once the spare waits too."""
-            ranks = [one for one in below(driver.pid) if "training.rank" in one.cmdline()]
-            spare = [one for one in ranks if one.cmdline()[-1] == ""]
-            found[:] = [one.parents()[2] for one in ranks if one not in spare]
+            assert driver.poll() is None, driver.communicate()[1]
+            ranks = {one: words for one, words in below(driver.pid).items() if "training.rank" in words}
+            spare = [one for one, words in ranks.items() if words[-1] == ""]
+            with contextlib.suppress(psutil.Error):  # a process has ended in the meantime
+                found[:] = [one.parents()[2] for one in ranks if one not in spare]
             return len(spare) == 1 and len(found) == 2 and len([*run.glob("checkpoints/*")]) > 1
 
         until(executor_of_a_rank)
@@ -58,15 +62,12 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
     assert check_run_audit(str(run)).ok
 
 
-def below(pid: int) -> list[psutil.Process]:
-    """The descendants of a process that live."""
-    found = []
+def below(pid: int) -> dict[psutil.Process, list[str]]:
+    """The descendants of a process that live, and their command lines."""
+    found = {}
     for one in psutil.Process(pid).children(recursive=True):
-        try:
-            one.cmdline()
-        except psutil.Error:
-            continue
-        found.append(one)
+        with contextlib.suppress(psutil.Error):
+            found[one] = one.cmdline()
     return found
 
 
