@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +20,10 @@ from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
+from training.control.protocol import new_key
+from training.control.roster import Roster
+from training.control.task import Limits
+from training.launch import spares
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import find_result
@@ -26,11 +35,12 @@ TOLD = "this process was a spare"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) -> None:
-    write_table(tmp_path / "data", records={"train": 400, "test": 8})
+    write_table(tmp_path / "data", records={"train": 2000, "test": 8})
     run = tmp_path / "run"
     call = [sys.executable, "-m", "jobs.train", "--dataset", str(tmp_path / "data"), "--run", str(run), "--audit"]
-    call += ["--model", "tests.training._models:sleepy", "--num-ranks", "2", "--global-batch", "8", "--epochs", "2"]
-    call += ["--checkpoint-every", "20", "--master", "local-cluster[3,1,1024]", "--spare-executors", "1"]
+    call += ["--model", "tests.training._models:sleeps_by_row", "--global-batch", "8", "--epochs", "2"]
+    call += ["--num-ranks", "2", "--checkpoint-every", "20", "--master", "local-cluster[3,1,1024]"]
+    call += ["--spare-executors", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
     driver = subprocess.Popen(call, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -56,6 +66,87 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
     logs = {path: path.read_text() for path in run.glob("logs/*/*/*")}
     assert [path.parent.parent.name for path, text in logs.items() if TOLD in text] == ["g0002"], [*logs]
     assert check_run_audit(str(run)).ok
+
+
+class Context:
+    """A Spark that has no slot for a spare: its jobs wait until they are cancelled."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self.waiting = threading.Semaphore(0)
+
+    def setJobGroup(self, group: str, description: str, interruptOnCancel: bool) -> None:
+        """Not recorded."""
+
+    def cancelJobGroup(self, group: str) -> None:
+        """All of them."""
+        self._cancelled.set()
+
+    def parallelize(self, rows: list[int], partitions: int) -> Any:
+        """Rows of which no task can begin."""
+        return SimpleNamespace(mapPartitions=lambda task: SimpleNamespace(collect=self._collect))
+
+    def _collect(self) -> None:
+        self.waiting.release()
+        self._cancelled.wait()
+        raise RuntimeError("Job 3 cancelled")
+
+
+def test_the_end_of_a_run_waits_for_no_spare_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyspark.InheritableThread", threading.Thread)
+    monkeypatch.setattr(spares, "rank_profile", lambda context: None)
+    context: Any = Context()
+    ranks: Any = SimpleNamespace(came=lambda wait_s: True)
+    waiting = [spares.Spare(context, Limits(), "127.0.0.1", "127.0.0.1", ranks) for _ in range(2)]
+    assert all(context.waiting.acquire(timeout=30) for _ in waiting)
+    began = time.monotonic()
+    spares.close_all(waiting)
+    assert time.monotonic() - began < spares.END_S  # of one; they took that one after the other
+
+
+def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "AGAIN_S", 0.1)
+    monkeypatch.setattr(spares, "KEPT_S", 1.0)
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: SimpleNamespace(resources=dict))
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "")
+    monkeypatch.setenv("LOCKSTEP_FILES", "")
+
+    def pids() -> list[int]:
+        return [one.pid for one in below(os.getpid()) if one.cmdline()[-3:] == ["-m", "training.rank", ""]]
+
+    key, ended = new_key(), threading.Event()
+    roster = Roster(key, 1, "127.0.0.1", lambda rank: None)
+
+    def task() -> None:
+        list(spares.WaitOnTask(("127.0.0.1", roster.port), key, Limits())([0]))
+        over.set()
+        ended.wait(60)  # the kernel ends a spare with the thread that started it
+
+    over = threading.Event()
+    thread = threading.Thread(target=task, daemon=True)
+    thread.start()
+    try:
+        until(lambda: len(pids()) == 1)
+        first = pids()
+        os.kill(first[0], signal.SIGKILL)
+        until(lambda: len(pids()) == 1 and pids() != first)
+        roster.close()
+        assert over.wait(30)
+        assert len(pids()) == 1  # for the supervisor that may come
+        until(lambda: not pids())
+    finally:
+        roster.close()
+        ended.set()
+        thread.join()
+
+
+def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[object] = []
+    spare: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), devices=(), end=lambda: gone.append(1))
+    monkeypatch.setattr(spares, "_kept", [spare])
+    assert spares.take((), "my.module:main") is None and gone
+    monkeypatch.setattr(spares, "_kept", [spare])
+    assert spares.take((), "training.rank.runtime:main") is spare
 
 
 def below(pid: int) -> list[psutil.Process]:
