@@ -134,6 +134,7 @@ class Spare:
         self._group = f"lockstep-spare-{secrets.token_hex(8)}"
         self._closed = threading.Event()
         self._waits = False  # whether its task had a slot when it was to end
+        self._broken = False  # whether its task was lost
         self._roster: Roster | None = None
         self._thread = InheritableThread(target=self._run, name="spare", daemon=True)
         self._thread.start()
@@ -155,13 +156,20 @@ class Spare:
                     self._context.cancelJobGroup(self._group)
             self._thread.join(CANCEL_EVERY_S)
 
+    def _lost(self, rank: int) -> None:
+        """Begin a new job, with a new roster: in this one Spark would try the task again, and be refused."""
+        if not self._closed.is_set():
+            self._broken = True
+            with contextlib.suppress(Exception):  # Java has ended
+                self._context.cancelJobGroup(self._group)
+
     def _run(self) -> None:
         while not self._ranks.came(LOOK_S):
             if self._closed.is_set():
                 return
         while not self._closed.is_set():
-            key = new_key()
-            self._roster = roster = Roster(key, 1, self._bind_host, lambda rank: None)
+            key, self._broken = new_key(), False
+            self._roster = roster = Roster(key, 1, self._bind_host, self._lost)
             try:
                 self._context.setJobGroup(self._group, "a spare executor", interruptOnCancel=True)
                 rows, profile = self._context.parallelize([0], 1), rank_profile(self._context)
@@ -170,7 +178,8 @@ class Spare:
                     rows.mapPartitions(WaitOnTask((self._host, roster.port), key, self._limits)).collect()
             except Exception as error:  # the run does without it, until there is a slot again
                 if not self._closed.is_set():
-                    log.warning("a spare executor was lost: %s", first_line(error))
+                    why = "its connection broke" if self._broken else first_line(error)
+                    log.warning("a spare executor was lost (%s); another one begins when there is a slot", why)
             finally:
                 roster.close()
             self._closed.wait(AGAIN_S)

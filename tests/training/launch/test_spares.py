@@ -20,6 +20,7 @@ from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
+from training.control.client import RosterClient
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.task import Limits
@@ -84,9 +85,11 @@ class Context:
 
     def parallelize(self, rows: list[int], partitions: int) -> Any:
         """Rows of which no task can begin."""
-        return SimpleNamespace(mapPartitions=lambda task: SimpleNamespace(collect=self._collect))
+        return SimpleNamespace(mapPartitions=lambda task: SimpleNamespace(collect=lambda: self._collect(task)))
 
-    def _collect(self) -> None:
+    def _collect(self, task: spares.WaitOnTask) -> None:
+        self.task = task
+        self._cancelled.clear()
         self.waiting.release()
         self._cancelled.wait()
         raise RuntimeError("Job 3 cancelled")
@@ -102,6 +105,24 @@ def test_the_end_of_a_run_waits_for_no_spare_without_a_slot(monkeypatch: pytest.
     began = time.monotonic()
     spares.close_all(waiting)
     assert time.monotonic() - began < spares.END_S  # of one; they took that one after the other
+
+
+def test_a_lost_spare_gets_a_job_of_its_own_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pyspark.InheritableThread", threading.Thread)
+    monkeypatch.setattr(spares, "rank_profile", lambda context: None)
+    monkeypatch.setattr(spares, "AGAIN_S", 0.1)
+    context: Any = Context()
+    ranks: Any = SimpleNamespace(came=lambda wait_s: True)
+    spare = spares.Spare(context, Limits(), "127.0.0.1", "127.0.0.1", ranks)
+    assert context.waiting.acquire(timeout=30)
+    task = context.task
+    RosterClient(task.control, task.secret, 0, deadline_s=30.0, lost_s=30.0).close()
+    assert context.waiting.acquire(timeout=30)  # where Spark tried that task again, the roster refused it
+    assert "a spare executor was lost (its connection broke)" in caplog.text
+    assert context.task.secret != task.secret
+    spare.close()
 
 
 def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkeypatch: pytest.MonkeyPatch) -> None:
