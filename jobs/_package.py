@@ -238,7 +238,7 @@ def _write(target: Path, entries: Mapping[str, Path]) -> None:
     """A gzipped tar whose bytes depend only on names, modes, times and content: Python trusts a compiled file by the
     time of its source.
     """
-    from isal import igzip  # type: ignore[import-not-found,unused-ignore]  # of `make package`
+    from isal import igzip  # type: ignore[import-not-found,unused-ignore]  # only `make package` installs it
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0

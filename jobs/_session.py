@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,8 @@ def spark_session(
     elif not submitted:
         builder = builder.master("local[*]")
     try:
-        spark = builder.getOrCreate()
+        with ended_in_order(), _end_unhidden():  # so that pyspark removes its temporary folder
+            spark = builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise ConfigError(
             "Spark cannot start its Java process",
@@ -151,6 +152,32 @@ def spark_session(
             stop_session(spark)
 
 
+@contextmanager
+def _end_unhidden() -> Iterator[None]:
+    """Raise the end that a signal asked for where pyspark, which then stops Java, fails at that with another error.
+
+    A Java process that is still starting is killed: it would wait for ever, since pyspark has removed the folder to
+    which it writes its port.
+    """
+    import psutil
+    from pyspark import SparkContext
+
+    try:
+        yield
+    except BaseException as error:
+        end: BaseException | None = error
+        while end is not None and not isinstance(end, SystemExit | KeyboardInterrupt):
+            end = end.__context__
+        if end is None:
+            raise
+        if SparkContext._gateway is None:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):  # it has ended
+                    if "pyspark-shell" in child.cmdline():
+                        child.kill()
+        raise end from None
+
+
 def _leave_no_answer_behind(spark: SparkSession) -> None:
     """After a signal in the middle of a call, have this thread talk to Java over a new connection: on the old one py4j
     would take the answer to that call for the answer to the next, and the job would end with a strange error of Java.
@@ -177,7 +204,8 @@ def stop_session(spark: SparkSession) -> None:
     from py4j.protocol import Py4JError
 
     try:
-        if isinstance(sys.exc_info()[1], LockstepError):  # it says why; Spark would print traces of lost executors
+        # Our errors say why, a signal needs no reason; Spark would print traces of lost executors and of its own end.
+        if isinstance(sys.exc_info()[1], LockstepError | SystemExit | KeyboardInterrupt):
             spark.sparkContext.setLogLevel("OFF")
         spark.stop()
     except (OSError, Py4JError) as error:

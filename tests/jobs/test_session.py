@@ -35,7 +35,7 @@ def test_end_of_a_dead_session_hides_no_error(caplog: pytest.LogCaptureFixture) 
     assert "Java process had ended" in caplog.text
 
 
-def test_spark_prints_no_trace_while_a_session_ends_by_our_error() -> None:
+def test_spark_prints_no_trace_while_a_session_ends_by_our_error_or_a_signal() -> None:
     levels: list[str] = []
 
     class Session:
@@ -45,13 +45,13 @@ def test_spark_prints_no_trace_while_a_session_ends_by_our_error() -> None:
             levels.append("stop")
 
     session: Any = Session()
-    for error in (StorageAwayError("no NameNode"), ValueError("a bug")):
+    for error in (StorageAwayError("no NameNode"), SystemExit(143), ValueError("a bug")):
         with pytest.raises(type(error)):
             try:
                 raise error
             finally:
                 stop_session(session)
-    assert levels == ["OFF", "stop", "stop"]
+    assert levels == ["OFF", "stop", "OFF", "stop", "stop"]
 
 
 @pytest.mark.slow
@@ -99,14 +99,21 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later_s", [0.0, 2.0])  # before its first Spark job, and in the middle of a call of Java
-def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, later_s: float) -> None:
+@pytest.mark.parametrize(
+    ("sign", "later_s"),
+    [
+        ("tmp*/", 0.0),  # pyspark's, while Java starts
+        ("lockstep-????????/*", 0.0),  # before its first Spark job
+        ("lockstep-????????/*", 2.0),  # in the middle of a call of Java
+    ],
+)
+def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, sign: str, later_s: float) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
     call += ["--output", str(tmp_path / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
     job = subprocess.Popen(call, cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE)
-    until(lambda: job.poll() is not None or any(scratch.glob("lockstep-????????/*")))
+    until(lambda: job.poll() is not None or any(scratch.glob(sign)))
     time.sleep(later_s)
     job.terminate()
     _, said = job.communicate(timeout=300)

@@ -305,6 +305,13 @@ class RosterClient:
                 if time.monotonic() - self._heard_at >= self._lost_s:
                     return None
 
+    def ended(self, wait_s: float) -> bool:
+        """Whether no order follows (`next_order`), after at most `wait_s` seconds; for a line that gets none."""
+        with contextlib.suppress(queue.Empty):
+            self._orders.get(timeout=wait_s)
+            return True
+        return time.monotonic() - self._heard_at >= self._lost_s
+
     def say_idle(self) -> None:
         """Report that the order is done and all processes of its rank have ended."""
         with contextlib.suppress(LockstepError):  # the reading thread sees the same end, and no order follows

@@ -33,6 +33,7 @@ from training.launch.executors import (
     TASK_GPUS,
     ExecutorMemory,
     executor_memory,
+    first_line,
     killed_for_memory,
     lost_executors,
     preempted,
@@ -43,7 +44,7 @@ from training.launch.executors import (
 )
 from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
-from training.launch.spares import Spare
+from training.launch.spares import Spare, close_all
 from training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -332,15 +333,14 @@ class BarrierSession(Session):
             self.fail(
                 LauncherError(
                     "the barrier stage of the ranks failed",
-                    got=_first_line(error),
+                    got=first_line(error),
                     allowed="a stage that lasts as long as its ranks",
                     next_step="Look at the executors' logs: a lost executor ends its rank too.",
                 )
             )
 
     def _end(self) -> None:
-        for spare in self._kept:
-            spare.close()
+        close_all(self._kept)
         if self._stage is None:
             return
         self._stage.join(2.0)  # all ranks have ended: so do their tasks
@@ -482,14 +482,8 @@ def jvm_lives() -> Iterator[None]:
     except (OSError, Py4JNetworkError) as error:
         raise LauncherGoneError(
             "Spark's Java process of this driver has ended",
-            got=_first_line(error),
+            got=first_line(error),
             allowed="a process that lasts as long as its ranks",
             next_step="Find out why it ended (memory?), then start again with the same flags: the run resumes from its "
             "last checkpoint.",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "Error: " in line or "Exception: " in line]
-    return (causes or lines or [type(error).__name__])[0]

@@ -155,6 +155,13 @@ def rank_profile(context: SparkContext) -> ResourceProfile | None:
     return ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus).resource(GPU, 1)).build
 
 
+def first_line(error: Exception) -> str:
+    """The line of an error of py4j or Spark that names its cause, of the many that it has."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (causes or lines or [type(error).__name__])[0]
+
+
 def lost_executors(context: SparkContext) -> dict[str, str]:
     """Why Spark has lost executors: "executor ID on HOST:PORT" to the reason in the cluster manager's words."""
     store = context._jsc.sc().statusStore()  # neither pyspark nor its Java API says why an executor was removed

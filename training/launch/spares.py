@@ -7,11 +7,13 @@ such a task for the supervisor that then gets its slot, and the supervisor finds
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.stacks import new_stacks
 from training.control.task import Limits
-from training.launch.executors import GPU, rank_profile
+from training.launch.executors import GPU, first_line, rank_profile
 from training.launch.process import RankProcess, end_left, new_mark, start_process
 
 if TYPE_CHECKING:
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
-AGAIN_S = 10.0  # after its executor was lost
+AGAIN_S = 10.0  # after its executor was lost, or its process was killed
+KEPT_S = 60.0  # after its task, for a supervisor; restarts wait 30 s at most
+CANCEL_EVERY_S = 0.5
 END_S = 5.0
+OURS = "training.rank."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +69,23 @@ class SpareRank:
 _kept: list[SpareRank] = []
 
 
-def take(devices: tuple[str, ...]) -> SpareRank | None:
-    """The spare of this Python process, if it has one that lives and sees these GPUs; the caller owns it."""
+def take(devices: tuple[str, ...], entry: str = OURS) -> SpareRank | None:
+    """The spare of this Python process, if it has one that lives and sees these GPUs; the caller owns it.
+
+    None for an `entry` of the user's, which may set variables that TensorFlow and Keras read when they are imported.
+    """
     while _kept:
         spare = _kept.pop()
-        if spare.process.poll() is None and spare.devices == devices:
+        if spare.process.poll() is None and spare.devices == devices and entry.startswith(OURS):
             return spare
         spare.end()
     return None
+
+
+def _end_unused(spare: SpareRank) -> None:
+    with contextlib.suppress(ValueError):  # it is taken
+        _kept.remove(spare)
+        spare.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +105,20 @@ class WaitOnTask:
         os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # as for every rank
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else ()
-        _kept.append(take(devices) or SpareRank.start(devices))
+        spare = take(devices) or SpareRank.start(devices)
+        _kept.append(spare)
         start_s, lost_s = self.limits.start_s, self.limits.lost_s
         line = RosterClient(self.control, self.secret, 0, deadline_s=start_s, lost_s=lost_s)
-        line.next_order()  # none comes: it returns when the driver has closed the roster, or is gone
+        while not line.ended(AGAIN_S):  # until the driver has closed the roster, or is gone
+            if (spare.process.poll() or 0) < 0:  # a signal: a process that fails itself would do so again
+                _end_unused(spare)
+                spare = SpareRank.start(devices)  # in this thread, with which it ends
+                _kept.append(spare)
         line.close()
+        # Spark may give this Python process to any later task of the session.
+        unused = threading.Timer(KEPT_S, _end_unused, [spare])
+        unused.daemon = True
+        unused.start()
         return iter([*rows])  # Spark ends a process that has not read all rows of its task
 
 
@@ -110,37 +133,61 @@ class Spare:
         self._bind_host, self._host = bind_host, host
         self._group = f"lockstep-spare-{secrets.token_hex(8)}"
         self._closed = threading.Event()
+        self._waits = False  # whether its task had a slot when it was to end
+        self._broken = False  # whether its task was lost
         self._roster: Roster | None = None
         self._thread = InheritableThread(target=self._run, name="spare", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End its task; its process stays for the supervisor that comes there next."""
+    def stop(self) -> None:
+        """Have its task end; returns at once."""
         self._closed.set()
         if (roster := self._roster) is not None:
+            self._waits = self._waits or (roster.came(0.0) and not roster.gone())
             roster.close()
-        self._thread.join(END_S)
-        if self._thread.is_alive():  # its task waits for a slot
-            self._context.cancelJobGroup(self._group)
-            self._thread.join(END_S)
+
+    def close(self) -> None:
+        """End its task; its process stays for the supervisor that comes there next."""
+        self.stop()
+        began = time.monotonic()
+        while self._thread.is_alive() and (so_far_s := time.monotonic() - began) < 2 * END_S:
+            if not self._waits or so_far_s > END_S:  # its task waits for a slot, or hangs
+                with contextlib.suppress(Exception):  # Java has ended: so does the thread
+                    self._context.cancelJobGroup(self._group)
+            self._thread.join(CANCEL_EVERY_S)
+
+    def _lost(self, rank: int) -> None:
+        """Begin a new job, with a new roster: in this one Spark would try the task again, and be refused."""
+        if not self._closed.is_set():
+            self._broken = True
+            with contextlib.suppress(Exception):  # Java has ended
+                self._context.cancelJobGroup(self._group)
 
     def _run(self) -> None:
         while not self._ranks.came(LOOK_S):
             if self._closed.is_set():
                 return
-        self._context.setJobGroup(self._group, "a spare executor", interruptOnCancel=True)
-        rows, profile = self._context.parallelize([0], 1), rank_profile(self._context)
-        rows = rows if profile is None else rows.withResources(profile)
         while not self._closed.is_set():
-            key = new_key()
-            self._roster = Roster(key, 1, self._bind_host, lambda rank: None)
+            key, self._broken = new_key(), False
+            self._roster = roster = Roster(key, 1, self._bind_host, self._lost)
             try:
+                self._context.setJobGroup(self._group, "a spare executor", interruptOnCancel=True)
+                rows, profile = self._context.parallelize([0], 1), rank_profile(self._context)
+                rows = rows if profile is None else rows.withResources(profile)
                 if not self._closed.is_set():
-                    rows.mapPartitions(WaitOnTask((self._host, self._roster.port), key, self._limits)).collect()
+                    rows.mapPartitions(WaitOnTask((self._host, roster.port), key, self._limits)).collect()
             except Exception as error:  # the run does without it, until there is a slot again
                 if not self._closed.is_set():
-                    reason = next(iter(str(error).splitlines()), type(error).__name__)
-                    log.warning("a spare executor was lost: %s", reason)
+                    why = "its connection broke" if self._broken else first_line(error)
+                    log.warning("a spare executor was lost (%s); another one begins when there is a slot", why)
             finally:
-                self._roster.close()
+                roster.close()
             self._closed.wait(AGAIN_S)
+
+
+def close_all(spares: Sequence[Spare]) -> None:
+    """Close all at once."""
+    for spare in spares:
+        spare.stop()
+    for spare in spares:
+        spare.close()

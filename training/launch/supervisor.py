@@ -94,7 +94,7 @@ class Supervisor:
             client.close()
 
     def _start(self) -> tuple[RankProcess, LastWords, Stacks]:
-        if (spare := spares.take(self._order.devices)) is not None:
+        if (spare := spares.take(self._order.devices, self._order.task.entry)) is not None:
             self._order = replace(self._order, mark=spare.mark)
             self._take("[supervisor: this process was a spare, and has imported TensorFlow already]")
             give_order(spare.process, self._order, spare.page, spare.stacks)

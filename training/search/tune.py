@@ -85,14 +85,14 @@ def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
 
 
 def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
-    ranks = config.parallel * config.base.processes
+    ranks = config.parallel * (config.base.processes + config.base.spare_executors)
     try:
         launch.ready(ranks, config.base.start_limit_s)
     except ConfigError as error:
         raise ConfigError(
             f"{config.parallel} trials of {config.base.processes} processes do not fit at once",
             got=f"{error.what}; {error.got}",
-            allowed=f"{ranks} ranks at once: --parallel times --num-ranks",
+            allowed=f"{ranks} slots at once: --parallel times all ranks, servers and spare executors",
             next_step=f"Lower --parallel. {error.next_step}",
         ) from error
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +21,11 @@ from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
+from training.control.client import RosterClient
+from training.control.protocol import new_key
+from training.control.roster import Roster
+from training.control.task import Limits
+from training.launch import spares
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import find_result
@@ -62,11 +72,112 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
     assert check_run_audit(str(run)).ok
 
 
+class Context:
+    """A Spark that has no slot for a spare: its jobs wait until they are cancelled."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self.waiting = threading.Semaphore(0)
+
+    def setJobGroup(self, group: str, description: str, interruptOnCancel: bool) -> None:
+        """Not recorded."""
+
+    def cancelJobGroup(self, group: str) -> None:
+        """All of them."""
+        self._cancelled.set()
+
+    def parallelize(self, rows: list[int], partitions: int) -> Any:
+        """Rows of which no task can begin."""
+        return SimpleNamespace(mapPartitions=lambda task: SimpleNamespace(collect=lambda: self._collect(task)))
+
+    def _collect(self, task: spares.WaitOnTask) -> None:
+        self.task = task
+        self._cancelled.clear()
+        self.waiting.release()
+        self._cancelled.wait()
+        raise RuntimeError("Job 3 cancelled")
+
+
+def test_the_end_of_a_run_waits_for_no_spare_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyspark.InheritableThread", threading.Thread)
+    monkeypatch.setattr(spares, "rank_profile", lambda context: None)
+    context: Any = Context()
+    ranks: Any = SimpleNamespace(came=lambda wait_s: True)
+    waiting = [spares.Spare(context, Limits(), "127.0.0.1", "127.0.0.1", ranks) for _ in range(2)]
+    assert all(context.waiting.acquire(timeout=30) for _ in waiting)
+    began = time.monotonic()
+    spares.close_all(waiting)
+    assert time.monotonic() - began < spares.END_S  # of one; they took that one after the other
+
+
+def test_a_lost_spare_gets_a_job_of_its_own_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pyspark.InheritableThread", threading.Thread)
+    monkeypatch.setattr(spares, "rank_profile", lambda context: None)
+    monkeypatch.setattr(spares, "AGAIN_S", 0.1)
+    context: Any = Context()
+    ranks: Any = SimpleNamespace(came=lambda wait_s: True)
+    spare = spares.Spare(context, Limits(), "127.0.0.1", "127.0.0.1", ranks)
+    assert context.waiting.acquire(timeout=30)
+    task = context.task
+    RosterClient(task.control, task.secret, 0, deadline_s=30.0, lost_s=30.0).close()
+    assert context.waiting.acquire(timeout=30)  # where Spark tried that task again, the roster refused it
+    assert "a spare executor was lost (its connection broke)" in caplog.text
+    assert context.task.secret != task.secret
+    spare.close()
+
+
+def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "AGAIN_S", 0.1)
+    monkeypatch.setattr(spares, "KEPT_S", 1.0)
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: SimpleNamespace(resources=dict))
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "")
+    monkeypatch.setenv("LOCKSTEP_FILES", "")
+
+    def pids() -> list[int]:
+        return [one.pid for one, words in below(os.getpid()).items() if words[-3:] == ["-m", "training.rank", ""]]
+
+    key, ended = new_key(), threading.Event()
+    roster = Roster(key, 1, "127.0.0.1", lambda rank: None)
+
+    def task() -> None:
+        list(spares.WaitOnTask(("127.0.0.1", roster.port), key, Limits())([0]))
+        over.set()
+        ended.wait(60)  # the kernel ends a spare with the thread that started it
+
+    over = threading.Event()
+    thread = threading.Thread(target=task, daemon=True)
+    thread.start()
+    try:
+        until(lambda: len(pids()) == 1)
+        first = pids()
+        os.kill(first[0], signal.SIGKILL)
+        until(lambda: len(pids()) == 1 and pids() != first)
+        roster.close()
+        assert over.wait(30)
+        assert len(pids()) == 1  # for the supervisor that may come
+        until(lambda: not pids())
+    finally:
+        roster.close()
+        ended.set()
+        thread.join()
+
+
+def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[object] = []
+    spare: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), devices=(), end=lambda: gone.append(1))
+    monkeypatch.setattr(spares, "_kept", [spare])
+    assert spares.take((), "my.module:main") is None and gone
+    monkeypatch.setattr(spares, "_kept", [spare])
+    assert spares.take((), "training.rank.runtime:main") is spare
+
+
 def below(pid: int) -> dict[psutil.Process, list[str]]:
     """The descendants of a process that live, and their command lines."""
     found = {}
     for one in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # it has ended
             found[one] = one.cmdline()
     return found
 
@@ -82,6 +193,6 @@ def below(pid: int) -> dict[psutil.Process, list[str]]:
 def test_spare_executors_need_slots_that_no_rank_uses(wrong: dict[str, object]) -> None:
     right = {"spare_executors": 1, "launcher": "barrier", "num_ranks": 2, "min_ranks": 1}
     given = {"datasets": ("data",), "run": "run", "model": "logistic", "global_batch": 8, "epochs": 1}
-    TrainConfig(**given | right)  # type: ignore[arg-type]
+    TrainConfig(**given | right)  # type: ignore[arg-type]  # values of several types
     with pytest.raises(ConfigError, match="spare_executors"):
-        TrainConfig(**given | right | wrong)  # type: ignore[arg-type]
+        TrainConfig(**given | right | wrong)  # type: ignore[arg-type]  # likewise

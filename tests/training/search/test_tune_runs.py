@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,6 +187,9 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     slots = spark.sparkContext.defaultParallelism
     with pytest.raises(ConfigError, match="Lower --parallel"):
         tune(SearchConfig(base=base, space=space, parallel=slots + 1, **options), OnSpark(spark), hooks=hooks)
+    spares = replace(base, launcher="barrier", spare_executors=slots // 2)
+    with pytest.raises(ConfigError, match="Lower --parallel"):  # a trial's spares would take the slots of others' ranks
+        tune(SearchConfig(base=spares, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
     assert not (tmp_path / "tune").exists()
     best = tune(SearchConfig(base=base, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
     root = tmp_path / "tune"
