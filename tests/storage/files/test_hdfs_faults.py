@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
+from lockstep.storage.errors import (
+    ConfigError,
+    ExistsError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageAwayError,
+    StorageError,
+)
 from lockstep.storage.files.deadlines import left_behind
 from lockstep.storage.files.hdfs import HdfsFileSystem, translate
 from lockstep.storage.publish import write_file
@@ -68,7 +75,7 @@ def test_a_frozen_namenode_ends_in_one_clear_error(black_hole: str) -> None:
     with pytest.raises(StorageError) as caught:
         fs.stat(f"hdfs://{black_hole}/x")
     assert time.monotonic() - start < LATE_S
-    assert type(caught.value) is StorageError  # final: nobody tries again
+    assert type(caught.value) is StorageAwayError  # final: nobody tries again
     assert black_hole in caught.value.what
     assert caught.value.got and caught.value.allowed and caught.value.next_step
 
