@@ -7,6 +7,8 @@ in accuracy.
 links: hosts are network namespaces of this machine (tests/network/hosts.py) with one rank each and no compute: seconds
 from the first posted gradient to the sums, of the slowest rank, median of the steps; bytes that a rank sends in a step,
 headers included. accuracy: runs of two local ranks on DATASET, scored on its test split: mean over seeds and range.
+For `dgc`, which takes SGD without Nesterov: --model resnet8 --flags "--set nesterov=false", or
+--model benchmarks.compression:sgd_mlp.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -94,7 +97,7 @@ def accuracy(args: argparse.Namespace) -> None:
     for method in args.methods:
         scores: list[dict[str, float]] = []
         for seed in args.seeds:
-            run = f"{args.folder}/{args.model}-{method.replace(':', '-').replace('%', '')}-{seed}"
+            run = f"{args.folder}/{args.model.rpartition(':')[2]}-{method.replace(':', '-').replace('%', '')}-{seed}"
             words = ["--dataset", args.dataset, "--run", run, "--model", args.model, "--epochs", str(args.epochs)]
             words += ["--num-ranks", "2", "--launcher", "local", "--global-batch", str(args.batch)]
             words += ["--seed", str(seed), "--compression", method, "--validate", "test"]
@@ -106,6 +109,17 @@ def accuracy(args: argparse.Namespace) -> None:
             values = [score[name] for score in scores]
             columns.append(f"{name} {statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
         print(f"{method:<12}{'  '.join(columns)}", flush=True)
+
+
+def sgd_mlp(signature: Any, options: Any) -> Any:
+    """`mlp` with SGD and momentum in place of Adam."""
+    import keras
+
+    from training.models.mlp import mlp
+
+    model = mlp(signature, options)
+    model.optimizer = keras.optimizers.SGD(options.learning_rate or 0.1, momentum=0.9)
+    return model
 
 
 def _send(ranks: list[subprocess.Popen[str]], document: object) -> None:
@@ -137,7 +151,7 @@ def main() -> None:
     of_runs.add_argument("--batch", type=int, default=128)
     of_runs.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     of_runs.add_argument("--metrics", nargs="+", default=["val_loss", "val_accuracy"])
-    of_runs.add_argument("--flags", nargs="*", default=[], help="more flags of jobs.train, after --flags")
+    of_runs.add_argument("--flags", type=shlex.split, default=[], help="more flags of jobs.train, as one text")
     for one in (of_links, of_runs):
         one.add_argument("--methods", nargs="+", default=list(METHODS))
     args = parser.parse_args()
