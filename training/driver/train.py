@@ -468,9 +468,10 @@ class _Driver:
 
     def _without_storage(self, error: StorageAwayError) -> StorageAwayError:
         cause = error.__cause__
+        why = f"{error.whom} has served nothing for {error.away_s:.0f} s" if error.away_s else error.what
         away = StorageAwayError(
-            f"the storage could not be reached: {error.whom} has served nothing for {error.away_s:.0f} s; once it is "
-            f"back, the same call resumes {self._paths.root} from {self._saved}",
+            f"the storage could not be reached: {why}; once it is back, the same call resumes {self._paths.root} from "
+            f"{self._saved}",
             got=cause.got if isinstance(cause, RetryableStorageError) else error.got,
             allowed=error.allowed,
             next_step=error.next_step,

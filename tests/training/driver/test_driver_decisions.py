@@ -301,3 +301,32 @@ def test_a_storage_that_stays_away_ends_the_run_with_one_error_that_says_where_i
     )
     assert caught.value.got == "Connection refused" and caught.value.next_step
     assert asked.count(True) == 1, "the driver asks for the newest checkpoint, and for nothing else"
+
+
+def test_a_storage_that_only_refuses_to_write_is_not_said_to_serve_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a NameNode in safe mode."""
+    source, gone, whom = TinyRun(tmp_path), threading.Event(), "the NameNode at nn:8020"
+    first = source.generation(None, 1, [2, 4])
+
+    def refused(left_s: float) -> NoReturn:
+        deadlines.with_retries(lambda left_s: None, what="a read of another thread", whom=whom)
+        raise RetryableStorageError("cannot create it", got="Name node is in safe mode")
+
+    def create(fs: LocalFileSystem, url: str, *, exclusive: bool = True) -> Any:
+        if gone.is_set():
+            deadlines.with_retries(refused, what=f"`create {url}`", whom=whom, give_up_s=0.5)
+        return plain(fs, url, exclusive=exclusive)
+
+    plain = LocalFileSystem.create
+    monkeypatch.setattr(LocalFileSystem, "create", create)
+    config = config_of(source, Path(source.paths.root), audit=True, window_bytes=3000)
+    with pytest.raises(StorageAwayError) as caught:
+        train(config, launches(lambda task: gone.set(), lambda task: None), hooks=Hooks(lease_watch_s=0.1))
+    gone.clear()
+    assert re.fullmatch(
+        rf"the storage could not be reached: {whom} did not serve `create .*` within [0-9.]+ s \(\d+ attempts\); once "
+        rf"it is back, the same call resumes {source.paths.root} from {CheckpointRef(4, first)}",
+        caught.value.what,
+    )
