@@ -34,6 +34,7 @@ from training.control.failures import LauncherError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver import preflight
+from training.driver.dry_run import dry_run
 from training.driver.ownership import Ownership
 from training.driver.train import Hooks, train
 from training.launch.session import Launches, Session, SessionLauncher
@@ -330,3 +331,27 @@ def test_a_storage_that_only_refuses_to_write_is_not_said_to_serve_nothing(
         rf"it is back, the same call resumes {source.paths.root} from {CheckpointRef(4, first)}",
         caught.value.what,
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "least", "most"),
+    [({"min_ranks": 1}, 1, 2), ({"spare_executors": 2}, 4, 4)],  # a spare may become a rank
+)
+def test_a_dry_run_asks_for_the_slots_and_the_memory_of_the_run(
+    tmp_path: Path, more: dict[str, Any], least: int, most: int
+) -> None:
+    asked: list[tuple[int, float, int | None]] = []
+
+    class Small(SessionLauncher):
+        def session(self, num_ranks: int, limits: Limits) -> NoReturn:
+            raise AssertionError
+
+        def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> NoReturn:
+            asked.append((num_ranks, wait_s, most))
+            raise ConfigError("no room")
+
+    config = config_of(TinyRun(tmp_path), tmp_path / "mine", launcher="barrier", **more)
+    for call in (train, dry_run):
+        with pytest.raises(ConfigError, match="no room"):
+            call(config, Small())
+    assert asked == [(least, config.start_limit_s, most)] * 2
