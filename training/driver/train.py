@@ -248,6 +248,7 @@ class _Driver:
             tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
             self._saved = str(began or "the start")
+            self._board.found(began)
             if began is not None and ranks_before is None:
                 # Later claims asked for epochs too, but no step followed them.
                 claims = read_claims(self._fs, self._paths)

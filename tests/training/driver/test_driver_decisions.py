@@ -29,18 +29,21 @@ from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._tiny import write_table
 from tests.training.results.test_audit_run import TinyRun
+from tests.waiting import until
 from training.config import TrainConfig
 from training.control.failures import LauncherError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver import preflight
 from training.driver.dry_run import dry_run
+from training.driver.elastic import Slots
 from training.driver.ownership import Ownership
 from training.driver.train import Hooks, train
 from training.launch.session import Launches, Session, SessionLauncher
 from training.plan.datasets import open_parts
 from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.run.paths import RunPaths
+from training.run.status import read_status
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:
@@ -355,3 +358,22 @@ def test_a_dry_run_asks_for_the_slots_and_the_memory_of_the_run(
         with pytest.raises(ConfigError, match="no room"):
             call(config, Small())
     assert asked == [(least, config.start_limit_s, most)] * 2
+
+
+def test_the_status_names_the_checkpoint_of_a_run_that_waits_for_its_first_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the driver is killed now, the status says that the run resumes, and not that it begins again."""
+    source = TinyRun(tmp_path)
+    first = source.generation(None, 1, [2, 4])
+    fs, paths = filesystem(source.paths.root), source.paths
+
+    def waits(slots: Slots, before: int | None, ended: Callable[[], BaseException | None]) -> NoReturn:
+        until(lambda: fs.exists(paths.status) and read_status(fs, paths).checkpoint is not None, 10.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Slots, "choose", waits)
+    config = config_of(source, Path(source.paths.root), audit=True, window_bytes=3000)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, launches(lambda task: None), hooks=Hooks(lease_watch_s=0.1, lease_every_s=0.1))
+    assert read_status(fs, paths).checkpoint == str(CheckpointRef(4, first))
