@@ -244,7 +244,6 @@ class BarrierSession(Session):
         super().__init__(num_ranks, limits or Limits(), *control_hosts(self._master, self._settings))
         self._group = f"lockstep-{secrets.token_hex(8)}"
         self._stage: threading.Thread | None = None
-        self._lost_before: frozenset[str] = frozenset()
         self._kept: list[Spare] = []
 
     def run(
@@ -275,7 +274,7 @@ class BarrierSession(Session):
             return  # every supervisor is connected, so its executor lives too
         self._stage.join(REASON_S)
         with jvm_lives():
-            lost = {who: why for who, why in lost_executors(self._context).items() if who not in self._lost_before}
+            lost = lost_executors(self._context, self._group)
             memory = executor_memory(self._context, self.num_ranks)
         for who, why in lost.items():
             if memory is not None and killed_for_memory(why):
@@ -312,8 +311,6 @@ class BarrierSession(Session):
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks, self._own_devices) if local else [()] * num_ranks
         keep = SuperviseOnTask(control, secret, self.limits, shares)
-        with jvm_lives():
-            self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
         assert self._roster is not None, "supervisors connect to it"
