@@ -185,7 +185,9 @@ def _leave_no_answer_behind(spark: SparkSession) -> None:
     gateway = spark.sparkContext._gateway
     assert gateway is not None, "a context has one"
     client = gateway._gateway_client
-    if "send_command" in vars(client):  # an earlier session of this process has done it
+    # An earlier session of this process has done it; or threads share connections (PYSPARK_PIN_THREAD=false), and py4j
+    # takes none again in the middle of a call.
+    if "send_command" in vars(client) or not hasattr(client, "thread_connection"):
         return
     send = client.send_command
 

@@ -128,7 +128,9 @@ class StorageAwayError(StorageError):
     whom = "the storage"
     """Which one, with its address."""
     away_s = 0.0
-    """For how many seconds it has served no call of this process, this one included."""
+    """For how many seconds it has answered no call of this process, this one included; 0 if it has answered others
+    meanwhile.
+    """
 
 
 class RetryableStorageError(StorageError):

@@ -231,7 +231,7 @@ def _write_temporary(fs: FileSystem, url: str, produce: Callable[[Writer], None]
             return temporary, _write_once(fs, temporary, produce)
         except (RetryableStorageError, StorageTimeoutError) as error:
             fs.discard(temporary)
-            backoff.wait_or_raise(error, what=f"`write {url}`")
+            backoff.wait_or_raise(error, what=f"`write {url}`", whom=fs.whom)
 
 
 def _write_once(fs: FileSystem, url: str, produce: Callable[[Writer], None]) -> int:

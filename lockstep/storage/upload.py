@@ -303,7 +303,7 @@ class _Upload:
                 self._fs.discard(temporary)
                 if self._stopped.is_set():
                     raise _Stopped from error
-                backoff.wait_or_raise(error, what=f"`upload {item.url}`")
+                backoff.wait_or_raise(error, what=f"`upload {item.url}`", whom=self._fs.whom)
         try:
             how = self._equal(item, temporary)
             if how is None:

@@ -100,19 +100,21 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sign", "later_s"),
+    ("sign", "later_s", "pinned"),
     [
-        ("tmp*/", 0.0),  # pyspark's, while Java starts
-        ("lockstep-????????/*", 0.0),  # before its first Spark job
-        ("lockstep-????????/*", 2.0),  # in the middle of a call of Java
+        ("tmp*/", 0.0, "true"),  # pyspark's, while Java starts
+        ("lockstep-????????/*", 0.0, "true"),  # before its first Spark job
+        ("lockstep-????????/*", 2.0, "true"),  # in the middle of a call of Java
+        ("lockstep-????????/*", 2.0, "false"),  # of another kind of connection
     ],
 )
-def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, sign: str, later_s: float) -> None:
+def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, sign: str, later_s: float, pinned: str) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
     call += ["--output", str(tmp_path / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
-    job = subprocess.Popen(call, cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE)
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYSPARK_PIN_THREAD": pinned}
+    job = subprocess.Popen(call, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
     until(lambda: job.poll() is not None or any(scratch.glob(sign)))
     time.sleep(later_s)
     job.terminate()

@@ -20,9 +20,12 @@ from lockstep.storage.errors import (
     LockstepError,
     NotFoundError,
     RetryableStorageError,
+    StorageAwayError,
     StorageError,
 )
 from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from lockstep.storage.upload import find_files, temporary_name, upload
 
 
@@ -161,6 +164,24 @@ def test_a_dead_datanode_costs_a_second_attempt_under_another_name(tmp_path: Pat
     counted: list[int] = []
     assert run(files(tmp_path / "in", a=b"data"), tmp_path / "out", on_bytes=counted.append) == ["sent"]
     assert tree(tmp_path / "out") == {"a": b"data"} and len(set(seen)) == 2 and sum(counted) == 4
+
+
+@pytest.mark.parametrize("how", ["upload", "write"])
+def test_who_does_not_take_a_file_is_named(
+    tmp_path: Path, wrong: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def fail(url: str) -> None:
+        raise RetryableStorageError("a DataNode died")
+
+    wrong(fail)
+    monkeypatch.setenv("LOCKSTEP_STORAGE_WRITE_GIVE_UP_S", "0.01")
+    monkeypatch.setattr(LocalFileSystem, "whom", "the NameNode at nn:8020", raising=False)
+    with pytest.raises(StorageAwayError, match=rf"^the NameNode at nn:8020 did not serve `{how} .*/out/a`") as caught:
+        if how == "upload":
+            run(files(tmp_path / "in", a=b"data"), tmp_path / "out")
+        else:
+            write_file(filesystem(str(tmp_path)), str(tmp_path / "out" / "a"), b"data")
+    assert caught.value.whom == "the NameNode at nn:8020"
 
 
 def test_a_failure_stops_the_others_and_leaves_no_half_file(

@@ -10,7 +10,7 @@ from lockstep.storage.fs import filesystem
 from training.config import TrainConfig, lane_groups
 from training.control.task import Limits, RankTask
 from training.driver.preflight import preflight
-from training.driver.train import limits_of
+from training.driver.train import limits_of, room_for
 from training.launch.local import run_local
 from training.launch.session import Launch, SessionLauncher
 from training.plan.epoch_plan import EpochPlan
@@ -40,8 +40,7 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             allowed="runs by an epoch plan",
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
-    if isinstance(launch, SessionLauncher):
-        launch.ready(config.ranks[0] + config.num_servers + config.spare_executors, config.start_limit_s)
+    room_for(config, launch)
     shares = [plan.rows(rank, config.num_ranks, lane_groups(config)) for rank in range(config.num_ranks)]
     model = _model(config, plan, max(shares))
     lines = [

@@ -167,6 +167,10 @@ class Board:
 
     # What the driver reports
 
+    def found(self, tip: CheckpointRef | None) -> None:
+        """The checkpoint from which the next generation would start."""
+        self._tip = lambda: tip
+
     def begin(self, claim: Claim, tip: Callable[[], CheckpointRef | None]) -> None:
         """A generation is launched; `tip` is asked for the newest checkpoint."""
         with self._lock:

@@ -159,11 +159,7 @@ def train(
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
     notes.show(notes.of_keep_best(config.keep_best))
-    memory = None
-    if isinstance(launch, SessionLauncher):
-        ranks, servers = config.ranks, config.num_servers
-        least = ranks[0] + servers + config.spare_executors
-        memory = launch.ready(least, config.start_limit_s, ranks[-1] + servers)
+    memory = room_for(config, launch)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
@@ -189,6 +185,17 @@ def train(
             Launches(launch, config.processes, limits, spares=config.spare_executors) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, board, ownership, launches, slots, memory, stop).run()
+
+
+def room_for(config: TrainConfig, launch: Launch) -> ExecutorMemory | None:
+    """The memory of an executor for its share of the run's processes, if any is enforced.
+
+    Raises ConfigError if a cluster has too little memory, or no slots for all of them within --start-limit.
+    """
+    if not isinstance(launch, SessionLauncher):
+        return None
+    others = config.num_servers + config.spare_executors
+    return launch.ready(config.ranks[0] + others, config.start_limit_s, config.ranks[-1] + others)
 
 
 def _show_numbers(numbers: dict[int, str | None]) -> None:
@@ -241,6 +248,7 @@ class _Driver:
             tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
             self._saved = str(began or "the start")
+            self._board.found(began)
             if began is not None and ranks_before is None:
                 # Later claims asked for epochs too, but no step followed them.
                 claims = read_claims(self._fs, self._paths)
@@ -468,9 +476,10 @@ class _Driver:
 
     def _without_storage(self, error: StorageAwayError) -> StorageAwayError:
         cause = error.__cause__
+        why = f"{error.whom} has served nothing for {error.away_s:.0f} s" if error.away_s else error.what
         away = StorageAwayError(
-            f"the storage could not be reached: {error.whom} has served nothing for {error.away_s:.0f} s; once it is "
-            f"back, the same call resumes {self._paths.root} from {self._saved}",
+            f"the storage could not be reached: {why}; once it is back, the same call resumes {self._paths.root} from "
+            f"{self._saved}",
             got=cause.got if isinstance(cause, RetryableStorageError) else error.got,
             allowed=error.allowed,
             next_step=error.next_step,

@@ -79,9 +79,9 @@ def in_driver(master: str) -> bool:
 
 
 def check_slots(
-    context: SparkContext, num_ranks: int, wait_s: float, ended: Callable[[], BaseException | None] = lambda: None
+    context: SparkContext, num_tasks: int, wait_s: float, ended: Callable[[], BaseException | None] = lambda: None
 ) -> None:
-    """Raise ConfigError unless `num_ranks` tasks fit at once.
+    """Raise ConfigError unless `num_tasks` tasks fit at once.
 
     On a cluster, it waits up to `wait_s` seconds for executors that are still starting, unless the requested ones
     cannot suffice, or `ended()` returns an error, which it raises: another driver may have taken the run over.
@@ -99,18 +99,20 @@ def check_slots(
     asked = int(settings.get("spark.executor.instances") or ("2" if master == "yarn" else "0"))  # YARN's default
     began, said = time.monotonic(), False
     end = began + (0.0 if local else wait_s)
-    while (slots := slots_now(context)) < num_ranks:
+    while (slots := slots_now(context)) < num_tasks:
         if (error := ended()) is not None:
             raise error
         each = ranks_of_executor(settings)
         gpus = float(settings.get(EXECUTOR_GPUS, "0") or 0)
         per_task = 1.0 if rank_profile(context) is not None else float(settings.get(TASK_GPUS, "0") or 0)
         each = min(each, tasks_on_gpus(gpus, per_task)) if per_task else each
-        hopeless = asked > 0 and asked * each < num_ranks
+        hopeless = not local and asked > 0 and asked * each < num_tasks
+        room = max(slots, asked * each) if hopeless else slots  # some may be on their way
         given = f"{slots // each} of the {asked} executors asked for" if asked and not hopeless and not local else ""
+        fewer = f"lower --num-ranks, servers and spares to {room} in all, or " if room else ""
         if hopeless or time.monotonic() >= end:
             if local:
-                how = f"give --master 'local[{num_ranks}]'"
+                how = f"give --master 'local[{num_tasks}]'"
             elif given:
                 how = "free or enlarge the cluster or its queue"
             else:
@@ -120,19 +122,17 @@ def check_slots(
                     f"; or, if other applications hold the rest of the cluster, wait for their end (after {wait_s:g} s)"
                 )
             raise ConfigError(
-                f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
-                got=f"{slots} slots on {context.master}" + (f": {given} came" if given else ""),
+                f"{num_tasks} ranks, servers and spares exceed the {room} task slots of this Spark session",
+                got=f"{room} slots on {context.master}" + (f": {given} came" if given else ""),
                 allowed="a slot for every rank, server and spare at once: a barrier stage needs them",
-                next_step=(f"Lower --num-ranks to {slots} or fewer, or {how}." if slots else f"{how.capitalize()}.")
+                next_step=f"{fewer}{how}.".capitalize()
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
         if not said and time.monotonic() - began >= SLOTS_QUIET_S:
             said = True
-            fewer = f"lower --num-ranks to {slots}, or " if slots else ""
             came = f", by {given}; if no more come, {fewer}free or enlarge the cluster or its queue" if given else ""
-            log.warning(
-                "%d ranks wait up to %g s for task slots: the cluster has given %d%s", num_ranks, wait_s, slots, came
-            )
+            waits = "%d ranks, servers and spares wait up to %g s for task slots: the cluster has given %d%s"
+            log.warning(waits, num_tasks, wait_s, slots, came)
         time.sleep(SLOTS_LOOK_S)
 
 
@@ -244,7 +244,6 @@ class BarrierSession(Session):
         super().__init__(num_ranks, limits or Limits(), *control_hosts(self._master, self._settings))
         self._group = f"lockstep-{secrets.token_hex(8)}"
         self._stage: threading.Thread | None = None
-        self._lost_before: frozenset[str] = frozenset()
         self._kept: list[Spare] = []
 
     def run(
@@ -275,7 +274,7 @@ class BarrierSession(Session):
             return  # every supervisor is connected, so its executor lives too
         self._stage.join(REASON_S)
         with jvm_lives():
-            lost = {who: why for who, why in lost_executors(self._context).items() if who not in self._lost_before}
+            lost = lost_executors(self._context, self._group)
             memory = executor_memory(self._context, self.num_ranks)
         for who, why in lost.items():
             if memory is not None and killed_for_memory(why):
@@ -312,8 +311,6 @@ class BarrierSession(Session):
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks, self._own_devices) if local else [()] * num_ranks
         keep = SuperviseOnTask(control, secret, self.limits, shares)
-        with jvm_lives():
-            self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
         assert self._roster is not None, "supervisors connect to it"

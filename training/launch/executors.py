@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, RankFailedError, Weight
@@ -162,15 +162,25 @@ def first_line(error: Exception) -> str:
     return (causes or lines or [type(error).__name__])[0]
 
 
-def lost_executors(context: SparkContext) -> dict[str, str]:
-    """Why Spark has lost executors: "executor ID on HOST:PORT" to the reason in the cluster manager's words."""
+def _tasks(context: SparkContext, group: str) -> list[Any]:
+    """The tasks of the newest job of a group, as Spark's status store has them."""
+    jobs = context.statusTracker().getJobIdsForGroup(group)
+    info = context.statusTracker().getJobInfo(max(jobs)) if jobs else None
+    tasks = [context._jsc.sc().statusStore().taskList(stage, 0, 1 << 20) for stage in (info.stageIds if info else ())]
+    return [of_stage.apply(number) for of_stage in tasks for number in range(of_stage.size())]
+
+
+def lost_executors(context: SparkContext, group: str) -> dict[str, str]:
+    """Why Spark has lost executors with tasks of a group's newest job, and not with spares or none: "executor ID on
+    HOST:PORT" to the reason in the cluster manager's words.
+    """
     store = context._jsc.sc().statusStore()  # neither pyspark nor its Java API says why an executor was removed
-    found = store.executorList(False)
+    found, used = store.executorList(False), {str(task.executorId()) for task in _tasks(context, group)}
     summaries = [found.apply(number) for number in range(found.size())]
     return {
         f"executor {one.id()} on {one.hostPort()}": " ".join(str(one.removeReason().get()).split())
         for one in summaries
-        if one.removeReason().isDefined()
+        if one.removeReason().isDefined() and str(one.id()) in used
     }
 
 
@@ -201,14 +211,7 @@ def task_host(context: SparkContext, group: str, index: int) -> str | None:
 
     BarrierTaskInfo has the address from which the executor called, and preferences are compared to its name.
     """
-    jobs = context.statusTracker().getJobIdsForGroup(group)
-    info = context.statusTracker().getJobInfo(max(jobs)) if jobs else None
-    for stage in info.stageIds if info else ():
-        tasks = context._jsc.sc().statusStore().taskList(stage, 0, 1 << 20)
-        for one in (tasks.apply(number) for number in range(tasks.size())):
-            if one.index() == index:
-                return str(one.host())
-    return None
+    return next((str(one.host()) for one in _tasks(context, group) if one.index() == index), None)
 
 
 def failed_host(error: BaseException) -> str | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.storage.tokens import held
+from lockstep.storage.tokens import VARIABLE, held
 from training.comm.tls import Credentials
 from training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
 from training.world import World
@@ -199,4 +199,5 @@ def _order_for_rank(order: Order) -> dict[str, Any]:
         "stall_s": order.limits.stall_s,
         "lost_s": order.limits.lost_s,
         "devices": list(order.devices),
+        "tokens_file": os.environ.get(VARIABLE, ""),  # a spare may have started before the first tokens came
     }

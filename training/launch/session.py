@@ -445,7 +445,7 @@ def _no_end_ignored() -> Iterator[None]:
 
     Python ignores what these raise, and py4j talks to Java in them: the process would continue.
     """
-    before, timers = sys.unraisablehook, list[threading.Timer]()
+    before, timers, ends = sys.unraisablehook, list[threading.Timer](), list[BaseException]()
 
     def ignored(what: sys.UnraisableHookArgs) -> None:
         end = what.exc_value
@@ -454,8 +454,11 @@ def _no_end_ignored() -> Iterator[None]:
             before(what)
             return
 
+        ends.append(end)
+
         def again(number: int, frame: FrameType | None) -> None:
             timer.cancel()
+            ends.clear()
             signal.signal(signal.SIGTERM, handler)
             raise end
 
@@ -467,6 +470,8 @@ def _no_end_ignored() -> Iterator[None]:
     sys.unraisablehook = ignored
     try:
         yield
+        if ends:  # the block has ended sooner than the timer
+            raise ends[0]
     finally:
         sys.unraisablehook = before
         for timer in timers:

@@ -106,15 +106,14 @@ class WaitOnTask:
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else ()
         spare = take(devices) or SpareRank.start(devices)
-        _kept.append(spare)
         start_s, lost_s = self.limits.start_s, self.limits.lost_s
         line = RosterClient(self.control, self.secret, 0, deadline_s=start_s, lost_s=lost_s)
         while not line.ended(AGAIN_S):  # until the driver has closed the roster, or is gone
             if (spare.process.poll() or 0) < 0:  # a signal: a process that fails itself would do so again
-                _end_unused(spare)
+                spare.end()
                 spare = SpareRank.start(devices)  # in this thread, with which it ends
-                _kept.append(spare)
         line.close()
+        _kept.append(spare)
         # Spark may give this Python process to any later task of the session.
         unused = threading.Timer(KEPT_S, _end_unused, [spare])
         unused.daemon = True

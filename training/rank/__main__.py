@@ -23,6 +23,7 @@ import traceback
 from functools import partial
 from typing import Any
 
+from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
 from training import devices
 from training.comm.hosts import route_address
@@ -88,6 +89,8 @@ def main() -> int:
     if order is None:
         return EXIT_CRASHED
     answer_with_stacks(order["stacks"])
+    if order["tokens_file"]:
+        os.environ[tokens.VARIABLE] = order["tokens_file"]
     threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
     leaving = threading.Event()
     if RankTask.from_json(order["task"]).leaves:

@@ -15,7 +15,14 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from lockstep.storage.errors import RetryableStorageError, StorageAwayError, StorageError, StorageTimeoutError
+from lockstep.storage.errors import (
+    ExistsError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageAwayError,
+    StorageError,
+    StorageTimeoutError,
+)
 from lockstep.storage.settings import give_up_s as default_give_up_s
 
 T = TypeVar("T")
@@ -140,14 +147,22 @@ LONGEST_WAIT_S = 2.0
 NAMED_EVERY_S = 300.0  # a driver asks for several things, each minute
 _named_at: dict[str, float] = {}
 """When a warning named who does not serve."""
+_served_at: dict[str, float] = {}
+"""When the last call was answered."""
 _failing_since: dict[str, float] = {}
-"""The begin of the first call that failed since the last one that succeeded."""
+"""The begin of the first call that failed since then."""
 _given_up: set[str] = set()
 
 
 def given_up(whom: str) -> bool:
-    """Whether a call to `whom` has used up all of its attempts since the last one that succeeded."""
+    """Whether a call to `whom` has used up all of its attempts, and none was answered since it began."""
     return whom in _given_up
+
+
+def _serves(whom: str) -> None:
+    _served_at[whom] = time.monotonic()
+    _failing_since.pop(whom, None)
+    _given_up.discard(whom)
 
 
 class Backoff:
@@ -165,9 +180,11 @@ class Backoff:
         """Seconds until the total is used up; not below 0."""
         return max(0.0, self._start + self._limit - time.monotonic())
 
-    def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
+    def wait_or_raise(self, error: StorageError, *, what: str, whom: str) -> None:
         """Sleep before the next attempt, or raise StorageAwayError where no time is left for one."""
         self.attempts += 1
+        served_at = _served_at.get(whom, -math.inf)
+        since = _failing_since.setdefault(whom, max(self._start, served_at))
         # The total often cuts the last attempt short; the error of the one before is more useful.
         if self._cause is None or not isinstance(error, StorageTimeoutError):
             self._cause = error
@@ -178,8 +195,10 @@ class Backoff:
                 allowed=f"success within {self._limit:.3g} s",
                 next_step=error.next_step or f"Check {whom}, then run again.",
             )
-            _given_up.add(whom)
-            away.whom, away.away_s = whom, time.monotonic() - min(self._start, _failing_since.get(whom, math.inf))
+            away.whom = whom
+            if served_at <= self._start:  # else others were served meanwhile
+                _given_up.add(whom)
+                away.away_s = time.monotonic() - min(self._start, since)
             raise away from self._cause
         if self.attempts == 1:
             now = time.monotonic()
@@ -195,16 +214,17 @@ class Backoff:
 
 def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s: float | None = None) -> T:
     """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageAwayError)."""
-    backoff, began = Backoff(give_up_s), time.monotonic()
+    backoff = Backoff(give_up_s)
     while True:
         try:
             result = call(backoff.left_s)
         except (RetryableStorageError, StorageTimeoutError) as error:
-            _failing_since.setdefault(whom, began)
             backoff.wait_or_raise(error, what=what, whom=whom)
+        except (NotFoundError, ExistsError):  # an answer too
+            _serves(whom)
+            raise
         else:
-            _failing_since.pop(whom, None)
-            _given_up.discard(whom)
+            _serves(whom)
             return result
 
 

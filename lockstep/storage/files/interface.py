@@ -122,6 +122,8 @@ class FileSystem(ABC):
     """
 
     promises: Promises
+    whom = "the storage"
+    """Who serves it, for errors."""
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:
@@ -214,7 +216,7 @@ class FileSystem(ABC):
 
     @property
     def away(self) -> bool:
-        """Whether a call has used up all of its attempts since the last one of this process that succeeded."""
+        """Whether a call has used up all of its attempts, and this process got no answer since it began."""
         return False
 
     def exists(self, url: str) -> bool:

@@ -259,7 +259,6 @@ class RemoteFileSystem(FileSystem):
     data, `give_up_s` for all attempts of one call, in seconds.
     """
 
-    whom: str
     call_deadline_s: float
     data_deadline_s: float
     give_up_s: float

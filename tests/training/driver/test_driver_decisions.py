@@ -29,17 +29,21 @@ from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._tiny import write_table
 from tests.training.results.test_audit_run import TinyRun
+from tests.waiting import until
 from training.config import TrainConfig
 from training.control.failures import LauncherError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver import preflight
+from training.driver.dry_run import dry_run
+from training.driver.elastic import Slots
 from training.driver.ownership import Ownership
 from training.driver.train import Hooks, train
 from training.launch.session import Launches, Session, SessionLauncher
 from training.plan.datasets import open_parts
 from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.run.paths import RunPaths
+from training.run.status import read_status
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:
@@ -301,3 +305,75 @@ def test_a_storage_that_stays_away_ends_the_run_with_one_error_that_says_where_i
     )
     assert caught.value.got == "Connection refused" and caught.value.next_step
     assert asked.count(True) == 1, "the driver asks for the newest checkpoint, and for nothing else"
+
+
+def test_a_storage_that_only_refuses_to_write_is_not_said_to_serve_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a NameNode in safe mode."""
+    source, gone, whom = TinyRun(tmp_path), threading.Event(), "the NameNode at nn:8020"
+    first = source.generation(None, 1, [2, 4])
+
+    def refused(left_s: float) -> NoReturn:
+        deadlines.with_retries(lambda left_s: None, what="a read of another thread", whom=whom)
+        raise RetryableStorageError("cannot create it", got="Name node is in safe mode")
+
+    def create(fs: LocalFileSystem, url: str, *, exclusive: bool = True) -> Any:
+        if gone.is_set():
+            deadlines.with_retries(refused, what=f"`create {url}`", whom=whom, give_up_s=0.5)
+        return plain(fs, url, exclusive=exclusive)
+
+    plain = LocalFileSystem.create
+    monkeypatch.setattr(LocalFileSystem, "create", create)
+    config = config_of(source, Path(source.paths.root), audit=True, window_bytes=3000)
+    with pytest.raises(StorageAwayError) as caught:
+        train(config, launches(lambda task: gone.set(), lambda task: None), hooks=Hooks(lease_watch_s=0.1))
+    gone.clear()
+    assert re.fullmatch(
+        rf"the storage could not be reached: {whom} did not serve `create .*` within [0-9.]+ s \(\d+ attempts\); once "
+        rf"it is back, the same call resumes {source.paths.root} from {CheckpointRef(4, first)}",
+        caught.value.what,
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "least", "most"),
+    [({"min_ranks": 1}, 1, 2), ({"spare_executors": 2}, 4, 4)],  # a spare may become a rank
+)
+def test_a_dry_run_asks_for_the_slots_and_the_memory_of_the_run(
+    tmp_path: Path, more: dict[str, Any], least: int, most: int
+) -> None:
+    asked: list[tuple[int, float, int | None]] = []
+
+    class Small(SessionLauncher):
+        def session(self, num_ranks: int, limits: Limits) -> NoReturn:
+            raise AssertionError
+
+        def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> NoReturn:
+            asked.append((num_ranks, wait_s, most))
+            raise ConfigError("no room")
+
+    config = config_of(TinyRun(tmp_path), tmp_path / "mine", launcher="barrier", **more)
+    for call in (train, dry_run):
+        with pytest.raises(ConfigError, match="no room"):
+            call(config, Small())
+    assert asked == [(least, config.start_limit_s, most)] * 2
+
+
+def test_the_status_names_the_checkpoint_of_a_run_that_waits_for_its_first_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the driver is killed now, the status says that the run resumes, and not that it begins again."""
+    source = TinyRun(tmp_path)
+    first = source.generation(None, 1, [2, 4])
+    fs, paths = filesystem(source.paths.root), source.paths
+
+    def waits(slots: Slots, before: int | None, ended: Callable[[], BaseException | None]) -> NoReturn:
+        until(lambda: fs.exists(paths.status) and read_status(fs, paths).checkpoint is not None, 10.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Slots, "choose", waits)
+    config = config_of(source, Path(source.paths.root), audit=True, window_bytes=3000)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, launches(lambda task: None), hooks=Hooks(lease_watch_s=0.1, lease_every_s=0.1))
+    assert read_status(fs, paths).checkpoint == str(CheckpointRef(4, first))

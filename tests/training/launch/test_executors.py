@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,15 @@ from lockstep.storage.fs import filesystem
 from training.config import TrainConfig
 from training.driver.commit import CommitHandler, RunHandler
 from training.driver.live import OnTerminal
-from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory, preempted
+from training.launch.executors import (
+    RANK_MIB,
+    ExecutorMemory,
+    container_of,
+    killed_for_memory,
+    lost_executors,
+    preempted,
+    task_host,
+)
 from training.rules import Keep
 from training.run.lineage import claim_next
 from training.run.paths import RunPaths
@@ -109,3 +119,39 @@ def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: 
         with pytest.raises(ConfigError, match="cannot fit"):
             enforced.answer(0, "memory", {"rank_mib": 4000})
         assert RunHandler(paths, claim, None, commits, progress).answer(0, "memory", {"rank_mib": 4000}) == {}
+
+
+class Scala(list[Any]):
+    """A sequence of Scala's, whose elements have accessors."""
+
+    def __init__(self, *fields: dict[str, Any]) -> None:
+        super().__init__(type("Element", (), {k: lambda _, v=v: v for k, v in each.items()})() for each in fields)
+
+    def size(self) -> int:
+        return len(self)
+
+    def apply(self, number: int) -> Any:
+        return self[number]
+
+
+def test_a_lost_executor_that_had_a_spare_and_no_rank_explains_no_failure() -> None:
+    """It may have been preempted hours ago: the failure of a rank would count as none."""
+
+    def executor(number: str, reason: str | None) -> dict[str, Any]:
+        removed = SimpleNamespace(isDefined=lambda: reason is not None, get=lambda: reason)
+        return {"id": number, "hostPort": f"host-{number}:7077", "removeReason": removed}
+
+    store = SimpleNamespace(
+        executorList=lambda active: Scala(executor("0", "137"), executor("1", None), executor("2", "preempted")),
+        taskList=lambda stage, begin, most: Scala(
+            {"index": 0, "executorId": "0", "host": "host-0"}, {"index": 1, "executorId": "1", "host": "host-1"}
+        ),
+    )
+    jobs = {"ranks": [3], "a spare": [4]}
+    tracker = SimpleNamespace(
+        getJobIdsForGroup=jobs.__getitem__, getJobInfo=lambda job: SimpleNamespace(stageIds=[job])
+    )
+    jsc = SimpleNamespace(sc=lambda: SimpleNamespace(statusStore=lambda: store))
+    context: Any = SimpleNamespace(statusTracker=lambda: tracker, _jsc=jsc)
+    assert lost_executors(context, "ranks") == {"executor 0 on host-0:7077": "137"}
+    assert [task_host(context, "ranks", rank) for rank in (0, 1, 2)] == ["host-0", "host-1", None]

@@ -55,7 +55,7 @@ def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_
     told = driver(tmp_path)
     assert sorted(rank[devices.VISIBLE] for rank in told["seen"]) == ["3", "5"]
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
-    assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
+    assert "3 ranks, servers and spares exceed the 2 task slots" in told["too many"]
     assert "Each task also takes 1 of an executor's 1 GPUs." in told["too many"]
     assert re.search(r"got: .*; Spark lost executor \d on [^ ]+:\d+: .*137", told["lost"]), told["lost"]
     # Where the lost one was counted on once more, by its supervisor's line or as a slot, that generation ended at once.

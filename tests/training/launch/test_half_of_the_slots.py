@@ -48,7 +48,8 @@ def test_two_applications_with_half_of_the_slots_each(tmp_path: Path) -> None:
         for process in (small, large):
             printed, _ = process.communicate(timeout=300)
             assert process.returncode == ConfigError.exit_code == 2, printed
-            assert "2 ranks wait up to" in printed and "num_ranks=2 exceeds the 1 task slots" in printed
+            assert "2 ranks, servers and spares wait up to" in printed
+            assert "2 ranks, servers and spares exceed the 1 task slots" in printed
             assert "if other applications hold the rest of the cluster, wait for their end" in printed
         again = train("small", 120, "500m")
         printed, _ = again.communicate(timeout=300)

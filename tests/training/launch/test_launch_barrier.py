@@ -118,7 +118,7 @@ def test_final_error_comes_as_it_was_raised(session: SparkSession) -> None:
 def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> None:
     assert slots_now(session.sparkContext) == 2
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 2 task slots") as caught:
+    with pytest.raises(ConfigError, match="3 ranks, servers and spares exceed the 2 task slots") as caught:
         run_barrier(session, RankTask("_ranks:solo"), 3)
     assert (caught.value.exit_code, "local[3]" in caught.value.next_step) == (2, True)
     assert time.monotonic() - began < 60, "executors on their way would be waited for five times as long"
@@ -173,7 +173,7 @@ def test_dead_jvm_is_told_and_not_tried_again(
 
 
 def test_run_that_cannot_start_leaves_nothing(session: SparkSession, config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="exceeds the 2 task slots"):
+    with pytest.raises(ConfigError, match="exceed the 2 task slots"):
         train(dataclasses.replace(config, num_ranks=4), OnSpark(session))
     assert not Path(config.run).exists()
 
@@ -293,7 +293,7 @@ class FakeContext:
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
-    with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
+    with pytest.raises(ConfigError, match="exceed the 2 "):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(SupersededError, match="later lease"):  # another driver takes the run over
         asked = iter([None, None, superseded("run", "a later lease")])
@@ -309,17 +309,20 @@ def test_executors_that_are_never_given_are_counted_and_the_advice_fits(
     monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
     monkeypatch.setattr("training.launch.barrier.SLOTS_QUIET_S", 0.1)
     few = FakeContext(2, **{"spark.executor.instances": "8", "spark.executor.cores": "2"})
-    with pytest.raises(ConfigError, match="num_ranks=8 exceeds the 2 task slots") as caught:
+    with pytest.raises(ConfigError, match="8 ranks, servers and spares exceed the 2 task slots") as caught:
         check_slots(few, 8, 0.5)  # type: ignore[arg-type]  # a stand-in
     assert caught.value.got == "2 slots on yarn: 1 of the 8 executors asked for came"
-    assert caught.value.next_step.startswith("Lower --num-ranks to 2 or fewer, or free or enlarge the cluster or its")
+    fewer = "ower --num-ranks, servers and spares to 2 in all, or free or enlarge the cluster or its"
+    assert caught.value.next_step.startswith(f"L{fewer}")
     assert "--num-executors" not in caught.value.next_step
     (waits,) = [record.getMessage() for record in caplog.records]
-    assert waits.startswith("8 ranks wait up to 0.5 s for task slots: the cluster has given 2, by 1 of the 8 executors")
-    assert "lower --num-ranks to 2, or free or enlarge" in waits
+    who = "8 ranks, servers and spares"
+    assert waits.startswith(f"{who} wait up to 0.5 s for task slots: the cluster has given 2, by 1 of the 8 executors")
+    assert f"l{fewer}" in waits
 
 
 def test_more_ranks_than_yarn_gives_by_default_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 1 task slots") as caught:
+    with pytest.raises(ConfigError, match="3 ranks, servers and spares exceed the 2 task slots") as caught:
         check_slots(FakeContext(), 3, 600.0)  # type: ignore[arg-type]  # a stand-in
-    assert "raise --num-executors" in caught.value.next_step
+    # The first executor has come, the second is on its way.
+    assert "to 2 in all, or raise --num-executors" in caught.value.next_step

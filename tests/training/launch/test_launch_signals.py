@@ -53,6 +53,21 @@ def test_a_signal_in_the_callback_of_a_weak_reference_still_ends_the_process() -
         signal.signal(signal.SIGTERM, handler)
 
 
+def test_a_signal_in_such_a_callback_ends_a_process_whose_block_ends_at_once() -> None:
+    class Freed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([signal.SIGUSR1], 10)
+
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as left, ended_in_order():
+            Freed()  # freed at once
+        assert left.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:

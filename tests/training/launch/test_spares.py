@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -16,16 +17,23 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from tests.training._ranks import rank_path
 from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
 from training.control.client import RosterClient
+from training.control.last_words import new_page
 from training.control.protocol import new_key
 from training.control.roster import Roster
-from training.control.task import Limits
+from training.control.server import Handler
+from training.control.stacks import new_stacks
+from training.control.task import Limits, RankTask
 from training.launch import spares
+from training.launch.local import run_local
+from training.launch.process import new_mark, start_process
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import find_result
@@ -128,12 +136,35 @@ def test_a_lost_spare_gets_a_job_of_its_own_again(
     spare.close()
 
 
-def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a task of Spark's."""
     monkeypatch.setattr(spares, "AGAIN_S", 0.1)
     monkeypatch.setattr(spares, "KEPT_S", 1.0)
     monkeypatch.setattr("pyspark.TaskContext.get", lambda: SimpleNamespace(resources=dict))
     monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "")
     monkeypatch.setenv("LOCKSTEP_FILES", "")
+
+
+@pytest.mark.usefixtures("in_task")
+def test_a_spare_that_waits_again_is_not_ended_as_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    process = SimpleNamespace(poll=lambda: -9 if ended else None)
+    spare: Any = SimpleNamespace(process=process, devices=(), end=lambda: ended.append(1))
+    monkeypatch.setattr(spares.SpareRank, "start", lambda devices: spare)
+    for lasts_s in (0.0, 2 * spares.KEPT_S):
+        key = new_key()
+        roster = Roster(key, 1, "127.0.0.1", lambda rank: None)
+        end = threading.Timer(lasts_s, roster.close)
+        threading.Thread(target=lambda roster=roster, end=end: roster.came(30) and end.start(), daemon=True).start()
+        list(spares.WaitOnTask(("127.0.0.1", roster.port), key, Limits())([0]))
+        assert not ended
+    assert spares.take(()) is spare
+
+
+@pytest.mark.usefixtures("in_task")
+def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "KEPT_S", 4.0)  # a busy machine looks for it in this time
 
     def pids() -> list[int]:
         return [one.pid for one, words in below(os.getpid()).items() if words[-3:] == ["-m", "training.rank", ""]]
@@ -153,7 +184,7 @@ def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkey
         until(lambda: len(pids()) == 1)
         first = pids()
         os.kill(first[0], signal.SIGKILL)
-        until(lambda: len(pids()) == 1 and pids() != first)
+        until(lambda: pids() not in ([], first))
         roster.close()
         assert over.wait(30)
         assert len(pids()) == 1  # for the supervisor that may come
@@ -162,6 +193,22 @@ def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkey
         roster.close()
         ended.set()
         thread.join()
+
+
+def test_a_spare_uses_the_tokens_that_came_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_path(monkeypatch)
+    monkeypatch.setattr(tokens, "_held", "")
+    monkeypatch.setattr(tokens, "_file", -1)
+    monkeypatch.setenv(tokens.VARIABLE, "")  # so that what `hold` sets ends with this test
+    monkeypatch.delenv(tokens.VARIABLE)
+    page, stacks, mark = new_page(), new_stacks(), new_mark()
+    spare = spares.SpareRank(start_process([], mark, 1, page, stacks), page, stacks, mark, ())
+    monkeypatch.setattr(spares, "_kept", [spare])
+    monkeypatch.setattr(spares, "OURS", "_ranks")
+    tokens.hold(base64.b64encode(b"a token of HDFS").decode())
+    [result] = run_local(RankTask("_ranks:hello"), 1, handler=Handler(lambda *_: {}))
+    assert result["pid"] == spare.process.pid
+    assert f"{tokens.VARIABLE}={os.environ[tokens.VARIABLE]}" in result["environment"]
 
 
 def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
