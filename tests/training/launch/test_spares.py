@@ -22,13 +22,15 @@ from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
 from training.control.client import RosterClient
+from training.control.failures import Marks, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.task import Limits
 from training.launch import spares
+from training.launch.session import Restart
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
-from training.run.result import find_result
+from training.run.result import checked_restarts, find_result
 
 ROOT = Path(__file__).resolve().parents[3]
 TOLD = "this process was a spare"
@@ -162,6 +164,16 @@ def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkey
         roster.close()
         ended.set()
         thread.join()
+
+
+def test_a_spare_that_joins_before_its_supervisor_reports_it_takes_no_negative_time() -> None:
+    """The run's result had such a number, and could not be read again."""
+    marks = Marks(started_at=3.02, phases=[("train", 4.0)], first_step_at=5.0)
+    restart = Restart(2, 2, failed_at=0.0, ended_at=1.0, waited_s=0.0, called_at=1.5, given_at=2.0)
+    restart.stepped([RankState(0, joined_at=3.0, marks=marks)])
+    (found,) = checked_restarts([restart.to_json()], "restart_log")
+    assert found["parts"]["start the process"] == 1.0 and found["parts"]["start Python"] == 0.0
+    assert sum(found["parts"].values()) == found["seconds"] == 5.0
 
 
 def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
