@@ -166,6 +166,31 @@ def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkey
         thread.join()
 
 
+def test_a_spare_that_a_later_task_has_taken_over_is_not_ended_as_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was killed in the middle of a run, KEPT_S after the stage, or the fold, before."""
+    ends: list[object] = []
+    spare = living(ends)
+    lasts = iter([0.0, 1.0])
+
+    def ended(look_s: float) -> bool:
+        time.sleep(next(lasts))
+        return True
+
+    line = SimpleNamespace(ended=ended, close=lambda: None)
+    monkeypatch.setattr(spares, "_kept", [])
+    monkeypatch.setattr(spares, "KEPT_S", 0.3)
+    monkeypatch.setattr(spares, "SpareRank", SimpleNamespace(start=lambda devices: spare))
+    monkeypatch.setattr(spares, "RosterClient", lambda *_, **__: line)
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: SimpleNamespace(resources=dict))
+    monkeypatch.setattr("pyspark.SparkFiles.getRootDirectory", lambda: "")
+    monkeypatch.setenv("LOCKSTEP_FILES", "")
+    task = spares.WaitOnTask(("127.0.0.1", 1), b"", Limits())
+    list(task([0]))
+    list(task([0]))
+    assert not ends
+    until(lambda: len(ends) == 1)
+
+
 def test_a_spare_that_joins_before_its_supervisor_reports_it_takes_no_negative_time() -> None:
     """The run's result had such a number, and could not be read again."""
     marks = Marks(started_at=3.02, phases=[("train", 4.0)], first_step_at=5.0)
@@ -176,9 +201,22 @@ def test_a_spare_that_joins_before_its_supervisor_reports_it_takes_no_negative_t
     assert sum(found["parts"].values()) == found["seconds"] == 5.0
 
 
+def living(ends: list[object]) -> Any:
+    """A spare that lives; `ends` gets an item when it is ended."""
+    process = SimpleNamespace(poll=lambda: None)
+    return SimpleNamespace(process=process, devices=(), modules=tuple(sys.path), end=lambda: ends.append(1))
+
+
+def test_a_spare_that_began_before_the_session_shipped_a_file_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[object] = []
+    monkeypatch.setattr(spares, "_kept", [living(gone)])
+    monkeypatch.syspath_prepend("/shipped/model.zip")
+    assert spares.take(()) is None and gone
+
+
 def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[object] = []
-    spare: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), devices=(), end=lambda: gone.append(1))
+    spare = living(gone)
     monkeypatch.setattr(spares, "_kept", [spare])
     assert spares.take((), "my.module:main") is None and gone
     monkeypatch.setattr(spares, "_kept", [spare])
