@@ -10,7 +10,7 @@ from lockstep.storage.fs import filesystem
 from training.config import TrainConfig, lane_groups
 from training.control.task import Limits, RankTask
 from training.driver.preflight import preflight
-from training.driver.train import limits_of
+from training.driver.train import limits_of, ready
 from training.launch.local import run_local
 from training.launch.session import Launch, SessionLauncher
 from training.plan.epoch_plan import EpochPlan
@@ -40,8 +40,7 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             allowed="runs by an epoch plan",
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
-    if isinstance(launch, SessionLauncher):
-        launch.ready(config.ranks[0] + config.num_servers + config.spare_executors, config.start_limit_s)
+    ready(config, launch)
     shares = [plan.rows(rank, config.num_ranks, lane_groups(config)) for rank in range(config.num_ranks)]
     model = _model(config, plan, max(shares))
     lines = [
@@ -102,8 +101,9 @@ def _ranks(config: TrainConfig, launch: Launch, shares: list[int]) -> str:
         else "processes of this host"
     )
     servers = f" and {config.num_servers} servers" if config.num_servers else ""
+    spares = f", {config.spare_executors} spare executors" if config.spare_executors else ""
     ahead = _size_words(config.read_ahead_bytes)
-    return f"{config.num_ranks} of {rows} samples a step{servers}; {where}; {ahead} read ahead"
+    return f"{config.num_ranks} of {rows} samples a step{servers}{spares}; {where}; {ahead} read ahead"
 
 
 def _size(config: TrainConfig, model: dict[str, Any]) -> str:

@@ -159,11 +159,7 @@ def train(
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
     notes.show(notes.of_keep_best(config.keep_best))
-    memory = None
-    if isinstance(launch, SessionLauncher):
-        ranks, servers = config.ranks, config.num_servers
-        least = ranks[0] + servers + config.spare_executors
-        memory = launch.ready(least, config.start_limit_s, ranks[-1] + servers)
+    memory = ready(config, launch)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
@@ -189,6 +185,14 @@ def train(
             Launches(launch, config.processes, limits, spares=config.spare_executors) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, board, ownership, launches, slots, memory, stop).run()
+
+
+def ready(config: TrainConfig, launch: Launch) -> ExecutorMemory | None:
+    """`launch.ready` for all that a run of `config` starts; None for a launcher without sessions."""
+    if not isinstance(launch, SessionLauncher):
+        return None
+    ranks, others = config.ranks, config.num_servers + config.spare_executors
+    return launch.ready(ranks[0], config.start_limit_s, ranks[-1], others)
 
 
 def _show_numbers(numbers: dict[int, str | None]) -> None:

@@ -79,9 +79,13 @@ def in_driver(master: str) -> bool:
 
 
 def check_slots(
-    context: SparkContext, num_ranks: int, wait_s: float, ended: Callable[[], BaseException | None] = lambda: None
+    context: SparkContext,
+    num_ranks: int,
+    wait_s: float,
+    ended: Callable[[], BaseException | None] = lambda: None,
+    others: int = 0,
 ) -> None:
-    """Raise ConfigError unless `num_ranks` tasks fit at once.
+    """Raise ConfigError unless the tasks of `num_ranks` ranks and of `others`, servers and spares, fit at once.
 
     On a cluster, it waits up to `wait_s` seconds for executors that are still starting, unless the requested ones
     cannot suffice, or `ended()` returns an error, which it raises: another driver may have taken the run over.
@@ -99,18 +103,19 @@ def check_slots(
     asked = int(settings.get("spark.executor.instances") or ("2" if master == "yarn" else "0"))  # YARN's default
     began, said = time.monotonic(), False
     end = began + (0.0 if local else wait_s)
-    while (slots := slots_now(context)) < num_ranks:
+    needed = num_ranks + others
+    while (slots := slots_now(context)) < needed:
         if (error := ended()) is not None:
             raise error
         each = ranks_of_executor(settings)
         gpus = float(settings.get(EXECUTOR_GPUS, "0") or 0)
         per_task = 1.0 if rank_profile(context) is not None else float(settings.get(TASK_GPUS, "0") or 0)
         each = min(each, tasks_on_gpus(gpus, per_task)) if per_task else each
-        hopeless = asked > 0 and asked * each < num_ranks
+        hopeless = asked > 0 and asked * each < needed
         given = f"{slots // each} of the {asked} executors asked for" if asked and not hopeless and not local else ""
         if hopeless or time.monotonic() >= end:
             if local:
-                how = f"give --master 'local[{num_ranks}]'"
+                how = f"give --master 'local[{needed}]'"
             elif given:
                 how = "free or enlarge the cluster or its queue"
             else:
@@ -119,19 +124,29 @@ def check_slots(
                 how += (
                     f"; or, if other applications hold the rest of the cluster, wait for their end (after {wait_s:g} s)"
                 )
+            lower = f"--num-ranks to {slots} or fewer"
+            what = f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session"
+            if others:
+                lower = f"--num-ranks, --servers and --spare-executors to {slots} in all"
+                what = what.replace(" exceeds", f" and {others} servers and spare executors exceed")
             raise ConfigError(
-                f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
+                what,
                 got=f"{slots} slots on {context.master}" + (f": {given} came" if given else ""),
                 allowed="a slot for every rank, server and spare at once: a barrier stage needs them",
-                next_step=(f"Lower --num-ranks to {slots} or fewer, or {how}." if slots else f"{how.capitalize()}.")
+                next_step=(f"Lower {lower}, or {how}." if slots else f"{how.capitalize()}.")
                 + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
         if not said and time.monotonic() - began >= SLOTS_QUIET_S:
             said = True
-            fewer = f"lower --num-ranks to {slots}, or " if slots else ""
+            fewer = f"lower --num-ranks to {slots}, or " if slots and not others else ""
             came = f", by {given}; if no more come, {fewer}free or enlarge the cluster or its queue" if given else ""
             log.warning(
-                "%d ranks wait up to %g s for task slots: the cluster has given %d%s", num_ranks, wait_s, slots, came
+                "%d %s wait up to %g s for task slots: the cluster has given %d%s",
+                needed,
+                "ranks, servers and spare executors" if others else "ranks",
+                wait_s,
+                slots,
+                came,
             )
         time.sleep(SLOTS_LOOK_S)
 
@@ -372,17 +387,17 @@ class OnSpark(SessionLauncher):
         with jvm_lives():
             return sum(slots_outside(classic_context(self.spark), hosts).values())
 
-    def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> ExecutorMemory | None:
-        """Raise ConfigError unless the session has memory and task slots (`check_slots`) for all ranks at once.
+    def ready(self, num_ranks: int, wait_s: float, most: int | None = None, others: int = 0) -> ExecutorMemory | None:
+        """Raise ConfigError unless the session has memory and task slots (`check_slots`) for all at once.
 
         Returns the memory of an executor for its ranks, if the cluster manager enforces it.
         """
         context = classic_context(self.spark)
         with jvm_lives():
-            memory = executor_memory(context, most or num_ranks)
+            memory = executor_memory(context, (most or num_ranks) + others)
             if memory is not None:
                 memory.judge(RANK_MIB, "the rank of the smallest model")
-            check_slots(context, num_ranks, wait_s)
+            check_slots(context, num_ranks, wait_s, others=others)
         return memory
 
     def signals(self) -> AbstractContextManager[None]:

@@ -166,11 +166,12 @@ class SessionLauncher(ABC):
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors for several generations; they start with the first run."""
 
-    def ready(self, num_ranks: int, wait_s: float, most: int | None = None) -> ExecutorMemory | None:
-        """Raise ConfigError unless all ranks fit at once; a driver asks before it writes anything.
+    def ready(self, num_ranks: int, wait_s: float, most: int | None = None, others: int = 0) -> ExecutorMemory | None:
+        """Raise ConfigError unless all ranks and `others` (servers, spares) fit at once; asked before a run is written.
 
         Waits up to `wait_s` seconds for executors that are still starting. Returns the memory that an executor has for
-        its share of `most` ranks (None: of `num_ranks`), None where nothing enforces it.
+        its share of `most` ranks (None: of `num_ranks`) and of the others, each of which may become as large as a rank;
+        None where nothing enforces it.
         """
         return None
 

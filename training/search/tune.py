@@ -85,14 +85,15 @@ def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
 
 
 def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
-    ranks = config.parallel * (config.base.processes + config.base.spare_executors)
+    base, parallel = config.base, config.parallel
+    ranks, others = parallel * base.num_ranks, parallel * (base.num_servers + base.spare_executors)
     try:
-        launch.ready(ranks, config.base.start_limit_s)
+        launch.ready(ranks, base.start_limit_s, others=others)
     except ConfigError as error:
         raise ConfigError(
-            f"{config.parallel} trials of {config.base.processes} processes do not fit at once",
+            f"{parallel} trials of {base.processes + base.spare_executors} processes do not fit at once",
             got=f"{error.what}; {error.got}",
-            allowed=f"{ranks} slots at once: --parallel times all ranks, servers and spare executors",
+            allowed=f"{ranks + others} slots at once: --parallel times all ranks, servers and spare executors",
             next_step=f"Lower --parallel. {error.next_step}",
         ) from error
 

@@ -323,3 +323,11 @@ def test_more_ranks_than_yarn_gives_by_default_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 1 task slots") as caught:
         check_slots(FakeContext(), 3, 600.0)  # type: ignore[arg-type]  # a stand-in
     assert "raise --num-executors" in caught.value.next_step
+
+
+def test_the_advice_names_spares_where_ranks_alone_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
+    context = FakeContext(2, **{"spark.executor.instances": "2"})
+    with pytest.raises(ConfigError, match="num_ranks=2 and 1 servers and spare executors exceed the") as caught:
+        check_slots(context, 2, 600.0, others=1)  # type: ignore[arg-type]  # a stand-in
+    assert caught.value.next_step.startswith("Lower --num-ranks, --servers and --spare-executors to")

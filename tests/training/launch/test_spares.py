@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,10 @@ from training.control.failures import Marks, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.task import Limits
+from training.driver.dry_run import dry_run
+from training.driver.train import train
 from training.launch import spares
-from training.launch.session import Restart
+from training.launch.session import Restart, Session, SessionLauncher
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import checked_restarts, find_result
@@ -72,6 +75,46 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
     logs = {path: path.read_text() for path in run.glob("logs/*/*/*")}
     assert [path.parent.parent.name for path, text in logs.items() if TOLD in text] == ["g0002"], [*logs]
     assert check_run_audit(str(run)).ok
+
+
+@dataclass
+class Asked(SessionLauncher):
+    """Records the room that is asked of it."""
+
+    asked: list[tuple[Any, ...]]
+    room: bool = False
+
+    def ready(self, *room: Any) -> None:
+        """Refuse what is asked for, unless there is room."""
+        self.asked.append(room)
+        if not self.room:
+            raise ConfigError("no room")
+
+    def slots(self) -> int:
+        """Those of a small cluster."""
+        return 5
+
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        """Not asked for."""
+        raise AssertionError
+
+
+def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare becomes a rank, which may come into an executor that has one: its memory counts as a rank's."""
+    write_table(tmp_path / "data")
+    common = {"datasets": (str(tmp_path / "data"),), "run": str(tmp_path / "run"), "global_batch": 8, "epochs": 1}
+    config = TrainConfig(**common, model="logistic", num_ranks=3, min_ranks=2, spare_executors=2)  # type: ignore[arg-type]
+    launch = Asked([])
+    for call in (train, dry_run):
+        with pytest.raises(ConfigError, match="no room"):
+            call(config, launch)
+    assert launch.asked == [(2, config.start_limit_s, 3, 2)] * 2
+    names = ("rank_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
+    model: dict[str, Any] = {**dict.fromkeys(names, 1), "metrics": []}
+    monkeypatch.setattr("training.driver.dry_run.run_local", lambda *_, **__: (model,))
+    assert " samples a step, 2 spare executors; 5 task slots now; " in dry_run(config, Asked([], room=True))
 
 
 class Context:
