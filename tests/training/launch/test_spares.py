@@ -281,6 +281,7 @@ def below(pid: int) -> dict[psutil.Process, list[str]]:
         {"spare_executors": -1},
         {"launcher": "local", "min_ranks": None},  # ranks are processes of this host
         {"max_ranks": 3},  # such a run uses every slot
+        {"max_ranks": 2},  # likewise, once it has lost a rank
     ],
 )
 def test_spare_executors_need_slots_that_no_rank_uses(wrong: dict[str, object]) -> None:
