@@ -512,8 +512,8 @@ class TrainConfig:
         self._check("slots_file", bool(self.slots_file) == takes, words)
         spares = self.spare_executors
         allowed = "0, or executors from 1 up with --launcher barrier and without --max-ranks, which uses every slot"
-        grows = self.launcher == "local" or self.ranks[-1] > self.num_ranks
-        self._check("spare_executors", spares == 0 or (spares > 0 and not grows), allowed)
+        right = spares > 0 and self.launcher == "barrier" and self.max_ranks is None
+        self._check("spare_executors", spares == 0 or right, allowed)
         if self.balance:
             self._check_balance()
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")

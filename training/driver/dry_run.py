@@ -101,8 +101,9 @@ def _ranks(config: TrainConfig, launch: Launch, shares: list[int]) -> str:
         else "processes of this host"
     )
     servers = f" and {config.num_servers} servers" if config.num_servers else ""
+    spares = f", {config.spare_executors} spare executors" if config.spare_executors else ""
     ahead = _size_words(config.read_ahead_bytes)
-    return f"{config.num_ranks} of {rows} samples a step{servers}; {where}; {ahead} read ahead"
+    return f"{config.num_ranks} of {rows} samples a step{servers}{spares}; {where}; {ahead} read ahead"
 
 
 def _size(config: TrainConfig, model: dict[str, Any]) -> str:

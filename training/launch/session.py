@@ -245,7 +245,8 @@ class Restart:
         points = [("end the other ranks", self.failed_at), ("wait", self.ended_at)]
         points += [("claim", self.ended_at + self.waited_s), ("supervisors", self.called_at)]
         points.append(("start the process", self.given_at))
-        points.append(("start Python", marks.started_at or joined_at))
+        # A spare may join before its supervisor has reported it.
+        points.append(("start Python", min(marks.started_at or joined_at, joined_at)))
         points.append(("import", joined_at))
         points += [("first step" if phase == "train" else phase, at) for phase, at in marks.phases]
         self.seconds = marks.first_step_at - self.failed_at

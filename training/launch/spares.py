@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,12 +51,15 @@ class SpareRank:
     mark: str
     devices: tuple[str, ...]
     """The GPUs that it sees."""
+    modules: tuple[str, ...]
+    """Where it looks for them: not in a file that the session got later (addPyFile)."""
 
     @classmethod
     def start(cls, devices: tuple[str, ...]) -> SpareRank:
         """Start one. Spark sets OMP_NUM_THREADS for the processes of a task, so it has those of every other rank."""
         page, stacks, mark = new_page(), new_stacks(), new_mark()
-        return cls(start_process([",".join(devices)], mark, 1, page, stacks), page, stacks, mark, devices)
+        process = start_process([",".join(devices)], mark, 1, page, stacks)
+        return cls(process, page, stacks, mark, devices, tuple(sys.path))
 
     def end(self) -> None:
         """Kill it."""
@@ -67,16 +71,21 @@ class SpareRank:
 
 
 _kept: list[SpareRank] = []
+_ends: list[threading.Timer] = []
+"""Ends the spare that a task has left; a later task that takes it cancels that."""
 
 
 def take(devices: tuple[str, ...], entry: str = OURS) -> SpareRank | None:
-    """The spare of this Python process, if it has one that lives and sees these GPUs; the caller owns it.
+    """The spare of this Python process, if it lives and sees these GPUs and all modules; the caller owns it.
 
     None for an `entry` of the user's, which may set variables that TensorFlow and Keras read when they are imported.
     """
+    while _ends:
+        _ends.pop().cancel()
     while _kept:
         spare = _kept.pop()
-        if spare.process.poll() is None and spare.devices == devices and entry.startswith(OURS):
+        sees = spare.devices == devices and spare.modules == tuple(sys.path)
+        if spare.process.poll() is None and sees and entry.startswith(OURS):
             return spare
         spare.end()
     return None
@@ -118,6 +127,7 @@ class WaitOnTask:
         unused = threading.Timer(KEPT_S, _end_unused, [spare])
         unused.daemon = True
         unused.start()
+        _ends.append(unused)
         return iter([*rows])  # Spark ends a process that has not read all rows of its task
 
 

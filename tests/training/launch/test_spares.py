@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,18 +26,22 @@ from tests.training._tiny import write_table
 from tests.waiting import until
 from training.config import TrainConfig
 from training.control.client import RosterClient
+from training.control.failures import Marks, RankState
 from training.control.last_words import new_page
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.server import Handler
 from training.control.stacks import new_stacks
 from training.control.task import Limits, RankTask
+from training.driver.dry_run import dry_run
+from training.driver.train import train
 from training.launch import spares
 from training.launch.local import run_local
 from training.launch.process import new_mark, start_process
+from training.launch.session import Restart, Session, SessionLauncher
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
-from training.run.result import find_result
+from training.run.result import checked_restarts, find_result
 
 ROOT = Path(__file__).resolve().parents[3]
 TOLD = "this process was a spare"
@@ -78,6 +83,46 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
     logs = {path: path.read_text() for path in run.glob("logs/*/*/*")}
     assert [path.parent.parent.name for path, text in logs.items() if TOLD in text] == ["g0002"], [*logs]
     assert check_run_audit(str(run)).ok
+
+
+@dataclass
+class Asked(SessionLauncher):
+    """Records the room that is asked of it."""
+
+    asked: list[tuple[Any, ...]]
+    room: bool = False
+
+    def ready(self, *room: Any) -> None:
+        """Refuse what is asked for, unless there is room."""
+        self.asked.append(room)
+        if not self.room:
+            raise ConfigError("no room")
+
+    def slots(self) -> int:
+        """Those of a small cluster."""
+        return 5
+
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        """Not asked for."""
+        raise AssertionError
+
+
+def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare becomes a rank, which may come into an executor that has one: its memory counts as a rank's."""
+    write_table(tmp_path / "data")
+    common = {"datasets": (str(tmp_path / "data"),), "run": str(tmp_path / "run"), "global_batch": 8, "epochs": 1}
+    config = TrainConfig(**common, model="logistic", num_ranks=3, min_ranks=2, spare_executors=2)  # type: ignore[arg-type]
+    launch = Asked([])
+    for call in (train, dry_run):
+        with pytest.raises(ConfigError, match="no room"):
+            call(config, launch)
+    assert launch.asked == [(4, config.start_limit_s, 5)] * 2
+    names = ("rank_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
+    model: dict[str, Any] = {**dict.fromkeys(names, 1), "metrics": []}
+    monkeypatch.setattr("training.driver.dry_run.run_local", lambda *_, **__: (model,))
+    assert " samples a step, 2 spare executors; 5 task slots now; " in dry_run(config, Asked([], room=True))
 
 
 class Context:
@@ -136,6 +181,12 @@ def test_a_lost_spare_gets_a_job_of_its_own_again(
     spare.close()
 
 
+def living(ends: list[object]) -> Any:
+    """A spare that lives; `ends` gets an item when it is ended."""
+    process = SimpleNamespace(poll=lambda: None)
+    return SimpleNamespace(process=process, devices=(), modules=tuple(sys.path), end=lambda: ends.append(1))
+
+
 @pytest.fixture
 def in_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a task of Spark's."""
@@ -149,8 +200,7 @@ def in_task(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_task")
 def test_a_spare_that_waits_again_is_not_ended_as_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
-    process = SimpleNamespace(poll=lambda: -9 if ended else None)
-    spare: Any = SimpleNamespace(process=process, devices=(), end=lambda: ended.append(1))
+    spare = living(ended)
     monkeypatch.setattr(spares.SpareRank, "start", lambda devices: spare)
     for lasts_s in (0.0, 2 * spares.KEPT_S):
         key = new_key()
@@ -202,7 +252,7 @@ def test_a_spare_uses_the_tokens_that_came_after_its_start(monkeypatch: pytest.M
     monkeypatch.setenv(tokens.VARIABLE, "")  # so that what `hold` sets ends with this test
     monkeypatch.delenv(tokens.VARIABLE)
     page, stacks, mark = new_page(), new_stacks(), new_mark()
-    spare = spares.SpareRank(start_process([], mark, 1, page, stacks), page, stacks, mark, ())
+    spare = spares.SpareRank(start_process([], mark, 1, page, stacks), page, stacks, mark, (), tuple(sys.path))
     monkeypatch.setattr(spares, "_kept", [spare])
     monkeypatch.setattr(spares, "OURS", "_ranks")
     tokens.hold(base64.b64encode(b"a token of HDFS").decode())
@@ -211,9 +261,26 @@ def test_a_spare_uses_the_tokens_that_came_after_its_start(monkeypatch: pytest.M
     assert f"{tokens.VARIABLE}={os.environ[tokens.VARIABLE]}" in result["environment"]
 
 
+def test_a_spare_that_joins_before_its_supervisor_reports_it_takes_no_negative_time() -> None:
+    """The run's result had such a number, and could not be read again."""
+    marks = Marks(started_at=3.02, phases=[("train", 4.0)], first_step_at=5.0)
+    restart = Restart(2, 2, failed_at=0.0, ended_at=1.0, waited_s=0.0, called_at=1.5, given_at=2.0)
+    restart.stepped([RankState(0, joined_at=3.0, marks=marks)])
+    (found,) = checked_restarts([restart.to_json()], "restart_log")
+    assert found["parts"]["start the process"] == 1.0 and found["parts"]["start Python"] == 0.0
+    assert sum(found["parts"].values()) == found["seconds"] == 5.0
+
+
+def test_a_spare_that_began_before_the_session_shipped_a_file_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[object] = []
+    monkeypatch.setattr(spares, "_kept", [living(gone)])
+    monkeypatch.syspath_prepend("/shipped/model.zip")
+    assert spares.take(()) is None and gone
+
+
 def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[object] = []
-    spare: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), devices=(), end=lambda: gone.append(1))
+    spare = living(gone)
     monkeypatch.setattr(spares, "_kept", [spare])
     assert spares.take((), "my.module:main") is None and gone
     monkeypatch.setattr(spares, "_kept", [spare])
@@ -235,6 +302,7 @@ def below(pid: int) -> dict[psutil.Process, list[str]]:
         {"spare_executors": -1},
         {"launcher": "local", "min_ranks": None},  # ranks are processes of this host
         {"max_ranks": 3},  # such a run uses every slot
+        {"max_ranks": 2},  # likewise, once it has lost a rank
     ],
 )
 def test_spare_executors_need_slots_that_no_rank_uses(wrong: dict[str, object]) -> None:
