@@ -235,7 +235,7 @@ class NoRoom(NeverThere):
     """A session that finds no slots."""
 
     def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
-        raise ConfigError("num_ranks=2 exceeds the 1 task slots", got="1 slot", next_step="Lower --num-ranks.")
+        raise ConfigError("2 ranks exceed the 1 task slots", got="1 slot", next_step="Lower --num-ranks.")
 
 
 class Full(SessionLauncher):
@@ -248,9 +248,9 @@ class Full(SessionLauncher):
 def test_no_room_is_a_wrong_call_at_the_start_and_a_failed_run_later() -> None:
     """Who repeats what failed (exit 1), as a schedule does, goes on with the run; a wrong call (2) nobody repeats."""
     with Launches(Full(), 1, Limits()) as made:
-        with pytest.raises(ConfigError, match="exceeds the 1 task slots"):
+        with pytest.raises(ConfigError, match="exceed the 1 task slots"):
             made.run(RankTask("m:f"), 1)
-        with pytest.raises(LauncherError, match="cannot be started again: num_ranks=2 exceeds") as caught:
+        with pytest.raises(LauncherError, match="cannot be started again: 2 ranks exceed") as caught:
             made.run(RankTask("m:f"), 2)
     assert caught.value.exit_code == 1 and "start again" in caught.value.next_step
 

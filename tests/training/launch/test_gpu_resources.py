@@ -77,7 +77,7 @@ def test_tasks_share_a_gpu_or_have_two(tmp_path: Path, amount: str, ranks: int, 
     """One executor: two ranks on its GPU, or a rank with both of its GPUs; one rank more has no slot."""
     told = driver(tmp_path, amount, str(ranks))
     assert [rank[devices.VISIBLE] for rank in told["seen"]] == seen
-    assert f"num_ranks={ranks + 1} exceeds the {ranks} task slots" in told["too many"]
+    assert f"{ranks + 1} ranks, servers and spares exceed the {ranks} task slots" in told["too many"]
     assert too_many in told["too many"]
     assert any(told["other tasks"]) is (amount != "none")
 
