@@ -123,6 +123,9 @@ _CHUNK_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 16  # Java's stack among them
 _MAX_LIST_BYTES = 1 << 28  # half a million entries of a directory
 _LISTS = ("LISTSTATUS", "GETFILEBLOCKLOCATIONS")
+# How a standby NameNode refuses a delegation token, and what the package reads as "ask the other one".
+_TOKEN_ON_STANDBY = b"InvalidToken: StandbyException"
+_STANDBY = b'{"RemoteException": {"exception": "StandbyException", "message": "it is a standby NameNode"}}'
 
 
 class RefusedError(Exception):
@@ -297,6 +300,8 @@ def _read_whole(answer: Any, most_bytes: int, limit_s: float, data_host: str) ->
     except (RefusedError, requests.exceptions.ReadTimeout):
         answer.close()
         raise
+    if answer.status_code == 403 and _TOKEN_ON_STANDBY in body:
+        body = bytearray(_STANDBY)
     answer.raw = io.BytesIO(body)  # where `content` and `json` look
 
 

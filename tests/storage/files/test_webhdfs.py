@@ -337,6 +337,17 @@ def test_the_second_namenode_serves_where_the_first_does_not(fake: FakeWebHdfs) 
     assert standby_only.stat(url("")).is_dir
 
 
+def test_a_standby_namenode_that_refuses_a_token_is_not_the_last_word(fake: FakeWebHdfs) -> None:
+    text = "Failed to obtain user group information: org.apache.hadoop.security.token.SecretManager$InvalidToken: "
+    with serving() as standby:
+        standby.before["GETFILESTATUS"] = [refusing("SecurityException", text + "StandbyException")]
+        both = WebHdfsFileSystem(f"{standby.address},{fake.address}", PATIENT, user="me", token="a token")
+        assert both.stat("webhdfs://x:1,y:2/").is_dir
+    fake.before["GETFILESTATUS"] = [refusing("SecurityException", text + "token is expired")]
+    with pytest.raises(StorageError, match="permission denied"):
+        WebHdfsFileSystem(fake.address, PATIENT, user="me", token="a token").stat(url("a"))
+
+
 def test_a_token_is_sent_and_never_told(fake: FakeWebHdfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_WEBHDFS_TOKEN", "s3cr3t")
     here = f"webhdfs://{fake.address}/a"
