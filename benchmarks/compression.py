@@ -2,13 +2,15 @@
 in accuracy.
 
     python -m benchmarks.compression links [--mbit 100 1000 10000] [--hosts 2] [--steps 3] [--methods ...]    (as root)
+        [--torch PYTHON]
     python -m benchmarks.compression accuracy DATASET FOLDER [--model mlp] [--epochs 3] [--methods ...] [--seeds 0 1 2]
 
 links: hosts are network namespaces of this machine (tests/network/hosts.py) with one rank each and no compute: seconds
 from the first posted gradient to the sums, of the slowest rank, median of the steps; bytes that a rank sends in a step,
-headers included. accuracy: runs of two local ranks on DATASET, scored on its test split: mean over seeds and range.
-For `dgc`, which takes SGD without Nesterov: --model resnet8 --flags "--set nesterov=false", or
---model benchmarks.compression:sgd_mlp.
+headers included. With --torch, PyTorch's communication hooks on the same hosts after them; their steps have a forward
+and a backward pass of one row, whose seconds are printed too. accuracy: runs of two local ranks on DATASET, scored on
+its test split: mean over seeds and range. For `dgc`, which takes SGD without Nesterov: --model resnet8
+--flags "--set nesterov=false", or --model benchmarks.compression:sgd_mlp.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ from training.run.metrics import read_history
 from training.world import World
 
 METHODS = ("none", "bf16", "fp16", "int8", "1bit", "qsgd:4", "terngrad", "topk:1%", "dgc:0.1%", "powersgd:2")
+HOOKS, PEER_PORT = ("", "none", "fp16", "bf16", "powersgd:2"), 29500
 
 
 def work(rank: int, num_ranks: int) -> None:
@@ -80,15 +84,31 @@ def links(args: argparse.Namespace) -> None:
             ranks = [hosts.popen(rank, [*command, f"--rank={rank}"], env=env, **pipes) for rank in range(args.hosts)]
             _send(ranks, [_answer(rank) for rank in ranks])
             assert [_answer(rank) for rank in ranks] == ["ready"] * args.hosts
-            whole: tuple[float, float] | None = None
-            for method in args.methods:
-                _send(ranks, {"method": method, "steps": args.steps})
-                steps = list(zip(*[_answer(rank) for rank in ranks], strict=True))
-                seconds = statistics.median(max(taken for taken, _ in step) for step in steps)
-                sent = statistics.median(max(count for _, count in step) for step in steps)
-                whole = whole or (seconds, sent)
-                row = f"{mbit:>8}  {method:<12}{seconds:>8.3f}  {whole[0] / seconds:>6.2f}  {sent / 1e6:>10.3f}"
-                print(f"{row}  {whole[1] / sent:>7.1f}", flush=True)
+            _measure(args, mbit, "", args.methods, ranks)
+            if args.torch:
+                peer = [args.torch, "benchmarks/peers/hooks_torch.py"]
+                where = [str(args.hosts), hosts.addresses[0], str(PEER_PORT)]
+                ranks = [hosts.popen(rank, [*peer, str(rank), *where], **pipes) for rank in range(args.hosts)]
+                version = {_answer(rank) for rank in ranks}.pop()
+                _measure(args, mbit, f"torch {version} ", HOOKS, ranks)
+
+
+def _measure(
+    args: argparse.Namespace, mbit: int, whose: str, methods: Sequence[str], ranks: list[subprocess.Popen[str]]
+) -> None:
+    """Print seconds and bytes of a step by each method, also as parts of the first one's."""
+    whole: tuple[float, float] | None = None
+    for method in methods:
+        _send(ranks, {"method": method, "steps": args.steps})
+        steps = list(zip(*[_answer(rank) for rank in ranks], strict=True))
+        seconds = statistics.median(max(taken for taken, _ in step) for step in steps)
+        sent = statistics.median(max(count for _, count in step) for step in steps)
+        if not method:
+            print(f"{mbit:>8}  {whose}passes alone: {seconds:.3f} s", flush=True)
+            continue
+        whole = whole or (seconds, sent)
+        row = f"{mbit:>8}  {whose + method:<12}{seconds:>8.3f}  {whole[0] / seconds:>6.2f}  {sent / 1e6:>10.3f}"
+        print(f"{row}  {whole[1] / sent:>7.1f}", flush=True)
 
 
 def accuracy(args: argparse.Namespace) -> None:
@@ -144,6 +164,7 @@ def main() -> None:
     of_rank.add_argument("--rank", type=int, required=True)
     of_links.add_argument("--mbit", type=int, nargs="+", default=[100, 1000, 10000])
     of_links.add_argument("--steps", type=int, default=3)
+    of_links.add_argument("--torch", help="a Python with PyTorch: measure its communication hooks, too")
     of_runs.add_argument("dataset")
     of_runs.add_argument("folder")
     of_runs.add_argument("--model", default="mlp")
