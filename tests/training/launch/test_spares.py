@@ -112,8 +112,8 @@ def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
 ) -> None:
     """A spare becomes a rank, which may come into an executor that has one: its memory counts as a rank's."""
     write_table(tmp_path / "data")
-    common = {"datasets": (str(tmp_path / "data"),), "run": str(tmp_path / "run"), "global_batch": 8, "epochs": 1}
-    config = TrainConfig(**common, model="logistic", num_ranks=3, min_ranks=2, spare_executors=2)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"datasets": (str(tmp_path / "data"),), "run": str(tmp_path / "run"), "epochs": 1}
+    config = TrainConfig(**common, model="logistic", global_batch=8, num_ranks=3, min_ranks=2, spare_executors=2)
     launch = Asked([])
     for call in (train, dry_run):
         with pytest.raises(ConfigError, match="no room"):
