@@ -30,7 +30,7 @@ class ImagesConfig(OutputConfig):
     """The configuration of `jobs.etl_images`. Raises ConfigError for invalid values."""
 
     source: str = "idx"
-    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF and WebP files."""
+    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP and PNM files."""
     image_size: tuple[int, int] | None = None
     """Height and width that images are resized to; None keeps the size of idx and cifar, whose images are all equal."""
     fit: str = "resize"
