@@ -246,6 +246,11 @@ def way_out(reasons: Set[str], *, all_bad: bool) -> str:
     """What to do about records that are bad for `reasons`. If no line has the format, the format is probably wrong."""
     if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
         return "Give the format of the input by --log-format (the default is common), or check --input."
+    if c.NO_CLASS in reasons:
+        return (
+            "Put each image into a folder of its class. A folder called train, val, test, ... is a split, which holds"
+            " class folders: if it is a class, name all classes by --classes."
+        )
     return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
 
 

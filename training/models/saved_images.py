@@ -39,9 +39,10 @@ def _pixels(data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     def png() -> tf.Tensor:
         header = tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8)
         odd_grey = (header[0] != 8) & (header[1] == 0)  # TensorFlow mistakes its opacity
-        mistaken = (header[0] != 8) & (header[1] != 3) & (tf.size(tf.strings.split(data, b"tRNS", maxsplit=1)) > 1)
-        with tf.control_dependencies([tf.debugging.Assert(~mistaken, ["a PNG of this depth with a transparent colour"])]):
-            header = tf.identity(header)
+        transparent = tf.size(tf.strings.split(data, b"tRNS", maxsplit=1)) > 1
+        good = ~transparent | (header[0] == 8) | (header[1] == 3)
+        with tf.control_dependencies([tf.debugging.Assert(good, ["a PNG of this depth with a transparent colour"])]):
+            odd_grey = tf.identity(odd_grey)
         wide = tf.cond(odd_grey, opaque, lambda: tf.io.decode_png(data, channels=4))
         pixels, over = tf.cast(wide[:, :, :3], tf.int32), tf.cast(wide[:, :, 3:], tf.int32)
         return (pixels * over + 255 * (255 - over) + 127) // 255  # transparent parts over white
@@ -57,7 +58,8 @@ def _pixels(data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     parts = tf.strings.split(data, tf.where(is_png, b"eXIf", b"Exif\0\0"), maxsplit=1)
     found = tf.cond(tf.size(parts) > 1, lambda: _orientation(parts[1]), lambda: 0)
-    parts = tf.strings.split(data, tf.where(is_png, b"XML:com.adobe.xmp", b"http://ns.adobe.com/xap/1.0/\0"), maxsplit=1)
+    xmp = tf.where(is_png, b"XML:com.adobe.xmp", b"http://ns.adobe.com/xap/1.0/\0")
+    parts = tf.strings.split(data, xmp, maxsplit=1)
     found = tf.cond((found == 0) & (tf.size(parts) > 1), lambda: _xmp_orientation(parts[1]), lambda: found)
     found = tf.where((found >= 1) & (found <= 8), found, 1)
     return tf.cond(is_png, png, jpeg), found

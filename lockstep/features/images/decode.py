@@ -229,7 +229,7 @@ def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
 
 
 def decode_plain(mode: str, size: tuple[int, int], data: bytes) -> bytes:
-    """The pixels of a JPEG without an orientation, of size (width, height), in its own mode L or RGB. Raises ImageError."""
+    """The pixels of a JPEG that is upright, of size (width, height), in its own mode L or RGB. Raises ImageError."""
     try:
         return _direct(mode, size, data)
     except MemoryError:  # this machine's fault, not the file's
@@ -277,6 +277,21 @@ def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uin
         # A hostile file can make Pillow raise almost any exception; callers quarantine the file with this reason.
         except Exception as error:
             raise ImageError(BROKEN, _first_line(error)) from None
+
+
+def has_wide_pixels(data: bytes) -> bool:
+    """Whether this is a PNG or a grey TIFF of 16 bits a value, of which `decode` keeps the upper 8."""
+    kind = format_of(data)
+    if kind != TIFF:
+        return kind == PNG and data[24:25] == b"\x10"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return str(_open(data, TIFF).mode).startswith("I;16")
+    except MemoryError:
+        raise
+    except Exception:  # a damaged file, which `decode` refuses with a reason
+        return False
 
 
 def _open(data: bytes, kind: str) -> Any:

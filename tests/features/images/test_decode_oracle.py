@@ -41,7 +41,9 @@ def drawn(mode: str, draw: random.Random) -> Image.Image:
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 1 << draw.choice([12, 16]), (height, width)).astype(np.uint16))
     if mode in ("I", "F"):
-        return Image.fromarray(rng.integers(0, 1 << 20, (height, width)).astype(np.int32 if mode == "I" else np.float32))
+        return Image.fromarray(
+            rng.integers(0, 1 << 20, (height, width)).astype(np.int32 if mode == "I" else np.float32)
+        )
     rgb = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     if mode == "P":
         return rgb.quantize(draw.choice([2, 16, 200]))
@@ -82,10 +84,10 @@ def made(draw: random.Random) -> tuple[str, bytes, np.ndarray | None]:
     if kind in ("GIF", "PNG", "WEBP", "TIFF") and mode != "I;16" and draw.random() < 0.3:
         more |= {"save_all": True, "append_images": [drawn(mode, draw).resize(image.size)], "duration": 40}
         what.append("animated")
-    if (kind == "PNG" and mode in ("1", "L", "RGB", "P", "I;16")) or (kind == "GIF" and mode == "P"):
-        if draw.random() < 0.5:
-            more["transparency"] = image.getpixel((0, 0))
-            what.append("tRNS")
+    keyed = (kind == "PNG" and mode in ("1", "L", "RGB", "P", "I;16")) or (kind == "GIF" and mode == "P")
+    if keyed and draw.random() < 0.5:
+        more["transparency"] = image.getpixel((0, 0))
+        what.append("tRNS")
     file = io.BytesIO()
     image.save(file, kind, **more)
     data = file.getvalue()
@@ -161,8 +163,8 @@ def test_a_transparent_grey_is_white_at_each_depth(bits: int) -> None:
     most = (1 << bits) - 1
     samples = np.random.default_rng(bits).integers(0, most + 1, (9, 7, 1))
     for key in {0, 1, int(samples[3, 3, 0]), most}:
-        wanted = samples >> 8 if bits == 16 else samples * 255 // most
-        wanted = np.where(samples == key, 255, wanted).astype(np.uint8)
+        grey = samples >> 8 if bits == 16 else samples * 255 // most
+        wanted = np.where(samples == key, 255, grey).astype(np.uint8)
         np.testing.assert_array_equal(decode(png(bits, 0, samples, (key,)), 1), wanted)
 
 
