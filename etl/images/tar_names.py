@@ -49,55 +49,49 @@ class MemberNames:
     def settled(self) -> Settled:
         """What the members added so far mean together."""
         halves = np.frombuffer(self._keys, dtype="<u8").reshape(-1, 2)
-        positions = np.frombuffer(self._positions, dtype=np.int64)
-        order = np.lexsort((positions, halves[:, 1], halves[:, 0]))
-        same = (halves[order][1:] == halves[order][:-1]).all(axis=1)
-        replaced = frozenset(positions[order[:-1][same]].tolist())
-        versions = self._versions(halves)
+        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: those of one name by their positions
+        ordered = halves[order]
+        same = (ordered[1:] == ordered[:-1]).all(axis=1)
+        replaced = frozenset(self._positions[row] for row in order[:-1][same].tolist())
         links, broken = [], []
         for link in self._links.values():
             if link.position in replaced:
                 continue
-            row = self._followed(link, versions)
+            row = self._followed(link, ordered, order)
             if row is None:
                 broken.append(link)
             else:
                 links.append(Member(link.position, link.name, True, self._offsets[row], self._sizes[row]))
         return Settled(tuple(sorted(replaced)), tuple(links), tuple(broken))
 
-    def _versions(self, halves: NDArray[np.uint64]) -> dict[bytes, list[int]]:
-        """The rows, in order, of each name that a link leads to."""
-        wanted = {key for link in self._links.values() if (key := _target(link)) is not None}
-        first = np.frombuffer(b"".join(wanted), dtype="<u8").reshape(-1, 2)[:, 0]
-        found: dict[bytes, list[int]] = {}
-        for row in np.flatnonzero(np.isin(halves[:, 0], first)).tolist():
-            found.setdefault(bytes(self._keys[row * _KEY_BYTES : (row + 1) * _KEY_BYTES]), []).append(row)
-        return found
-
-    def _followed(self, link: Member, versions: dict[bytes, list[int]]) -> int | None:
+    def _followed(self, link: Member, ordered: NDArray[np.uint64], order: NDArray[np.intp]) -> int | None:
         """The row of the file that a link leads to; a hard one leads to what its target was when it was made."""
+        place, found = link.name, link
         for _ in range(_MAX_STEPS):
-            rows = versions.get(_target(link) or b"", [])
-            if link.link_kind == HARD_LINK:
-                rows = [row for row in rows if self._positions[row] < link.position]
+            is_hard = found.link_kind == HARD_LINK
+            path = posixpath.normpath(found.link if is_hard else posixpath.join(posixpath.dirname(place), found.link))
+            if found.link.startswith("/") or path.startswith(("../", "/")) or path in ("..", "."):
+                return None  # outside the archive
+            rows = _rows_of(key_of(path.split("/")), ordered, order)
+            if is_hard:
+                rows = [row for row in rows if self._positions[row] < found.position]
             if not rows:
                 return None
-            row = rows[-1]
-            following = self._links.get(self._positions[row])
+            following = self._links.get(self._positions[rows[-1]])
             if following is None:
-                return row if self._offsets[row] >= 0 else None
-            link = following
+                return rows[-1] if self._offsets[rows[-1]] >= 0 else None
+            # A hard link to a symbolic one is that link in another place.
+            place, found = place if is_hard else path, following
         return None
+
+
+def _rows_of(key: bytes, ordered: NDArray[np.uint64], order: NDArray[np.intp]) -> list[int]:
+    """The rows of a name in order, by the sorted halves of all keys."""
+    high, low = np.frombuffer(key, dtype="<u8")
+    first, last = np.searchsorted(ordered[:, 0], high, "left"), np.searchsorted(ordered[:, 0], high, "right")
+    return [int(row) for row in order[first:last][ordered[first:last, 1] == low]]
 
 
 def key_of(parts: Sequence[str]) -> bytes:
     """A name in 16 bytes."""
     return blake2b("/".join(parts).encode(errors="surrogatepass"), digest_size=_KEY_BYTES).digest()
-
-
-def _target(link: Member) -> bytes | None:
-    """The key of the name that a link leads to; None for one outside the archive."""
-    path = link.link if link.link_kind == HARD_LINK else posixpath.join(posixpath.dirname(link.name), link.link)
-    path = posixpath.normpath(path)
-    outside = link.link.startswith("/") or path.startswith(("../", "/")) or path in ("..", ".")
-    return None if outside else key_of(path.split("/"))
