@@ -10,7 +10,7 @@ from etl.images.source import composed
 from lockstep.storage.errors import DataError
 
 log = logging.getLogger(__name__)
-# Folders that are called after what is in them, beside or instead of class folders.
+# Folders that are called after what they hold, next to class folders or in place of them.
 _NO_CLASSES = frozenset(("images", "image", "imgs", "img", "jpegimages", "annotations", "trimaps", "labels"))
 _NAMED = 5  # in a message
 
@@ -55,8 +55,8 @@ def refuse_layout(classes: Sequence[ClassFolder]) -> None:
                 f"{found.label} in {holders[_folder(_folder(found.first))]} ({found.first})" for found in nested
             ),
             allowed="images of a class directly in its folder, or below train/CLASS/",
-            next_step="Move the inner folder's images up or the folder beside the outer one; if both are classes, name"
-            " all by --classes.",
+            next_step="Move the inner folder's images into the outer folder, or the inner folder out of it; if both are"
+            " classes, name all by --classes.",
         )
 
 

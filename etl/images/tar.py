@@ -50,7 +50,7 @@ class TarPiece(Piece):
 
     `replaced` are the positions of members that a later one replaces, and `linked` those of links that another piece
     reads, which has them in `links` as they are read: the position, name, offset and size. A packed archive, whose
-    names nobody has seen before, must not have a name twice, and its links are read after the rest. `classes` are those
+    names are not known before, must not have a name twice, and its links are read after the rest. `classes` are those
     that are named like a split.
     """
 
