@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from etl.images.source import Piece
 from etl.write.late import Intake
-from lockstep.features.images.decode import ImageError, decode, has_wide_pixels
+from lockstep.features.images.decode import decode, has_wide_pixels
 
 log = logging.getLogger(__name__)
 _PIECES, _IMAGES = 4, 4  # images of each piece; on HDFS, opening a file takes some milliseconds
@@ -39,9 +39,8 @@ def log_dark(pieces: Sequence[Piece], intake: Intake) -> None:
     peaks: list[int] = []
     for number in sorted({len(pieces) * part // _PIECES for part in range(_PIECES)}):
         look = _Look(size=intake.size, channels=intake.channels, limits=intake.limits)
-        with suppress(_Enough, ImageError):
-            for _ in pieces[number].read(look, None):
-                pass
+        with suppress(_Enough):
+            next(pieces[number].read(look, None), None)  # one batch at most, if images are rare
         peaks += [peak for peak in look.seen if peak is not None]
     if peaks and max(peaks) <= _DARK:
         log.warning(

@@ -33,6 +33,7 @@ from etl.write.checks import Target, check_output, check_target
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
 from etl.write.late import Intake, LateImages, has_late_content
+from etl.write.quarantine import CLASS_FOLDERS
 from etl.write.shards import RUN_AGAIN
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
@@ -42,16 +43,19 @@ from lockstep.storage.errors import DataError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_OTHER_GROUPS = 16  # rows of rejected files, and of the rules by which files are left out
+_OTHER_GROUPS = 32  # reasons for which files are rejected, and rules by which they are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally(Counts):
-    """The counts, the names of the images' classes and where they are, and the number of images without a split."""
+    """The counts, the names of the images' classes and where they are, and the number of images without a split; of
+    the rejected files, the number of those that are in no class folder.
+    """
 
     classes: tuple[str, ...]
     without_split: int
     folders: tuple[ClassFolder, ...] = ()
+    without_class: int = 0
 
 
 def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
@@ -60,7 +64,7 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
     """
     from pyspark.sql import functions as f
 
-    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col(c.REASON)).alias("reason"))
+    by = ("kind", "class", f.col(c.REASON).alias("reason"))
     sums = (
         f.count(f.lit(1)).alias("n"),
         f.sum(f.octet_length(c.RAW)).alias("raw"),
@@ -82,6 +86,7 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
         dropped={row["reason"]: row["n"] for row in found if row["kind"] == DROPPED},
         classes=tuple(row["class"] for row in good if row["class"] is not None),
         without_split=sum(row["unsplit"] for row in good),
+        without_class=sum(row["n"] for row in bad if row["reason"] == c.NO_CLASS),
         folders=tuple(
             ClassFolder(
                 label=row["class"],
@@ -286,6 +291,8 @@ class ImageInput(Input[Tally]):
         """Classes that are names become numbers in the order of the names."""
         config, plan, spark = self.config, self.plan, parsed.sparkSession
         names = class_names(config, plan, counts, self.target.parent)
+        if counts.without_class:
+            log.warning("%d files are in no class folder: %s", counts.without_class, CLASS_FOLDERS)
         classes, target = plan.num_classes or len(names), self.target
         if classes != target.rows["label"].num_classes:
             target = _target(config, plan, classes, target.parent)

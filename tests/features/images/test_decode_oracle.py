@@ -85,7 +85,7 @@ def made(draw: random.Random) -> tuple[str, bytes, np.ndarray | None]:
         more |= {"save_all": True, "append_images": [drawn(mode, draw).resize(image.size)], "duration": 40}
         what.append("animated")
     keyed = (kind == "PNG" and mode in ("1", "L", "RGB", "P", "I;16")) or (kind == "GIF" and mode == "P")
-    if keyed and draw.random() < 0.5:
+    if keyed and "animated" not in what and draw.random() < 0.5:
         more["transparency"] = image.getpixel((0, 0))
         what.append("tRNS")
     file = io.BytesIO()
