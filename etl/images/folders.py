@@ -71,11 +71,11 @@ class FolderPiece(Piece):
 
     def _take(self, place: str, size: int, intake: Intake, gather: r.Gather) -> None:
         parts = place.split("/")
-        if size < 0:
-            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
-            return
         if is_left_out(parts):
             gather.drop(r.NOT_AN_IMAGE, 0, place)
+            return
+        if size < 0:
+            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
             return
         url = join(self.root, place)
         if size > intake.limits.max_file_bytes:

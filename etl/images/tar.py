@@ -110,13 +110,14 @@ class TarPiece(Piece):
     def place(self, member: Member, gather: r.Gather) -> Place | None:
         """Split, class and name of an image by its path; None for a member that its header rejects or leaves out."""
         parts = member.parts
-        if not member.is_file or not member.is_safe or not parts:
+        is_safe = member.is_safe and bool(parts)
+        if is_safe and is_left_out(parts):
+            gather.drop(r.NOT_AN_IMAGE, member.position)
+            return None
+        if not member.is_file or not is_safe:
             reason = r.UNSAFE_NAME if member.is_file else r.NOT_A_FILE
             # A link has only a header, which begins with its name.
             gather.bad(reason, member.position, member.name.encode()[:BLOCK])
-            return None
-        if is_left_out(parts):
-            gather.drop(r.NOT_AN_IMAGE, member.position)
             return None
         return place_of(parts, self.split, self.classes)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import tarfile
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from etl.images import folders
@@ -18,7 +23,7 @@ from etl.images.depth import log_dark
 from etl.images.job import Tally, class_names
 from etl.images.layout import ClassFolder
 from etl.images.planned import known_of
-from etl.images.source import BAD, RECORD, ImagePlan
+from etl.images.source import BAD, DROPPED, RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import DataError
 
@@ -185,3 +190,74 @@ def test_few_bits_in_16_are_said(
     plan = folders.plan([str(make_tree(tmp_path / "set", {**content, "a/1.png": ONE}))], split_bytes=STEP)
     log_dark(plan.pieces, ImagesConfig(inputs=("x",), output="y", source="folder", image_size=(4, 4)).intake)
     assert said in caplog.text if said else not caplog.text
+
+
+FOLDERS = ("cat", "Cat", "train", "val", "café", "cafe\u0301", ".git", "__MACOSX", "images")
+FILES = ("1.png", "2.PNG", "no_suffix", "notes.txt", ".DS_Store", "é.png", "e\u0301.png", "empty.png")
+
+
+def walked(root: Path) -> Counter[tuple[str, str | None, str | None]]:
+    """(name, split, class) of each file by os.walk; in place of the split "dropped", by its name, or "bad"."""
+    splits = {"train": "train", "val": "validation"}
+    found: Counter[tuple[str, str | None, str | None]] = Counter()
+    for folder, _, names in os.walk(root):
+        for file in names:
+            path = Path(folder, file)
+            name = unicodedata.normalize("NFC", str(path.relative_to(root)))
+            above = name.split("/")[:-1]
+            if any(part.startswith((".", "__MACOSX")) for part in name.split("/")) or name.endswith(".txt"):
+                found["", "dropped", None] += 1
+                continue
+            at = next((n for n, part in enumerate(above) if part in splits), None)
+            split = None if at is None else splits[above[at]]
+            inside = above if at is None else above[at + 1 :]
+            while at is not None and inside and splits.get(inside[0]) == split:
+                inside = inside[1:]
+            label = None if not inside else inside[-1] if at is None else inside[0]
+            if label is None or not path.exists() or not path.stat().st_size:
+                found["", "bad", None] += 1
+            else:
+                found[name, split, label] += 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.tuples(st.lists(st.sampled_from(FOLDERS), max_size=3), st.sampled_from(FILES)).map(
+            lambda place: "/".join((*place[0], place[1]))
+        ),
+        st.sampled_from(["file", "link", "broken link"]),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_a_folder_has_the_images_that_os_walk_finds_and_its_archive_the_same(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]
+) -> None:
+    root = tmp_path_factory.mktemp("tree") / "set"
+    (root.parent / "1.png").write_bytes(ONE)
+    for name, kind in files.items():
+        place = root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "file" or name.endswith("empty.png"):
+            place.write_bytes(b"" if name.endswith("empty.png") else ONE)
+        else:
+            place.symlink_to(root.parent / ("1.png" if kind == "link" else "gone.png"))
+    archive = root.parent / "x.tar"
+    with tarfile.open(archive, "w", dereference=True) as tar:
+        for path in sorted(path for path in root.rglob("*") if path.is_file()):
+            tar.add(path, path.relative_to(root))
+
+    def read(plan: ImagePlan) -> Counter[tuple[str, str | None, str | None]]:
+        kinds = {BAD: "bad", DROPPED: "dropped"}
+        return Counter(
+            (row["name"], row["_split"], row["class"]) if row["kind"] == RECORD else ("", kinds[row["kind"]], None)
+            for row in rows(plan)
+        )
+
+    assert read(folders.plan([str(root)], split_bytes=STEP)) == walked(root)
+    for path in root.rglob("*"):
+        if path.is_symlink() and not path.exists():
+            path.unlink()  # which tar left out
+    assert read(tar_images.plan([str(archive)], split_bytes=STEP)) == walked(root)
