@@ -99,7 +99,7 @@ class TarPiece(Piece):
                 f"the packed archive {self.url} holds two members of one name",
                 got=f"{member.name[:300]} again at byte {member.position} of the unpacked archive",
                 allowed="each name once in a packed archive; of a plain one, the last member of a name counts",
-                next_step="Unpack the archive's compression (gunzip, unxz, zstd -d) and give the .tar.",
+                next_step="Unpack the archive's compression (gunzip, bunzip2, zstd -d) and give the .tar.",
             )
         seen.add(key)
 
