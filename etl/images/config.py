@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etl.images.cifar import NUM_CLASSES
+from etl.images.source import composed
 from etl.write.config import OutputConfig
 from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
@@ -30,7 +31,7 @@ class ImagesConfig(OutputConfig):
     """The configuration of `jobs.etl_images`. Raises ConfigError for invalid values."""
 
     source: str = "idx"
-    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF and WebP files."""
+    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP, PNM."""
     image_size: tuple[int, int] | None = None
     """Height and width that images are resized to; None keeps the size of idx and cifar, whose images are all equal."""
     fit: str = "resize"
@@ -72,6 +73,7 @@ class ImagesConfig(OutputConfig):
             most = _BYTE_CLASSES.get(self.source, MAX_CLASSES)
             require(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
         if self.classes is not None:
+            object.__setattr__(self, "classes", tuple(map(composed, self.classes)))
             named = files and self.num_classes is None
             require(named, "--classes", f"with --source {self.source}", "labels that are names, without --num-classes")
             good = all(self.classes) and len(set(self.classes)) == len(self.classes) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,19 @@ import pyarrow.compute as pc
 
 from etl import columns as c
 from etl.images import source as r
-from etl.images.source import DROPPED, ImagePlan, Piece, is_left_out, place_of, split_word, step_bytes
+from etl.images.layout import log_spellings
+from etl.images.source import (
+    DROPPED,
+    SPLITS,
+    ImagePlan,
+    Piece,
+    composed,
+    is_left_out,
+    place_of,
+    split_classes,
+    split_word,
+    step_bytes,
+)
 from etl.input.files import Source
 from etl.input.lines import RAW_BYTES
 from etl.input.unpack import CHUNK_BYTES
@@ -24,12 +37,13 @@ from etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
-from lockstep.storage.fs import filesystem, walk
+from lockstep.storage.fs import FileStat, filesystem, walk
 from lockstep.storage.urls import absolute, basename, join, split_url
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+log = logging.getLogger(__name__)
 MAX_FILES_A_PIECE = 2000
 _COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.PLACE, c.LENGTH, c.SHA256)
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
@@ -37,12 +51,15 @@ _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class FolderPiece(Piece):
-    """Files of one folder: their paths below it and sizes in bytes; -1 for anything but a regular file."""
+    """Files of one folder: their paths below it and sizes in bytes; -1 for anything but a file or a link to one.
+    `classes` are those that are named like a split.
+    """
 
     source: int
     root: str
     split: str | None
     files: tuple[tuple[str, int], ...]
+    classes: tuple[str, ...] = ()
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file that does not have its planned length."""
@@ -54,11 +71,11 @@ class FolderPiece(Piece):
 
     def _take(self, place: str, size: int, intake: Intake, gather: r.Gather) -> None:
         parts = place.split("/")
-        if size < 0:
-            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
-            return
         if is_left_out(parts):
             gather.drop(r.NOT_AN_IMAGE, 0, place)
+            return
+        if size < 0:
+            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
             return
         url = join(self.root, place)
         if size > intake.limits.max_file_bytes:
@@ -74,7 +91,7 @@ class FolderPiece(Piece):
                 allowed=f"{size} bytes as at the start",
                 next_step="Run again when nothing writes to the input.",
             )
-        known = place_of(parts, self.split)
+        known = place_of(parts, self.split, self.classes)
         if known.label is None:
             gather.bad(r.NO_CLASS, 0, data, place)
             return
@@ -87,20 +104,27 @@ class FolderPiece(Piece):
         gather.record(image, packed, known.split, known.label, known.name, place, size, digest)
 
 
-def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
-    """List the files below each input, in order of their places.
+def plan(inputs: Sequence[str], *, split_bytes: int, classes: Sequence[str] | None = None) -> ImagePlan:
+    """List the files below each input, in order of their places; `classes` are those that --classes names.
 
-    Raises NotFoundError for an input that is missing, not a folder, or empty, ConfigError for folders that overlap.
+    Raises NotFoundError for an input that is missing, not a folder, or empty, ConfigError for folders that overlap,
+    and DataError for links to folders.
     """
     _refuse_overlap(inputs)
-    sources, pieces = [], []
+    sources, pieces, places = [], [], list[str]()
     for number, url in enumerate(inputs):
         root = absolute(url)
         files = _listed(url, root)
         sources.append(Source(url, sum(max(size, 0) for _, size in files), "none"))
+        _log_empty(root, files)
         split = split_word(basename(root))
-        pieces += [FolderPiece(number, root, split, part) for part in _cut(files, step_bytes(split_bytes))]
-    return ImagePlan(sources=sources, pieces=pieces, trees=True, names_may_repeat=len(inputs) > 1)
+        own = split_classes(classes)
+        pieces += [FolderPiece(number, root, split, part, own) for part in _cut(files, step_bytes(split_bytes))]
+        places += [place for place, _ in files if not place.isascii()]
+    # Two files whose names differ only in the form of their letters are two samples of one name.
+    repeat = len(inputs) > 1 or len(set(map(composed, places))) < len(places)
+    log_spellings(place.rpartition("/")[0] for place in places)
+    return ImagePlan(sources=sources, pieces=pieces, trees=True, names_may_repeat=repeat)
 
 
 def _refuse_overlap(inputs: Sequence[str]) -> None:
@@ -133,12 +157,47 @@ def _listed(url: str, root: str) -> list[tuple[str, int]]:
             next_step="Check --input; a tar archive goes with --source tar.",
         )
     above = len(root.rstrip("/")) + 1
-    files = [(entry.url[above:], -1 if entry.is_special else entry.size_bytes) for entry in walk(fs, root)]
+    files = [(entry.url[above:], _size(entry)) for entry in walk(fs, root)]
     if not files:
         raise NotFoundError(
             f"input {url} holds no file", got="an empty folder", allowed="an image or more", next_step="Check --input."
         )
     return files
+
+
+def _log_empty(root: str, files: Sequence[tuple[str, int]]) -> None:
+    """Report class folders, directly in the root or in the folder of a split, that hold no image."""
+    holders: set[tuple[str, ...]] = set()
+    for place, _ in files:
+        parts = place.split("/")
+        if len(parts) > 1 and not is_left_out(parts):
+            holders |= {tuple(parts[:1]), tuple(parts[:-1][:2])}
+    splits = sorted(above for above in holders if len(above) == 1 and above[0].lower() in SPLITS)
+    empty = []
+    for above in ((), *splits):
+        entries = filesystem(root).list(join(root, *above))
+        inside = [(*above, entry.name) for entry in entries if entry.is_dir and not is_left_out((entry.name, ""))]
+        empty += ["/".join(folder) for folder in inside if folder not in holders]
+    if empty:
+        log.warning("folders without an image become no class: %s", ", ".join(sorted(empty)[:10]))
+
+
+def _size(entry: FileStat) -> int:
+    """The bytes of a file, or of the file that a link leads to; -1 for pipes, devices and broken links.
+
+    Raises DataError for a link to a folder: without its images a class would be missing.
+    """
+    if not entry.is_special:
+        return entry.size_bytes
+    if entry.is_dir:
+        raise DataError(
+            f"input {entry.url} is a link to a folder",
+            got="a link",
+            allowed="folders, files, and links to files",
+            next_step="Replace the link by the folder that it leads to, or give --input that folder.",
+        )
+    scheme, _, path = split_url(entry.url)
+    return entry.size_bytes if scheme == "file" and os.path.isfile(path) else -1
 
 
 def _cut(files: Sequence[tuple[str, int]], step: int) -> Iterator[tuple[tuple[str, int], ...]]:

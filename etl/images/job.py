@@ -16,20 +16,24 @@ from etl import columns as c
 from etl.images import cifar, folders, idx, parquet, planned, tar
 from etl.images.cifar import CifarPiece
 from etl.images.config import MAX_CLASSES, ImagesConfig
+from etl.images.depth import log_dark
 from etl.images.folders import FolderPiece, digest_trees
 from etl.images.idx import IdxPiece
+from etl.images.layout import ClassFolder, log_names, refuse_layout
 from etl.images.parquet import ParquetPiece
 from etl.images.planned import NotPlannable
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, step_bytes
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
 from etl.images.tar import TarPiece
 from etl.input.files import Source, digest_sources
 from etl.spark.session import described
 from etl.spark.tasks import Items, over_slices
+from etl.split.splits import TRAIN
 from etl.write.append import Parent
 from etl.write.checks import Target, check_output, check_target
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
 from etl.write.late import Intake, LateImages, has_late_content
+from etl.write.quarantine import CLASS_FOLDERS
 from etl.write.shards import RUN_AGAIN
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
@@ -39,15 +43,19 @@ from lockstep.storage.errors import DataError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_OTHER_GROUPS = 16  # rows of rejected files, and of the rules by which files are left out
+_OTHER_GROUPS = 32  # reasons for which files are rejected, and rules by which they are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally(Counts):
-    """The counts, the names of the images' classes, and the number of images without a split."""
+    """The counts, the names of the images' classes and where they are, and the number of images without a split; of
+    the rejected files, the number of those that are in no class folder.
+    """
 
     classes: tuple[str, ...]
     without_split: int
+    folders: tuple[ClassFolder, ...] = ()
+    without_class: int = 0
 
 
 def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
@@ -56,25 +64,40 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
     """
     from pyspark.sql import functions as f
 
-    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col(c.REASON)).alias("reason"))
+    by = ("kind", "class", f.col(c.REASON).alias("reason"))
     sums = (
         f.count(f.lit(1)).alias("n"),
         f.sum(f.octet_length(c.RAW)).alias("raw"),
         f.count(f.when(f.col(c.SPLIT).isNull(), 1)).alias("unsplit"),
+        f.count(f.when(f.col(c.SPLIT) == TRAIN, 1)).alias("in_train"),
+        f.min("name").alias("first"),
+        f.min(f.when(f.coalesce(f.col(c.SPLIT) != TRAIN, f.lit(True)), f.col("name"))).alias("first_elsewhere"),
     )
     most = most_classes + _OTHER_GROUPS
     found = parsed.groupBy(*by).agg(*sums).limit(most + 1).collect()
     if len(found) > most:
         raise _wrong_number(f"more than {most_classes}", [row["class"] for row in found], f"{most_classes} at most")
-    good = [row for row in found if row["kind"] == RECORD]
+    good = sorted((row for row in found if row["kind"] == RECORD), key=lambda row: row["class"] or "")
     bad = [row for row in found if row["kind"] == BAD]
     return Tally(
         read=sum(row["n"] for row in found),
         bad=sum(row["n"] for row in bad),
         raw_bytes=sum(row["raw"] or 0 for row in bad),
         dropped={row["reason"]: row["n"] for row in found if row["kind"] == DROPPED},
-        classes=tuple(sorted(row["class"] for row in good if row["class"] is not None)),
+        classes=tuple(row["class"] for row in good if row["class"] is not None),
         without_split=sum(row["unsplit"] for row in good),
+        without_class=sum(row["n"] for row in bad if row["reason"] == c.NO_CLASS),
+        folders=tuple(
+            ClassFolder(
+                label=row["class"],
+                in_train=row["in_train"],
+                elsewhere=row["n"] - row["in_train"],
+                first=row["first"],
+                first_elsewhere=row["first_elsewhere"],
+            )
+            for row in good
+            if row["class"] is not None
+        ),
     )
 
 
@@ -99,7 +122,12 @@ def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally, parent: Par
     least = 2 if parent is None else 1
     if not least <= len(tally.classes) <= most:
         raise _wrong_number(str(len(tally.classes)), tally.classes, f"{least} to {most}")
-    return tally.classes if parent is None else _continued(parent, tally.classes)
+    if parent is not None:
+        return _continued(parent, tally.classes)
+    if config.source in ("folder", "tar"):
+        refuse_layout(tally.folders)
+    log_names(tally.classes)
+    return tally.classes
 
 
 def _wrong_number(found: str, classes: Sequence[str | None], allowed: str) -> DataError:
@@ -115,7 +143,8 @@ def _continued(parent: Parent, found: Sequence[str]) -> Sequence[str]:
     """The names of the parent's labels, which the new ones must be. Raises DataError for another name."""
     known = parent.manifest.created_by["config"].get("class_names")
     what = f"{parent.url} cannot be continued: it does not have all classes"
-    return _among(what, known if isinstance(known, list) else [], found)
+    names = list(map(composed, known)) if isinstance(known, list) else []
+    return _among(what, names if len(set(names)) == len(names) else [], found)
 
 
 def _among(what: str, names: Sequence[str], found: Sequence[str]) -> Sequence[str]:
@@ -167,6 +196,8 @@ def check(config: ImagesConfig) -> ImageInput:
     """
     parent = check_output(config)
     plan = _planned(config)
+    if config.source in ("folder", "tar"):  # reading a row group of Parquet would take longer
+        log_dark(plan.pieces, config.intake)
     return ImageInput(config, plan, _target(config, plan, plan.num_classes or _known_classes(config, parent), parent))
 
 
@@ -187,10 +218,10 @@ def _known_classes(config: ImagesConfig, parent: Parent | None) -> int:
 def _planned(config: ImagesConfig) -> ImagePlan:
     given, step = config.split_spec.given, config.split_bytes
     if config.source == "folder":
-        return folders.plan(config.inputs, split_bytes=step)
+        return folders.plan(config.inputs, split_bytes=step, classes=config.classes)
     if config.source == "tar":
         listed = config.intake.limits if config.may_be_planned else None
-        return tar.plan(config.inputs, split_bytes=step, listed=listed)
+        return tar.plan(config.inputs, split_bytes=step, listed=listed, classes=config.classes)
     classes = config.label_count
     if config.source == "parquet":
         image, label = config.image_column, config.label_column
@@ -260,6 +291,8 @@ class ImageInput(Input[Tally]):
         """Classes that are names become numbers in the order of the names."""
         config, plan, spark = self.config, self.plan, parsed.sparkSession
         names = class_names(config, plan, counts, self.target.parent)
+        if counts.without_class:
+            log.warning("%d files are in no class folder: %s", counts.without_class, CLASS_FOLDERS)
         classes, target = plan.num_classes or len(names), self.target
         if classes != target.rows["label"].num_classes:
             target = _target(config, plan, classes, target.parent)

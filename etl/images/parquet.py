@@ -77,7 +77,7 @@ class ParquetPiece(Piece):
         except ImageError as error:
             gather.bad(error.reason, number, image)
             return
-        named = (None, label) if isinstance(label, str) else (label, None)
+        named = (None, r.composed(label)) if isinstance(label, str) else (label, None)
         gather.record(taken, packed, number, number, *named)
 
 

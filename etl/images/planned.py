@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from etl import columns as c
 from etl.columns import LENGTH
 from etl.images.config import MAX_CLASSES, ImagesConfig
+from etl.images.layout import ClassFolder, log_names, refuse_layout
 from etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
 from etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
 from etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
@@ -31,6 +32,7 @@ from etl.spark.session import described
 from etl.spark.tasks import slices
 from etl.split.assign import Assign
 from etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
+from etl.split.splits import TRAIN
 from etl.write.checks import Target, check_schema
 from etl.write.dataset import Done, Job, building, compression_of, publish
 from etl.write.late import AssignLate, LateImages, WriteLate
@@ -82,6 +84,26 @@ class Known:
         """The names of the labels in order."""
         return tuple(sorted(self.files.column("class").unique().to_pylist()))
 
+    @property
+    def folders(self) -> tuple[ClassFolder, ...]:
+        """Where the images of each class are."""
+        train = pc.fill_null(pc.equal(self.files.column(c.SPLIT), TRAIN), False)
+        names = self.files.column("name")
+        table = self.files.select(["class", "name"]).append_column("train", train.cast(pa.int64()))
+        table = table.append_column("elsewhere", pc.if_else(train, None, names))
+        sums: list[Any] = [("train", "sum"), ("name", "count"), ("name", "min"), ("elsewhere", "min")]
+        found = table.group_by("class").aggregate(sums).sort_by("class").to_pylist()
+        return tuple(
+            ClassFolder(
+                label=row["class"],
+                in_train=row["train_sum"],
+                elsewhere=row["name_count"] - row["train_sum"],
+                first=row["name_min"],
+                first_elsewhere=row["elsewhere_min"],
+            )
+            for row in found
+        )
+
 
 def known_of(plan: ImagePlan, early: list[dict[str, Any]]) -> Known:
     """What is known of a plan, without the files that were rejected `early`."""
@@ -111,6 +133,10 @@ def refuse(config: ImagesConfig, known: Known) -> None:
         raise NotPlannable("a name comes twice")
     if config.split_spec.given and known.files.column(c.SPLIT).null_count:
         raise NotPlannable("images without a split")
+    try:
+        refuse_layout(known.folders)
+    except DataError as error:
+        raise NotPlannable(error.what) from None
     refuse_bad(config, known.read, len(known.bad))
 
 
@@ -263,7 +289,9 @@ class _Planned:
         job = Job(Target(config, schema, schema, None), ID_COLUMNS, origin)
         shards = self.plans.shards()
         with building(job) as place:
-            return publish(place, job, self._done(place.staging, job, shards))
+            manifest = publish(place, job, self._done(place.staging, job, shards))
+        log_names(known.classes)
+        return manifest
 
     def _done(self, staging: Staging, job: Job, shards: list[PlannedShard]) -> Done:
         plans, config, sources = self.plans, job.config, self.plans.plan.sources

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -89,10 +90,11 @@ LABEL_OUT_OF_RANGE = "label_out_of_range"
 NO_LABEL = "no_label"
 LABEL_TOO_LONG = "label_too_long"
 NO_IMAGE = "no_image"
-NO_CLASS = "no_class"
+NO_CLASS = c.NO_CLASS
 NOT_A_FILE = "not_a_regular_file"
 UNSAFE_NAME = "unsafe_name"
 NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
+REPLACED = "replaced"  # dropped: a later member of the archive has its name
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
 # `class` is the name that becomes a label.
@@ -234,7 +236,7 @@ def step_bytes(split_bytes: int) -> int:
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION)
 _TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
-_SIDE = ("__MACOSX", "Thumbs.db", "desktop.ini")
+_SIDE = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 _OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
 
 
@@ -251,23 +253,43 @@ def split_word(text: str) -> str | None:
     return next((SPLITS[word] for word in re.split(r"[^a-z0-9]+", text.lower()) if word in SPLITS), None)
 
 
-def place_of(parts: Sequence[str], hint: str | None = None) -> Place:
+def place_of(parts: Sequence[str], hint: str | None = None, classes: Sequence[str] = ()) -> Place:
     """Read a relative path. The first folder named like a split is the split, and the folder in it the class. Without
     one, the class is the folder of the file and the split is `hint`, from the name of the archive or root.
+
+    A folder that holds the file and that `classes` names is the class, also if it is named like a split. Names are in
+    Unicode's composed form (NFC): systems that decompose the letters of a name give the same classes and sample ids.
     """
-    split, label, hinted = _of_folders(tuple(parts[:-1]), hint)
-    name = "/".join(parts)
+    split, label, hinted = _of_folders(tuple(parts[:-1]), hint, tuple(classes))
+    name = composed("/".join(parts))
     # With the hint in front, a sample has the same name if its split is a folder or a separate archive.
     return Place(split, label, f"{split}/{name}" if hinted and split else name)
 
 
+def composed(text: str) -> str:
+    """A name in Unicode's composed form, NFC."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def split_classes(classes: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of the named classes that are named like a split."""
+    return tuple(name for name in classes or () if name.lower() in SPLITS)
+
+
 @lru_cache(maxsize=1 << 12)  # images come class by class
-def _of_folders(folders: tuple[str, ...], hint: str | None) -> tuple[str | None, str | None, bool]:
+def _of_folders(
+    folders: tuple[str, ...], hint: str | None, classes: tuple[str, ...]
+) -> tuple[str | None, str | None, bool]:
     """(split, class, whether the split is the hint's)."""
+    folders = tuple(map(composed, folders))
     for number, folder in enumerate(folders):
         split = SPLITS.get(folder.lower())
-        if split is not None:
-            return split, next(iter(folders[number + 1 :]), None), False
+        if split is None or (folder in classes and number == len(folders) - 1):
+            continue
+        inside = folders[number + 1 :]
+        while inside and SPLITS.get(inside[0].lower()) == split and not (inside[0] in classes and len(inside) == 1):
+            inside = inside[1:]  # train/train/cat, as some archives unpack
+        return split, next(iter(inside), None), False
     return hint, folders[-1] if folders else None, True
 
 

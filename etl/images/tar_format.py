@@ -3,11 +3,11 @@
 A member is a header of 512 bytes and its content, padded to whole blocks of 512:
 
 offset   0 name (100)          124 size, octal or binary (12)     148 checksum, octal (8)    156 type (1)
-offset 257 "ustar" and version 345 prefix of the name (155; only POSIX)
+offset 157 target of a link     257 "ustar" and version           345 prefix of the name (155; only POSIX)
 
-Extension headers may come before it: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE"). After the header of a
-sparse file (S, GNU) may come blocks that its size does not include. Blocks of zeros end an archive; if archives were
-concatenated, more members follow, and are read too.
+Extension headers may come before it: L and K (GNU: a long name, the long target of a link), x (POSIX: records
+"LENGTH KEY=VALUE"). After the header of a sparse file (S, GNU) may come blocks that its size does not include. Blocks
+of zeros end an archive; if archives were concatenated, more members follow, and are read too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MAX_EXTENSION_BYTES = 1 << 20
 MAX_NAME_BYTES = 4096
 MAX_PADDING_BYTES = 16 << 20  # archivers pad to 10 KiB, some to a MiB; a sparse file of a TiB of zeros is free to make
 _FILES, _FOLDER, _LINKS = (b"0", b"\0", b"7"), b"5", (b"1", b"2", b"3", b"4", b"6")
+HARD_LINK, SYMBOLIC_LINK = b"1", b"2"
 _EXTENSIONS = (b"L", b"K", b"x", b"g")
 _SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = (
     b"S",
@@ -38,7 +39,8 @@ _ADLER = 65521
 class Member(NamedTuple):
     """One member that is not a directory: the position of its header, its name, the position and size of its content.
 
-    `is_file` is False for links, devices, pipes, sparse files and all other members without plain content.
+    `is_file` is False for links, devices, pipes, sparse files and all other members without plain content. `link` is
+    the target of a link, `link_kind` None for any other member.
     """
 
     position: int
@@ -46,6 +48,8 @@ class Member(NamedTuple):
     is_file: bool
     offset: int
     size: int
+    link: str = ""
+    link_kind: bytes | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -128,7 +132,13 @@ def _entries(
         sparse = kind == _SPARSE or any(key.startswith("GNU.sparse") for key in extension)
         folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
         is_file = kind in _FILES and not sparse
-        yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
+        if folder:
+            yield begin, None
+        else:
+            yield (
+                begin,
+                Member(position, name, is_file, data_at, size if has_data else 0, *_link(block, kind, extension)),
+            )
         if has_data and size and end is None and not stream.at(data_at + size - 1, 1):
             raise cut_error(url, position, size)
         position = begin = following
@@ -205,6 +215,12 @@ def _name(block: bytes) -> str:
     return _text(prefix + b"/" + name if prefix else name)
 
 
+def _link(block: bytes, kind: bytes, extension: dict[str, str]) -> tuple[str, bytes | None]:
+    if kind not in (HARD_LINK, SYMBOLIC_LINK):
+        return "", None
+    return extension.get("linkpath") or _text(block[157:257].partition(b"\0")[0]), kind
+
+
 def _text(raw: bytes) -> str:
     """A name as text; bytes that are not UTF-8 are escaped, so that it fits any column."""
     return raw[:MAX_NAME_BYTES].decode("utf-8", errors="backslashreplace")
@@ -219,8 +235,8 @@ def _extension(stream: Forward, url: str, position: int, size: int, kind: bytes)
     data = stream.at(position + BLOCK, size)
     if len(data) < size:
         raise cut_error(url, position, size)
-    if kind == b"L":
-        return {"path": _text(data.partition(b"\0")[0])}
+    if kind in (b"L", b"K"):
+        return {"path" if kind == b"L" else "linkpath": _text(data.partition(b"\0")[0])}
     return _records(data, url, position) if kind == b"x" else {}
 
 

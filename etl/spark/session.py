@@ -40,7 +40,7 @@ def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
     """
     size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
     cores = spark.sparkContext.defaultParallelism
-    partitions = max(min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
+    partitions = max(1, min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
     settings = {"spark.sql.shuffle.partitions": str(partitions), "spark.sql.adaptive.enabled": "false"}
     with _set(spark, settings), bounded(spark):
         yield

@@ -125,6 +125,10 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
 
 
 log = logging.getLogger(__name__)
+CLASS_FOLDERS = (
+    "a folder called train, val, test, ... is a split, which holds class folders: if it is a class, name all classes by"
+    " --classes"
+)
 REFUSED_RECORDS = 1000  # enough to see the cause; with RAW_BYTES each they fit one file
 
 
@@ -246,6 +250,8 @@ def way_out(reasons: Set[str], *, all_bad: bool) -> str:
     """What to do about records that are bad for `reasons`. If no line has the format, the format is probably wrong."""
     if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
         return "Give the format of the input by --log-format (the default is common), or check --input."
+    if c.NO_CLASS in reasons:
+        return f"Put each image into a folder of its class; {CLASS_FOLDERS}."
     return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
 
 

@@ -1,6 +1,7 @@
 """Encoded images in TensorFlow's operations: the pixels of lockstep.features.images, bit by bit, for a SavedModel.
 
-JPEG of one or three components and PNG, rotated by their EXIF orientation. Anything else fails the call.
+JPEG of one or three components and PNG, turned by the orientation in their EXIF, or else their XMP. Anything else fails
+the call: other formats, and a PNG with one transparent colour at a depth where TensorFlow mistakes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def _pixels(data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     def png() -> tf.Tensor:
         header = tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8)
-        odd_grey = (header[0] != 8) & (header[1] == 0)  # TensorFlow mistakes its opacity, and Pillow knows none
+        odd_grey = (header[0] != 8) & (header[1] == 0)  # TensorFlow mistakes its opacity
+        transparent = tf.size(tf.strings.split(data, b"tRNS", maxsplit=1)) > 1
+        good = ~transparent | (header[0] == 8) | (header[1] == 3)
+        with tf.control_dependencies([tf.debugging.Assert(good, ["a PNG of this depth with a transparent colour"])]):
+            odd_grey = tf.identity(odd_grey)
         wide = tf.cond(odd_grey, opaque, lambda: tf.io.decode_png(data, channels=4))
         pixels, over = tf.cast(wide[:, :, :3], tf.int32), tf.cast(wide[:, :, 3:], tf.int32)
         return (pixels * over + 255 * (255 - over) + 127) // 255  # transparent parts over white
@@ -52,12 +57,16 @@ def _pixels(data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.cast(pixels, tf.int32)
 
     parts = tf.strings.split(data, tf.where(is_png, b"eXIf", b"Exif\0\0"), maxsplit=1)
-    found = tf.cond(tf.size(parts) > 1, lambda: _orientation(parts[1]), lambda: 1)
+    found = tf.cond(tf.size(parts) > 1, lambda: _orientation(parts[1]), lambda: 0)
+    xmp = tf.where(is_png, b"XML:com.adobe.xmp", b"http://ns.adobe.com/xap/1.0/\0")
+    parts = tf.strings.split(data, xmp, maxsplit=1)
+    found = tf.cond((found == 0) & (tf.size(parts) > 1), lambda: _xmp_orientation(parts[1]), lambda: found)
+    found = tf.where((found >= 1) & (found <= 8), found, 1)
     return tf.cond(is_png, png, jpeg), found
 
 
 def _orientation(exif: tf.Tensor) -> tf.Tensor:
-    """The orientation in EXIF's first directory, 1 if there is none."""
+    """The orientation in EXIF's first directory, 0 if there is none."""
     data = tf.cast(tf.io.decode_raw(exif, tf.uint8), tf.int32)
     data = tf.pad(data, [[0, 8]])  # of a header that is cut off
     little = tf.equal(data[0], ord("I"))
@@ -70,8 +79,15 @@ def _orientation(exif: tf.Tensor) -> tf.Tensor:
     entries = tf.minimum(number(data[at : at + 2]), (tf.size(data) - at - 2) // ENTRY_BYTES)
     table = tf.reshape(data[at + 2 : at + 2 + entries * ENTRY_BYTES], (-1, ENTRY_BYTES))
     values = tf.boolean_mask(number(table[:, 8:10]), tf.equal(number(table[:, 0:2]), ORIENTATION))
-    found = tf.concat([values, [1]], 0)[0]
-    return tf.where((found >= 1) & (found <= 8), found, 1)
+    return tf.concat([values, [0]], 0)[0]
+
+
+def _xmp_orientation(xmp: tf.Tensor) -> tf.Tensor:
+    """The first orientation in XMP, an attribute or an element; 0 if there is none."""
+    # \C is any byte: what follows the XMP is no UTF-8.
+    first = tf.strings.regex_replace(xmp, r"^\C*?tiff:Orientation(?:=\"|>)([0-9])\C*$", r"\1")
+    known = tf.strings.regex_full_match(first, "[0-9]")
+    return tf.cond(known, lambda: tf.strings.to_number(first, tf.int32), lambda: 0)
 
 
 def _upright(pixels: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.encode.encoder import Encoder
+from lockstep.features.images.decode import FORMATS
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
@@ -150,7 +151,7 @@ class Predictor:
                 raise DataError(
                     f"the image of row {start + error.row} cannot be decoded",
                     got=error.detail,
-                    allowed="JPEG, PNG, GIF, TIFF or WebP",
+                    allowed=FORMATS,
                     next_step="Drop or replace the row.",
                 ) from None
             for at in range(0, max(1, min(group, len(table) - start)), batch):

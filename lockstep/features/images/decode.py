@@ -1,4 +1,4 @@
-"""Decode JPEG, PNG, GIF, TIFF and WebP files into 8-bit pixels. The header is checked before anything is decoded.
+"""Decode JPEG, PNG, GIF, TIFF, WebP, BMP and PNM files into 8-bit pixels. The header is checked first.
 
 Pillow decodes. Decision record with the limits and their reasons: docs/decisions/064-image-sources.md.
 """
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from lockstep.features.images.resize import blend, set_channels
 
-JPEG, PNG, GIF, TIFF, WEBP = "JPEG", "PNG", "GIF", "TIFF", "WEBP"
+JPEG, PNG, GIF, TIFF, WEBP, BMP, PNM = "JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP", "PNM"
+FORMATS = "JPEG, PNG, GIF, TIFF, WebP, BMP or PNM"
 UNKNOWN_FORMAT = "unknown_format"
 BROKEN = "broken_image"
 TOO_MANY_PIXELS = "too_many_pixels"
@@ -27,9 +28,12 @@ TOO_LONG = "too_many_bytes"
 _MAX_MARKERS = 4096  # walking a header of millions of empty segments would take a minute
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15 without tables and extensions
 _BARE = frozenset([0x01, *range(0xD0, 0xD8)])  # markers without a length
-_SOI, _EOI, _SOS, _EXIF = 0xD8, 0xD9, 0xDA, 0xE1
+_SOI, _EOI, _SOS, _APP1 = 0xD8, 0xD9, 0xDA, 0xE1
 _PROGRESSIVE = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
 _ORIENTATION = 0x0112
+_XMP_ORIENTATION = b"tiff:Orientation"
+_BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)  # sizes of the second header, by version
+_PNG_GREY, _PNG_COLOUR = 0, 2  # types of colour that may have a transparent one
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _SMALL_BYTES = 16 << 20  # allowed for a decoded image whatever its file's length: flat pages compress well
 _MAX_SCAN_PIXELS = 1 << 30  # pixels times scans of a progressive JPEG: about ten seconds of one core
@@ -44,7 +48,8 @@ class Header:
     width: int | None = None
     components: int = 0
     progressive: bool = False
-    has_exif: bool = False
+    is_described: bool = False
+    """Whether EXIF or XMP may say how the picture is turned."""
 
 
 def format_of(data: bytes) -> str | None:
@@ -57,6 +62,10 @@ def format_of(data: bytes) -> str | None:
         return GIF
     if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         return TIFF
+    if data[:2] == b"BM" and int.from_bytes(data[14:18], "little") in _BMP_HEADERS:
+        return BMP
+    if data[:1] == b"P" and data[1:2] in b"123456" and data[2:3] in b"\t\n\v\f\r #" and len(data) > 2:
+        return PNM
     return WEBP if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
@@ -93,7 +102,7 @@ def _webp(data: bytes) -> Header | None:
 
 def _jpeg(data: bytes) -> Header | None:
     """Walk the segments like libjpeg, up to the first scan, skipping bytes between segments."""
-    at, exif, frame = 2, False, None
+    at, described, frame = 2, False, None
     for _ in range(_MAX_MARKERS):
         at = data.find(b"\xff", at)
         if at < 0 or at + 4 > len(data):
@@ -116,15 +125,16 @@ def _jpeg(data: bytes) -> Header | None:
             if length < 8 or at + 10 > len(data) or frame is not None:
                 return None
             frame = (marker, *struct.unpack_from(">HHB", data, at + 5))
-        elif marker == _EXIF and data[at + 4 : at + 8] == b"Exif":
-            exif = True
+        elif marker == _APP1:
+            segment = data[at + 4 : at + 2 + length]
+            described |= segment[:4] == b"Exif" or _XMP_ORIENTATION in segment
         at += 2 + length
     else:
         return None
     if frame is None:
         return None
     marker, height, width, components = frame
-    return Header(JPEG, height, width, components, marker in _PROGRESSIVE, exif)
+    return Header(JPEG, height, width, components, marker in _PROGRESSIVE, described)
 
 
 class ImageError(Exception):
@@ -152,8 +162,9 @@ class Limits:
 
 
 def decode(data: bytes, channels: int, limits: Limits | None = None) -> NDArray[np.uint8]:
-    """Decode one image file: its first frame, rotated by its EXIF orientation, 16 bits cut to the upper 8, palettes
-    resolved, transparent parts blended over white, and CMYK converted to RGB.
+    """Decode one image file: its first frame, turned by the orientation in its EXIF or XMP (as
+    PIL.ImageOps.exif_transpose does), 16 bits cut to the upper 8, palettes resolved, transparent parts blended over
+    white, and CMYK converted to RGB. Colour profiles are not applied.
 
     `channels` is 3 (RGB) or 1 (ITU-R 601 luma). Returns (H, W, channels) uint8. Raises ImageError.
     """
@@ -195,12 +206,12 @@ def _check_sides(height: int, width: int, file_bytes: int, limits: Limits) -> No
 
 
 def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
-    """Decode a grey or three-component JPEG without EXIF; None for any other file.
+    """Decode a grey or three-component JPEG that says nothing of its orientation; None for any other file.
 
     Calls Pillow's decoder directly: Image.open parses the segments in Python, which takes longer than decoding a small
     image, and for one of 32x32, Image.frombytes and tobytes take a quarter of the time.
     """
-    if header.format != JPEG or header.has_exif or header.components not in (1, 3):
+    if header.format != JPEG or header.is_described or header.components not in (1, 3):
         return None
     from PIL import Image
 
@@ -218,7 +229,7 @@ def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
 
 
 def decode_plain(mode: str, size: tuple[int, int], data: bytes) -> bytes:
-    """The pixels of a JPEG without EXIF, of size (width, height), in its own mode L or RGB. Raises ImageError."""
+    """The pixels of a JPEG that is upright, of size (width, height), in its own mode L or RGB. Raises ImageError."""
     try:
         return _direct(mode, size, data)
     except MemoryError:  # this machine's fault, not the file's
@@ -248,7 +259,7 @@ def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
 
 
 def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uint8], int]:
-    """(pixels (H, W, 1 or 3) uint8, EXIF orientation) by Pillow's class for the format."""
+    """(pixels (H, W, 1 or 3) uint8, orientation) by Pillow's class for the format."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata; only the pixels matter here.
         warnings.simplefilter("ignore")
@@ -260,7 +271,7 @@ def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uin
                 image.load()
                 # Pillow rotates a TIFF while it loads it.
                 orientation = 1 if header.format == TIFF else _orientation(image)
-                return _pixels(image), orientation
+                return _pixels(image, header.format, data), orientation
         except (ImageError, MemoryError):  # lack of memory is this machine's fault, not the file's
             raise
         # A hostile file can make Pillow raise almost any exception; callers quarantine the file with this reason.
@@ -268,9 +279,32 @@ def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uin
             raise ImageError(BROKEN, _first_line(error)) from None
 
 
+def has_wide_pixels(data: bytes) -> bool:
+    """Whether this is a PNG or a grey TIFF of 16 bits a value, of which `decode` keeps the upper 8."""
+    kind = format_of(data)
+    if kind != TIFF:
+        return kind == PNG and data[24:25] == b"\x10"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return str(_open(data, TIFF).mode).startswith("I;16")
+    except MemoryError:
+        raise
+    except Exception:  # a damaged file, which `decode` refuses with a reason
+        return False
+
+
 def _open(data: bytes, kind: str) -> Any:
     """The image, not yet decoded. By class, because Image.open would also try other formats."""
-    from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
+    from PIL import (
+        BmpImagePlugin,
+        GifImagePlugin,
+        JpegImagePlugin,
+        PngImagePlugin,
+        PpmImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
 
     classes: dict[str, Any] = {
         JPEG: JpegImagePlugin.JpegImageFile,
@@ -278,6 +312,8 @@ def _open(data: bytes, kind: str) -> Any:
         GIF: GifImagePlugin.GifImageFile,
         TIFF: TiffImagePlugin.TiffImageFile,
         WEBP: WebPImagePlugin.WebPImageFile,
+        BMP: BmpImagePlugin.BmpImageFile,
+        PNM: PpmImagePlugin.PpmImageFile,
     }
     return classes[kind](BytesIO(data))
 
@@ -290,22 +326,25 @@ def _check_tiles(image: Any, limits: Limits) -> None:
 
 def _orientation(image: Any) -> int:
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        found = image.getexif().get(_ORIENTATION, 1)  # Pillow looks into the XMP, too
+        return int(found) if found in range(1, 9) else 1  # also 6.0, as a fraction
     except MemoryError:
         raise
     except Exception:  # Pillow's EXIF parser may raise almost any exception
         return 1  # unreadable EXIF has no orientation; the pixels are still good
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
-def _pixels(image: Any) -> NDArray[np.uint8]:
+def _pixels(image: Any, kind: str, data: bytes) -> NDArray[np.uint8]:
     """The decoded image as (H, W, 1 or 3) uint8."""
     mode = image.mode
-    if mode.startswith("I;16"):
+    if mode.startswith("I;16") or (mode == "I" and kind == PNM):  # Pillow scales a PNM's grey to 16 bits
         wide: NDArray[np.uint16] = np.asarray(image).astype(np.uint16)
-        return (wide >> 8).astype(np.uint8)[:, :, None]
+        grey = (wide >> 8).astype(np.uint8)[:, :, None]
+        return np.where((wide == image.info.get("transparency", -1))[:, :, None], np.uint8(255), grey)
     if mode in ("I", "F"):
         raise ImageError(UNSUPPORTED, f"32-bit pixels (mode {mode}) of unknown range")
+    if kind == PNG and "transparency" in image.info and data[25] in (_PNG_GREY, _PNG_COLOUR):
+        _match_transparent(image, data[24])
     if mode in ("LA", "La"):
         array = np.asarray(image.convert("LA"))
         return blend(array[:, :, :1], array[:, :, 1:])
@@ -317,8 +356,16 @@ def _pixels(image: Any) -> NDArray[np.uint8]:
     return np.asarray(image.convert("RGB"))
 
 
+def _match_transparent(image: Any, bits: int) -> None:
+    """Bring a PNG's transparent colour to the pixels' 8 bits, which Pillow leaves at the file's `bits`."""
+    if bits == 16:
+        raise ImageError(UNSUPPORTED, "16-bit colours, of which one is transparent")
+    if bits in (2, 4):
+        image.info["transparency"] *= 255 // ((1 << bits) - 1)
+
+
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Rotate and mirror by EXIF orientation 1 to 8: (H, W, C) -> (H, W, C), or (W, H, C) for 5 to 8."""
+    """Rotate and mirror by orientation 1 to 8: (H, W, C) -> (H, W, C), or (W, H, C) for 5 to 8."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     rows = -1 if orientation in (3, 4, 7, 8) else 1

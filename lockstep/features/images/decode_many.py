@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from lockstep.features.images.decode import ImageError, decode, decode_plain
+from lockstep.features.images.decode import FORMATS, ImageError, decode, decode_plain
 from lockstep.features.images.resize import fit
 from lockstep.storage.errors import ConfigError, DataError
 
@@ -55,7 +55,7 @@ class BadImageError(DataError):
         super().__init__(
             f"an image of the dataset cannot be decoded{where}{', ' if place else ''}{place}",
             got=detail,
-            allowed="JPEG, PNG, GIF, TIFF or WebP",
+            allowed=FORMATS,
             next_step="Build the dataset again without the file, or train with --bad-images skip.",
         )
         self.row, self.detail, self.sample_id = row, detail, sample_id

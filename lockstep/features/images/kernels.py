@@ -224,13 +224,16 @@ def affine(images: Any, xx: Any, xy: Any, yx: Any, yy: Any, out: Any) -> None:
 
 
 @_kernel
-def _is_exif(data: Any, at: Any) -> Any:
-    return data[at] == 0x45 and data[at + 1] == 0x78 and data[at + 2] == 0x69 and data[at + 3] == 0x66
+def _may_be_turned(data: Any, at: Any) -> Any:
+    """Whether a segment begins with `Exif` or, as XMP does, with `http`."""
+    if data[at] == 0x45:
+        return data[at + 1] == 0x78 and data[at + 2] == 0x69 and data[at + 3] == 0x66
+    return data[at] == 0x68 and data[at + 1] == 0x74 and data[at + 2] == 0x74 and data[at + 3] == 0x70
 
 
 @_kernel
 def _components(data: Any, at: Any, stop: Any, height: Any, width: Any) -> Any:
-    """The components, 1 or 3, of a JPEG data[at:stop] of this size without progressive scans and EXIF; else 0."""
+    """The components, 1 or 3, of a JPEG data[at:stop] of this size without progressive scans, EXIF and XMP; else 0."""
     if stop - at < 4 or data[at] != 0xFF or data[at + 1] != 0xD8 or data[at + 2] != 0xFF:
         return 0
     at += 2
@@ -261,7 +264,7 @@ def _components(data: Any, at: Any, stop: Any, height: Any, width: Any) -> Any:
             found = data[at + 9]
             if tall != height or wide != width or (found != 1 and found != 3):
                 return 0
-        elif marker == 0xE1 and at + 8 <= stop and _is_exif(data, at + 4):
+        elif marker == 0xE1 and at + 8 <= stop and _may_be_turned(data, at + 4):
             return 0
         at += 2 + length
     return 0

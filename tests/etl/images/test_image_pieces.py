@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -108,7 +109,7 @@ def check_rows(found: list[dict[str, Any]], at: str) -> None:
 
 def test_a_folder_of_class_folders(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "set", FILES)
-    (root / "train" / "cat" / "link.png").symlink_to(root / "train" / "cat" / "1.png")
+    (root / "train" / "cat" / "link.png").symlink_to(root / "train" / "cat" / "gone.png")
     plan = folders.plan([str(root)], split_bytes=STEP)
     found = rows(plan)
     links = [row for row in found if row["_reason"] == "not_a_regular_file"]
@@ -123,17 +124,27 @@ def test_a_folder_of_class_folders(tmp_path: Path) -> None:
     assert len(small.pieces) > 5 and sorted(map(str, rows(small))) == sorted(map(str, rows(plan)))
 
 
-def test_linked_folders_are_not_entered_and_count_as_linked_files_do(tmp_path: Path) -> None:
+def test_linked_files_are_read_and_linked_folders_refused(tmp_path: Path) -> None:
+    store = make_tree(tmp_path / "out", {"2.png": picture(2), "3.png": picture(3)})
     root = make_tree(tmp_path / "set", {"cat/1.png": picture(1)})
-    make_tree(tmp_path / "out", {"2.png": picture(2)})
-    (root / "dog").symlink_to(tmp_path / "out")
-    (root / "loop").symlink_to(root)
+    (root / "cat" / "2.png").symlink_to("../../out/2.png")
+    (root / "cat" / "3.png").symlink_to(store / "3.png")
+    (root / "cat" / "4.png").symlink_to("3.png")  # a link to a link
+    (root / "cat" / "circle.png").symlink_to("circle.png")
+    os.mkfifo(root / "cat" / "pipe.png")
     found = rows(folders.plan([str(root)], split_bytes=STEP))
-    assert [(row["_place"], row["_reason"]) for row in found] == [
-        ("cat/1.png", None),
-        ("dog", "not_a_regular_file"),
-        ("loop", "not_a_regular_file"),
+    assert [(row["_place"], row["image"]) for row in found if row["kind"] == RECORD] == [
+        (f"cat/{number}.png", pixels(min(number, 3))) for number in (1, 2, 3, 4)
     ]
+    assert [(row["_place"], row["_reason"]) for row in found if row["kind"] == BAD] == [
+        ("cat/circle.png", "not_a_regular_file"),
+        ("cat/pipe.png", "not_a_regular_file"),
+    ]
+    for name, target in (("dog", store), ("loop", root)):
+        (root / name).symlink_to(target)
+        with pytest.raises(DataError, match=f"{name} is a link to a folder"):
+            folders.plan([str(root)], split_bytes=STEP)
+        (root / name).unlink()
 
 
 def test_folders_that_overlap_are_refused(tmp_path: Path) -> None:

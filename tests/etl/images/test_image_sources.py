@@ -108,6 +108,46 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.tar"]
 
 
+def test_a_folder_of_links_and_of_names_in_two_forms(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_tree(tmp_path / "store", {f"{n}.png": picture(n) for n in range(24)})
+    for n, name in enumerate(["bar", "caf\u00e9", "cafe\u0301"]):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for image in range(8):  # of one name in both forms of the class
+            (tmp_path / "set" / name / f"{image}.png").symlink_to(store / f"{8 * n + image}.png")
+    (tmp_path / "set" / "train").mkdir()
+    (tmp_path / "set" / "train" / "0.png").symlink_to(store / "0.png")
+    manifest = job.run(spark, config(tmp_path / "set", tmp_path / "out", source="folder", split="1/1"))
+    assert manifest.created_by["config"]["class_names"] == ["bar", "caf\u00e9"]
+    rows = [row for _, row in table(tmp_path / "out", manifest)]
+    assert sorted((row["label"], row["image"]) for row in rows) == sorted((int(n > 7), pixels(n)) for n in range(24))
+    assert len({row["sample_id"] for row in rows}) == 24 and manifest.counts.quarantined == 1
+    assert "1 files are in no class folder: a folder called train" in caplog.text
+
+
+def test_what_would_shift_the_labels_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    files = {f"train/{name}/images/{n}.png": picture(n) for name in ("cat", "owl") for n in range(4)}
+    files |= {f"val/images/{n}.png": picture(9 + n) for n in range(2)}  # as in Tiny ImageNet
+    root, archive = make_tree(tmp_path / "set", files), make_tar(tmp_path / "set.tar", files)
+    for source, place, split in (("folder", root, "given"), ("tar", archive, "80/20")):
+        with pytest.raises(DataError, match="classes without an image in train") as caught:
+            job.run(spark, config(place, tmp_path / "out", source=source, split=split))
+        assert caught.value.got == "images (2 images, as val/images/0.png)" and caught.value.exit_code == 1
+    empty = make_tree(tmp_path / "empty", {f"{name}/{n}.png": b"" for name in "ab" for n in range(3)})
+    with pytest.raises(DataError, match="6 of 6 records are bad") as caught:
+        job.run(spark, config(empty, tmp_path / "out", source="folder", split="1/1"))
+    assert "empty/a/0.png at byte 0: unknown_format" in caught.value.got
+    flat = make_tree(tmp_path / "flat", {f"{name}/{n}.png": picture(n) for name in ("bus", "train") for n in range(3)})
+    told = {"source": "folder", "split": "1/1", "max_bad": "1%"}
+    with pytest.raises(DataError, match="3 of 6 records are bad") as caught:
+        job.run(spark, config(flat, tmp_path / "out", **told))
+    assert "called train, val, test, ... is a split" in caught.value.next_step
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("_staging*"))
+    manifest = job.run(spark, config(flat, tmp_path / "out", **told, classes=("bus", "train")))
+    assert {row["label"] for _, row in table(tmp_path / "out", manifest)} == {0, 1}
+
+
 def test_named_classes_come_later_and_others_never(spark: SparkSession, tmp_path: Path) -> None:
     classes = ("owl", "dog", "cat")
     for day, names in ((1, ("cat",)), (2, ("dog", "cat")), (3, ("emu", "cat"))):

@@ -133,8 +133,15 @@ def archive(path: Path, *, split: bool) -> Path:
     make_tar(path, {(sides[name] if split else "") + name: data for name, data in files.items()})
     with tarfile.open(path, "a") as tar:
         link = tarfile.TarInfo("a/link.jpg")
-        link.type, link.linkname = tarfile.SYMTYPE, "1.jpg"
+        link.type, link.linkname = tarfile.SYMTYPE, "gone.jpg"
         tar.addfile(link)
+        hard = tarfile.TarInfo(("train/" if split else "") + "a/hard.jpg")
+        hard.type, hard.linkname = tarfile.LNKTYPE, (sides["a/9.jpg"] if split else "") + "a/9.jpg"
+        tar.addfile(hard)
+        for name in ("a/3.jpg", "a/8.jpg"):  # of which one was broken
+            again = tarfile.TarInfo((sides[name] if split else "") + name)
+            again.size = len(photo(99))
+            tar.addfile(again, io.BytesIO(photo(99)))
         tar.addfile(tarfile.TarInfo("a/.hidden"), io.BytesIO())
     return path
 
@@ -163,15 +170,15 @@ def test_the_bytes_are_those_of_the_general_way(
     with general():
         job.run(spark, config(path, tmp_path / "general", **more))
     assert tree(tmp_path / "planned") == tree(tmp_path / "general")
-    assert manifest.counts == Counts(106, 99, 5, {"not_an_image": 2})
+    assert manifest.counts == Counts(109, 101, 4, {"not_an_image": 2, "replaced": 2})
     assert sum(len(split.shards) for split in manifest.splits.values()) == shards
     assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 0
     assert manifest.created_by["config"]["class_names"] == ["a", "b"]
     assert not list(verify(str(tmp_path / "planned")))
     rejected = pq.read_table(tmp_path / "planned" / "_quarantine").column("reason").to_pylist()
-    assert sorted(rejected) == ["broken_image"] * 2 + ["not_a_regular_file", "unknown_format", "unsafe_name"]
+    assert sorted(rejected) == ["broken_image", "not_a_regular_file", "unknown_format", "unsafe_name"]
     if fmt == "tfrecord":
         return
-    with pytest.raises(DataError, match="3 of 106 records are bad"):  # as told of those that headers tell
+    with pytest.raises(DataError, match="3 of 109 records are bad"):  # as told of those that headers tell
         job.run(spark, config(path, tmp_path / "refused", **{**more, "max_bad": "2%"}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["_quarantine-refused", "general", "planned", "set.tar"]

@@ -184,6 +184,10 @@ SEEDS = [
     saved(RGB, "TIFF", compression="tiff_lzw"),
     saved(RGB, "WEBP"),
     saved(RGBA, "WEBP", lossless=True),
+    saved(RGB, "BMP"),
+    saved(PALETTE, "BMP"),
+    b"P3 9 6 255\n" + b" ".join(b"%d" % value for value in PIXELS.ravel()),
+    b"P6 9 6 200\n" + PIXELS.tobytes(),
 ]
 
 

@@ -106,7 +106,7 @@ def test_a_changed_file_gives_the_pixels_or_the_refusal_that_it_gives_alone(data
     if decode_many._plain(*together([whole]), (9, 9), channels)[0]:
         header = read_header(whole)
         assert header is not None and (header.height, header.width, header.components) == (9, 9, channels)
-        assert not header.has_exif and not header.progressive
+        assert not header.is_described and not header.progressive
     try:
         pixels = fit(decode(whole, channels)[None], 9, 9, "resize")
     except ImageError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.encode.hashing import hash_values
@@ -102,6 +102,21 @@ def pictures() -> dict[str, bytes]:
             exif.endian, exif[0x010F], exif[0x0112] = order, "a maker", orientation
             for kind in ("JPEG", "PNG"):
                 add(f"{kind} {orientation} {order}", smooth, kind, exif=exif)
+    xmp = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description {}/></x:xmpmeta>'
+    turned, exif = xmp.format('tiff:Orientation="6"'), Image.Exif()
+    exif[0x010F] = "a maker"
+    for name, text, more in (
+        ("XMP", turned, {}),
+        ("XMP element", xmp.format("a='b'").replace("/>", "><tiff:Orientation>8</tiff:Orientation>"), {}),
+        ("XMP of a rating", xmp.format('xmp:Rating="3"'), {}),
+        ("XMP beside EXIF without one", turned, {"exif": exif}),
+    ):
+        add(f"JPEG, {name}", smooth, "JPEG", xmp=text.encode(), **more)
+        info = PngImagePlugin.PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", text)
+        add(f"PNG, {name}", smooth, "PNG", pnginfo=info, **more)
+    exif[0x0112] = 3
+    add("JPEG, EXIF before XMP", smooth, "JPEG", xmp=turned.encode(), exif=exif)
     add("JPEG, EXIF cut off", smooth, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x09\x01")
     add("line", whole.crop((0, 0, 31, 1)))
     return found
@@ -128,10 +143,11 @@ def test_other_images_fail() -> None:
 
     from training.models.saved_images import decoded
 
-    for kind, mode in (("GIF", "L"), ("JPEG", "CMYK")):
+    wide = {"transparency": 0}
+    for kind, mode, more in (("GIF", "L", {}), ("JPEG", "CMYK", {}), ("PNG", "I;16", wide)):
         file = io.BytesIO()
-        Image.new(mode, (4, 4)).save(file, kind)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"neither JPEG nor PNG|four components"):
+        Image.new(mode, (4, 4)).save(file, kind, **more)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"neither JPEG nor PNG|four components|transparent"):
             decoded(tf.constant([file.getvalue()]), 4, 4, 3, "resize")
 
 
