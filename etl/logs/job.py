@@ -25,6 +25,7 @@ from etl.logs.parse import (
     Work,
     output_schema,
 )
+from etl.logs.past import hold_of_label, looks_round, text_of
 from etl.logs.plan import Plan, plan_of
 from etl.logs.records import RecordLines
 from etl.spark.session import described
@@ -34,7 +35,7 @@ from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -108,22 +109,35 @@ class LogInput(Input[LogCounts]):
         )
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
-        """Raises DataError if the log is shorter than the default label's window."""
-        config, plan = self.config, self.plan
-        if config.label is None:
+        """Raises DataError if the log is shorter than the default label's window, or comes too late for an append."""
+        config, plan, spark = self.config, self.plan, parsed.sparkSession
+        if config.label is None and plan.target.parent is None:
             _check_covered(counts)
-        rows = parsed.where(f"_kind = {ROW}")
+        rows, carry = parsed.where(f"_kind = {ROW}"), None
         if isinstance(plan.parser, RecordLines):
             by_place = plan.id_columns == records.PLACE_COLUMNS
             rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, by_place)
         else:
-            rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.combined)
+            past, texts = plan.past, web.texts_of(plan.combined)
+            past.check_order(rows, counts.first_page, [source.url for source in plan.sources], config.label)
+            hold_s = hold_of_label(spark, config.label) if config.split_spec.continues else None
+            rows = web.rows_of(
+                rows,
+                config.label or DEFAULT_LABEL,
+                past.log_end(counts.log_end),
+                plan.combined,
+                past=past.rows(spark, texts),
+                part=past.part,
+                hold_s=hold_s,
+            )
+            carry = None if hold_s is None else past.carry(texts, counts.log_end, hold_s)
         return Labelled(
             rows=rows,
             target=plan.target,
             id_columns=plan.id_columns,
             sources=digest_sources(parsed.sparkSession, plan.sources, counts.digests),
             created_config=config.to_json(),
+            carry=carry,
         )
 
     def _check_label(self, spark: SparkSession) -> None:
@@ -132,10 +146,18 @@ class LogInput(Input[LogCounts]):
             return
         if not isinstance(plan.parser, RecordLines):
             check_label(spark, label, web.label_schema(plan.combined), web.LABEL_TYPES, web.LABEL_ALLOWED)
+            plan.past.check_label(hold_of_label(spark, label), label)
         else:
             kinds, columns = records.label_kinds(plan.target.rows), plan.parser.schema
             allowed = f"a SQL expression of type {kinds[0]} over {ddl_of(columns)}"[:500]
             check_label(spark, label, columns, kinds, allowed)
+            if plan.target.parent is not None and looks_round(text_of(spark, label)):
+                raise ConfigError(
+                    "--append-to does not go with a --label that looks at other records",
+                    got=label[:500],
+                    allowed="an expression over the columns of one record: an append does not read those before it",
+                    next_step="Make one dataset of all files, the earlier and the new, without --append-to.",
+                )
 
 
 def parsed(

@@ -19,6 +19,7 @@ from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
 from etl.logs.parse import LineParser, Work
+from etl.logs.past import Past
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.logs.values import without_bom
 from etl.logs.web import WebLines, roles
@@ -125,6 +126,7 @@ class Plan:
     parser: LineParser
     target: Target
     id_columns: tuple[str, ...]
+    past: Past
 
     @property
     def combined(self) -> bool:
@@ -149,7 +151,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
             for source, there in zip(sources, names, strict=True):
                 roles(there, source.url)
         work = _work(sources, names, config)
-        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS)
+        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS, Past.of(parent))
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
     sources = find_sources(config.inputs, check_lines)
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
@@ -158,7 +160,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     parser = RecordLines(form, columns, config.time_columns)
     target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
     _check_columns(config, schema, parser, sources, names)
-    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns)
+    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns, Past())
 
 
 def _is_combined(form: Form) -> bool:

@@ -343,6 +343,8 @@ def write_shards(
     """Write the rows that are not dropped, and rename each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
+    if not table.total:
+        return placed(fs, paths, [], table, write.fmt)
     with described(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     return placed(fs, paths, results, table, write.fmt)
