@@ -147,15 +147,9 @@ class Past:
             return
         from pyspark.sql import functions as f
 
-        end, hold = self.carried.log_end, self.carried.hold_s
-        old = read_carried(pages.sparkSession, self.parent, carried_schema(("visitor",))).where(f"NOT {OPEN}")
-        new = pages.where(f"time <= {end}L").select("visitor", "time", c.SOURCE, c.POSITION)
-        decided = "coalesce(old.stays, false)" if label in (None, DEFAULT_LABEL) else "false"
-        changes = (
-            f"old.visitor = new.visitor AND (old.time > new.time OR (old.time = new.time AND old.time < {end}L)"
-            f" OR (old.time < new.time AND old.time + {hold}L >= new.time AND NOT {decided}))"
-        )
-        late = new.alias("new").join(old.alias("old"), f.expr(changes), "left_semi")
+        end = self.carried.log_end
+        old = read_carried(pages.sparkSession, self.parent, carried_schema(("visitor",)))
+        late = too_late(pages, old, end, self.carried.hold_s, label)
         sums = (f.count(f.lit(1)).alias("n"), f.min(f.struct(c.SOURCE, c.POSITION, "time")).alias("first"))
         with described(pages.sparkSession, "look for requests that come too late"):
             (found,) = late.agg(*sums).collect()
@@ -169,6 +163,25 @@ class Past:
             next_step="Append logs in the order of time, each once. For one that came late, make one dataset of all"
             " files, or make the last one again of its files and this one.",
         )
+
+
+def too_late(pages: DataFrame, old: DataFrame, log_end: int, hold_s: int, label: str | None) -> DataFrame:
+    """The requests of `pages` (visitor, time, _source, _position) that change a record of which `old`, the carried rows
+    of a log up to log_end, know that it is written.
+
+    A request after all settled ones of its visitor changes no feature. Whether it changes a label follows from the last
+    settled request alone: the window of an earlier one ends before that, or holds it.
+    """
+    from pyspark.sql import functions as f
+
+    new = pages.where(f"time <= {log_end}L").select("visitor", "time", c.SOURCE, c.POSITION).alias("new")
+    # The default label asks for one request in the window: more of them change nothing.
+    decided = "coalesce(old.stays, false)" if label in (None, DEFAULT_LABEL) else "false"
+    changes = (
+        f"old.visitor = new.visitor AND (old.time > new.time OR (old.time = new.time AND old.time < {log_end}L)"
+        f" OR (old.time < new.time AND old.time + {hold_s}L >= new.time AND NOT {decided}))"
+    )
+    return new.join(old.where(f"NOT {OPEN}").alias("old"), f.expr(changes), "left_semi")
 
 
 def _moment(seconds: int) -> str:
