@@ -1,7 +1,7 @@
 """The past of a web log: which labels wait for later requests, and what requests need to know of earlier ones.
 
 N appends have the rows of one job over all files. So each dataset carries its open requests whole (those whose label
-waits for the log to go on), and of each visitor the last request that is settled, with the sums up to it.
+needs later requests), and of each visitor the last request that is settled, with the sums up to it.
 Decision record: docs/decisions/012-web-log.md.
 """
 

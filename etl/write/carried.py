@@ -1,4 +1,4 @@
-"""`_carried/`: what a dataset keeps for the appends that continue it, beside its shards and for its owner alone.
+"""`_carried/`: what a dataset keeps, next to its shards, for the appends that continue it; only its owner may read it.
 
 Two kinds of rows: open records, whose label is not known yet, come back as records of the next append; the others say
 what features of later records need to know of the past. Decision record: docs/decisions/012-web-log.md.

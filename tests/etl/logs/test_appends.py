@@ -140,7 +140,8 @@ def test_two_parts_cut_anywhere_have_the_rows_of_one_job(
     assert late == set() if name == "elastic" else len(wrong) > 0
     assert len(late) < len(cuts) / (2 if hold_s else 1)
     kept = past.groupBy("open").count().collect()
-    assert sum(row["count"] for row in kept if not row["open"]) <= 3 * len(cuts) * (1 if hold_s else 5)
+    visitors = sum(len({one.visitor for one in cut.requests}) for cut in cuts)
+    assert sum(row["count"] for row in kept if not row["open"]) <= visitors * (1 if hold_s else 2)
     for data in (begun, past):
         data.unpersist()
 
