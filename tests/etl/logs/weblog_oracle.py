@@ -40,7 +40,8 @@ def pages_of(lines: Sequence[bytes]) -> tuple[list[Request], int]:
         time = int(datetime.strptime(stamp, "%d/%b/%Y:%H:%M:%S %z").timestamp())
         last = max(last, time)
         method, _, rest = asked.partition(" ")
-        page, _, query = rest.rpartition(" HTTP/")[0].partition("?") if " HTTP/" in rest else rest.partition("?")
+        target = rest.rpartition(" HTTP/")[0] if " HTTP/" in rest else rest
+        page, _, query = target.strip(" ").partition("?")  # some are followed by more than one blank
         good = method == "GET" and page and (status == "304" or status[0] == "2")
         if good and not _ASSET.search(page):
             found.append(Request(visitor, page, query, time))
