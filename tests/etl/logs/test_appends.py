@@ -88,7 +88,10 @@ def by_log(rows: pd.DataFrame) -> dict[int, pd.DataFrame]:
     rows = rows.astype({"seconds_since_prev": "Int64", "mean_gap_s": "Int64", "stays": bool})
     rows = rows.assign(log=rows["visitor"].str.split("|").str[0].astype(int), prev_page=rows["prev_page"].fillna("-"))
     rows = rows.sort_values(ROW, ignore_index=True)
-    return {int(number): own.drop(columns="log").reset_index(drop=True) for number, own in rows.groupby("log")}
+    return {
+        number: rows[rows["log"] == number].drop(columns="log").reset_index(drop=True)
+        for number in rows["log"].unique().tolist()
+    }
 
 
 def same(one: pd.DataFrame | None, other: pd.DataFrame | None) -> bool:
@@ -219,9 +222,10 @@ def wanted_rows(lines: Sequence[bytes]) -> pd.DataFrame:
     """The rows by plain Python, by their sample ids."""
     rows = oracle.rows_of(*oracle.pages_of(lines))
     ids = [
-        sample_id([one.visitor.encode(), one.page.encode(), str(one.time).encode(), one.query.encode()], one.occurrence)
-        for one in rows.itertuples()
-    ]
+        sample_id([one["visitor"].encode(), one["page"].encode(), str(one["time"]).encode(), one["query"].encode()],
+                  one["occurrence"])
+        for one in rows.to_dict("records")
+    ]  # fmt: skip
     return rows.assign(sample_id=ids, prev_page=rows["prev_page"].fillna("-")).set_index("sample_id").sort_index()
 
 
