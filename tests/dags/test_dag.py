@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -103,12 +102,10 @@ def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp
 
 def assert_one_job_has_their_rows(folder: Path, days: Sequence[str]) -> None:
     """The records of the days' datasets together are those of one job over the logs of all days, split by split."""
-    script, output = Path(__file__).with_name("_spark_submit.py"), folder / "one"
+    output, root = folder / "one", Path(__file__).parents[2]
     logs = [str(folder / "daily" / day / "access.log") for day in days]
-    flags = ["--input", *logs, "--output", str(output), "--split", "group:visitor:80/20"]
-    own = {**os.environ, "LOCKSTEP_CALLS": str(folder / "one.jsonl"), "PYTHONPATH": str(script.parents[2])}
-    job = str(script.parents[2] / "jobs" / "etl_logs.py")
-    subprocess.run([sys.executable, str(script), "--master", "local[2]", job, *flags], env=own, check=True, timeout=900)
+    flags = ["--input", *logs, "--output", str(output), "--split", "group:visitor:80/20", "--master", "local[2]"]
+    subprocess.run([sys.executable, "-m", "jobs.etl_logs", *flags], cwd=root, check=True, timeout=900)
     for split in ("train", "test"):
         nights = [record for day in days for record in records_of(folder / "results" / "datasets" / day, split)]
         one = records_of(output, split)
