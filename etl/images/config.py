@@ -87,6 +87,7 @@ class ImagesConfig(OutputConfig):
         idle = (
             ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
             ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
+            ("--input-root", self.input_root is not None and self.source in ("folder", "tar"), "idx, cifar or parquet"),
             ("--image-column", self.image_column != "image" and self.source != "parquet", "--source parquet"),
             ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
         )

@@ -35,6 +35,7 @@ from etl.write.job import run as run_job
 from etl.write.late import Intake, LateImages, has_late_content
 from etl.write.quarantine import CLASS_FOLDERS
 from etl.write.shards import RUN_AGAIN
+from etl.write.sources import check_contents, check_paths
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -196,6 +197,7 @@ def check(config: ImagesConfig) -> ImageInput:
     """
     parent = check_output(config)
     plan = _planned(config)
+    check_paths(plan.named, parent)
     if config.source in ("folder", "tar"):  # reading a row group of Parquet would take longer
         log_dark(plan.pieces, config.intake)
     return ImageInput(config, plan, _target(config, plan, plan.num_classes or _known_classes(config, parent), parent))
@@ -216,7 +218,7 @@ def _known_classes(config: ImagesConfig, parent: Parent | None) -> int:
 
 
 def _planned(config: ImagesConfig) -> ImagePlan:
-    given, step = config.split_spec.given, config.split_bytes
+    given, step, root = config.split_spec.given, config.split_bytes, config.input_root
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step, classes=config.classes)
     if config.source == "tar":
@@ -225,11 +227,12 @@ def _planned(config: ImagesConfig) -> ImagePlan:
     classes = config.label_count
     if config.source == "parquet":
         image, label = config.image_column, config.label_column
-        return parquet.plan(config.inputs, image=image, label=label, given=given, num_classes=classes)
+        return parquet.plan(config.inputs, image=image, label=label, given=given, num_classes=classes, root=root)
     assert classes is not None
     if config.source == "idx":
-        return idx.plan(config.inputs, given=given, num_classes=classes, split_bytes=step)
-    return cifar.plan(config.inputs, config.source, given=given, num_classes=classes, split_bytes=step)
+        return idx.plan(config.inputs, given=given, num_classes=classes, split_bytes=step, root=root)
+    kind = config.source
+    return cifar.plan(config.inputs, kind, given=given, num_classes=classes, split_bytes=step, root=root)
 
 
 def run(spark: SparkSession, config: ImagesConfig, images: ImageInput | None = None) -> DatasetManifest:
@@ -288,7 +291,9 @@ class ImageInput(Input[Tally]):
         return tally
 
     def labelled(self, parsed: DataFrame, counts: Tally) -> Labelled:
-        """Classes that are names become numbers in the order of the names."""
+        """Classes that are names become numbers in the order of the names. Raises DataError for a file, archive or
+        folder that is there twice.
+        """
         config, plan, spark = self.config, self.plan, parsed.sparkSession
         names = class_names(config, plan, counts, self.target.parent)
         if counts.without_class:
@@ -297,6 +302,10 @@ class ImageInput(Input[Tally]):
         if classes != target.rows["label"].num_classes:
             target = _target(config, plan, classes, target.parent)
         rows = _with_labels(parsed.where(f"kind = {RECORD}"), plan, names)
+        trees, named = plan.trees, bool(plan.named)
+        sources = digest_trees(parsed, plan.sources) if trees else digest_sources(spark, plan.sources, paths=named)
+        holding = sorted({piece.source for piece in plan.pieces})  # not files of labels, which may be equal
+        check_contents([sources[number] for number in holding], {}, target.parent)
         late = None
         if config.late:
             by_content = has_late_content(config.split_spec, target.rows)
@@ -305,7 +314,7 @@ class ImageInput(Input[Tally]):
             rows=_with_occurrences(rows, parsed) if plan.names_may_repeat else rows,
             target=target,
             id_columns=ID_COLUMNS,
-            sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
+            sources=sources,
             created_config=config.with_classes(names),
             late=late,
         )
