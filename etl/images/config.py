@@ -87,7 +87,6 @@ class ImagesConfig(OutputConfig):
         idle = (
             ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
             ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
-            ("--input-root", self.input_root is not None and self.source in ("folder", "tar"), "idx, cifar or parquet"),
             ("--image-column", self.image_column != "image" and self.source != "parquet", "--source parquet"),
             ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
         )
@@ -114,7 +113,14 @@ class ImagesConfig(OutputConfig):
         """Whether ids, splits and order depend only on names and headers: then the driver can plan shards."""
         split = self.split_spec
         hashed = split.kind in ("random", "kfold", "given") and split.column is None and self.classes is None
-        return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+        return (
+            self.source == "tar"
+            and self.late
+            and hashed
+            and self.sample is None
+            and self.append_to is None
+            and self.input_root is None
+        )
 
     def fields(self, shape: tuple[int, int, int] | None, num_classes: int) -> Schema:
         """The fields of the dataset: pixels (height, width, channels) uint8, and the class. With --store encoded an

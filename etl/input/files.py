@@ -169,16 +169,20 @@ def path_below(url: str, base: str) -> str:
 
     Raises ConfigError if it is elsewhere.
     """
-    file, above = _parts(url), _parts(base)
-    inside = file[len(above) :]
-    if file[: len(above)] != above:
+    return "/".join([*parts_below(url, base)[:-1], source_name(url)])
+
+
+def parts_below(url: str, base: str) -> list[str]:
+    """The parts of the path of a file or folder below `base`. Raises ConfigError if it is elsewhere."""
+    whole, above = _parts(url), _parts(base)
+    if whole[: len(above)] != above:
         raise ConfigError(
             f"input {url} is not below {base}",
             got=url,
             allowed=f"files below --input-root {base}",
             next_step="Give --input-root a folder that is above all inputs, or give other inputs.",
         )
-    return "/".join([*inside[:-1], source_name(url)])
+    return whole[len(above) :]
 
 
 def _parts(url: str) -> list[str]:

@@ -169,7 +169,8 @@ def test_two_files_of_one_path_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_ids_that_name_no_file_take_no_root() -> None:
-    for more in ({}, {"schema": "s.toml", "id_columns": ("row",)}):
+    apart: list[dict[str, Any]] = [{}, {"schema": "s.toml", "id_columns": ("row",)}]
+    for more in apart:
         with pytest.raises(ConfigError, match="--input-root"):
             LogsConfig(log_format="json", inputs=("in",), output="out", input_root="in", **more)
 

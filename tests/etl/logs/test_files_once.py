@@ -84,19 +84,19 @@ def test_a_day_that_comes_moves_no_record_of_the_others(spark: SparkSession, tmp
 def appended(folder: Path) -> None:
     """Appends that are refused before Spark starts."""
     chain = {"append_to": str(folder / "A-next"), "input_root": str(folder / "days")}
-    with pytest.raises(ConfigError, match="is in .*/A already") as caught:
+    with pytest.raises(ConfigError, match=r"is in .*/A already") as caught:
         logs.check(config(folder, "C", "days/a", **chain))
     assert "days/a/orders.csv" in str(caught.value) and "Remove" in caught.value.next_step
     shutil.copytree(folder / "days" / "a", folder / "elsewhere" / "0")
-    with pytest.raises(ConfigError, match="ids that .*/A-next has") as caught:
+    with pytest.raises(ConfigError, match=r"ids that .*/A-next has") as caught:
         logs.check(config(folder, "C", "elsewhere", append_to=str(folder / "A-next")))
     for word in ("elsewhere/0/orders.csv", "days/0/orders.csv", "other bytes", "--input-root", "--id-columns"):
         assert word in str(caught.value)
 
 
 def log_job(folder: Path, out: str, *inputs: str, **more: Any) -> LogsConfig:
-    told = {"inputs": tuple(str(folder / name) for name in inputs), "output": str(folder / out), "split": "1/1"}
-    return LogsConfig(log_format="common", **told, **more)
+    places = tuple(str(folder / name) for name in inputs)
+    return LogsConfig(log_format="common", inputs=places, output=str(folder / out), split="1/1", **more)
 
 
 def test_a_rotated_log_and_its_packed_copy_are_not_counted_twice(spark: SparkSession, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_rotated_log_and_its_packed_copy_are_not_counted_twice(spark: SparkSes
     shutil.move(tmp_path / "logs" / "access.log.1", tmp_path / "first" / "access.log")
     label = {"label": "page LIKE '%html'"}
     logs.run(spark, log_job(tmp_path, "out", "first", **label))
-    with pytest.raises(DataError, match="same content as .*first/access.log, which is in .*out already"):
+    with pytest.raises(DataError, match=r"same content as .*first/access.log, which is in .*out already"):
         logs.run(spark, log_job(tmp_path, "next", "logs", append_to=str(tmp_path / "out"), **label))
     found: DatasetManifest = load_dataset(str(tmp_path / "out"))
     assert BY_PLACE not in summary(found, "out") and found.source[0].path is None
