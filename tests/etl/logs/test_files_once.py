@@ -68,8 +68,7 @@ def test_a_day_that_comes_moves_no_record_of_the_others(spark: SparkSession, tmp
     first = logs.run(spark, config(tmp_path, "A", "days"))
     before = rows_of(tmp_path / "A")
     assert BY_PLACE in summary(first, "A") and "file and position" in BY_PLACE
-    expected = sample_id([b"a/orders.csv", str(len("order,paid\n")).encode()], 0)
-    assert before["a-0"][1] == expected - (1 << 64 if expected >= 1 << 63 else 0)
+    assert before["a-0"][1] == sample_id([b"a/orders.csv", str(len("order,paid\n")).encode()], 0)
     day(tmp_path / "days", "0")
     # as a new dataset of all days, and as an append of the new one: the same ids and splits
     logs.run(spark, config(tmp_path, "B", "days"))
