@@ -35,7 +35,8 @@ def check_paths(sources: Sequence[Source], above: Parent | None, other_way: str 
 
 def check_contents(infos: Sequence[SourceInfo], records: Mapping[int, int], above: Parent | None) -> None:
     """Raise DataError if two files, or a file and one of a dataset that is continued, hold the same bytes, packed or
-    not. `records` are those of files by their number; files of fewer than LEAST_RECORDS are not compared.
+    not. `records` are those of files by their number, where they are known; files of fewer than LEAST_RECORDS are not
+    compared.
     """
     seen: dict[object, tuple[SourceInfo, str]] = {}
     for url, manifest in () if above is None else above.chain[::-1]:
@@ -43,7 +44,7 @@ def check_contents(infos: Sequence[SourceInfo], records: Mapping[int, int], abov
             for mark in _marks(info):
                 seen.setdefault(mark, (info, url))
     for number, info in enumerate(infos):
-        if records.get(number, LEAST_RECORDS) < LEAST_RECORDS:
+        if not info.bytes or records.get(number, LEAST_RECORDS) < LEAST_RECORDS:
             continue
         for mark in _marks(info):
             other, dataset = seen.setdefault(mark, (info, ""))

@@ -189,6 +189,7 @@ def info(name: str, sha256: str, size: int, content: tuple[int, str] | None) -> 
         (("a", 5, (9, "00")), ("b", 5, (9, "01")), False),
         (("a", 5, (9, "00")), ("b", 5, (8, "00")), False),
         (("a", 9, None), ("b", 9, None), False),
+        (("a", 0, (0, "00")), ("a", 0, (0, "00")), False),  # empty files
     ],
 )
 def test_which_files_have_the_same_content(one: Any, two: Any, same: bool) -> None:
