@@ -123,6 +123,8 @@ class LogInput(Input[LogCounts]):
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
         """Raises DataError if the log is shorter than the default label's window, or a file is there twice."""
         config, plan = self.config, self.plan
+        sources = digest_sources(parsed.sparkSession, plan.sources, counts.digests, paths=plan.by_place)
+        check_contents(sources, counts.records, plan.target.parent)
         if config.label is None:
             _check_covered(counts)
         rows = parsed.where(f"_kind = {ROW}")
@@ -130,8 +132,6 @@ class LogInput(Input[LogCounts]):
             rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, plan.by_place)
         else:
             rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.combined)
-        sources = digest_sources(parsed.sparkSession, plan.sources, counts.digests, paths=plan.by_place)
-        check_contents(sources, counts.records, plan.target.parent)
         return Labelled(
             rows=rows,
             target=plan.target,

@@ -20,8 +20,8 @@ from lockstep.storage.dataset.manifest_entries import (
     read_leakage,
     read_parent,
     read_source,
-    source_json,
     read_split,
+    source_json,
     split_json,
 )
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal

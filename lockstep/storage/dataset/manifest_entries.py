@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,7 +251,11 @@ def read_created_by(value: Any, where: str) -> dict[str, Any]:
 def read_source(value: Any, where: str) -> SourceInfo:
     """One input file."""
     place = f"{where}: source"
-    optional = {"path": documents.string, "content_bytes": documents.count, "content_crc32c": documents.crc32c}
+    optional: dict[str, Callable[..., Any]] = {
+        "path": documents.string,
+        "content_bytes": documents.count,
+        "content_crc32c": documents.crc32c,
+    }
     there = [name for name in optional if isinstance(value, dict) and name in value]
     doc = documents.obj(value, ("url", "bytes", "sha256", *there), where=place)
     return SourceInfo(
