@@ -15,11 +15,18 @@ from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
+BY_PLACE = (
+    "ids: records are known by file and position, so an edited or renamed file moves its records to other splits;"
+    " --id-columns avoids that\n"
+)
+
 
 def add_output_flags(job: JobParser, split: str) -> None:
     """The flags of the jobs that read files."""
     read = "files, directories or patterns; plain, gzip, bzip2 or zstd"
     job.add_argument("--input", nargs="+", required=True, metavar="URL", help=read)
+    root = "ids that name a file hold its path below this folder (default: below what --input names)"
+    job.add_argument("--input-root", metavar="URL", help=root)
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
     more = "A/B/C | stratified:COLUMN:A/B | time:COLUMN:A/B | kfold:K | kfold:K:COLUMN:balanced | subset:COLUMN=VALUE"
     add = add_write_flags(job, f"{split} | {more}")
@@ -66,7 +73,12 @@ def write_values(args: Namespace) -> dict[str, Any]:
 
 def output_values(args: Namespace) -> dict[str, Any]:
     """The fields of OutputConfig from the flags of add_output_flags."""
-    return {"inputs": tuple(args.input), "max_bad": args.max_bad, **write_values(args)}
+    return {
+        "inputs": tuple(args.input),
+        "input_root": args.input_root,
+        "max_bad": args.max_bad,
+        **write_values(args),
+    }
 
 
 def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
@@ -79,12 +91,13 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
     found = load_dataset(absolute(config.output))
     created = found.created_by
     parent = None if config.append_to is None else absolute(config.append_to)
+    there = find_sources(config.inputs, root=config.input_root)
     different = {
         "settings": {name: created["config"].get(name) for name in config.to_json()} != config.to_json(),
         "--seed": created["seed"] != config.seed,
         "--append-to": (found.parent or {}).get("url") != parent,
-        "--input": {(one.url, one.bytes) for one in found.source}
-        != {(one.url, one.size_bytes) for one in find_sources(config.inputs)},
+        "--input": {(one.url, one.bytes) for one in found.source} != {(one.url, one.size_bytes) for one in there},
+        "--input-root": not {one.path for one in found.source} <= {None, *(one.path for one in there)},
     }
     names = [name for name, differs in different.items() if differs]
     if names:
@@ -110,5 +123,6 @@ def summary(manifest: DatasetManifest, output: str) -> str:
         f"{output}: {counts.read} read, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
         + ("" if leaks is None else f"{leaks}\n")
+        + (BY_PLACE if manifest.created_by["config"].get("id_columns") == [] else "")
         + f"digest {manifest.digest}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +36,11 @@ class ParquetPiece(Piece):
     image: str
     label: str
     name: str
-    occurrence: int
     split: str | None
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file that Arrow cannot read."""
-        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: self.occurrence, c.SPLIT: self.split}
+        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: 0, c.SPLIT: self.split}
         gather = r.Gather(_COLUMNS, **fixed)
         number = self.first
         with filesystem(self.url).open_read(self.url) as file:
@@ -81,15 +79,16 @@ class ParquetPiece(Piece):
         gather.record(taken, packed, number, number, *named)
 
 
-def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
+def plan(
+    inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None, root: str | None = None
+) -> ImagePlan:
     """Read the footers: find the row groups, and check the types of the columns.
 
     Raises ConfigError for a missing or wrong column, DataError for other files than Parquet and for files without rows.
     """
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, root=root)
     pieces: list[ParquetPiece] = []
     named: set[bool] = set()
-    seen: Counter[str] = Counter()
     for number, source in enumerate(sources):
         metadata = _footer(source)
         named.add(_labels_are_text(source.url, metadata.schema.to_arrow_schema(), image, label))
@@ -104,10 +103,9 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             )
         first = 0
         for group in range(metadata.num_row_groups):
-            place = (absolute(source.url), group, first, image, label, name, seen[name], split if given else None)
+            place = (absolute(source.url), group, first, image, label, source.path, split if given else None)
             pieces.append(ParquetPiece(number, *place))
             first += metadata.row_group(group).num_rows
-        seen[name] += 1
     if len(named) > 1 or (named == {False} and num_classes is None):
         raise ConfigError(
             f"labels of column `{label}` cannot be counted",
@@ -122,7 +120,13 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             allowed="a row or more",
             next_step="Check --input, and the program that wrote these files.",
         )
-    return ImagePlan(sources=sources, pieces=pieces, num_classes=num_classes if named == {False} else None)
+    holding = sorted({piece.source for piece in pieces})
+    return ImagePlan(
+        sources=sources,
+        pieces=pieces,
+        num_classes=num_classes if named == {False} else None,
+        named=[sources[number] for number in holding],
+    )
 
 
 def _footer(source: Source) -> pq.FileMetaData:

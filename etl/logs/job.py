@@ -33,11 +33,21 @@ from etl.write.checks import check_label, check_output
 from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
+from etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+# columns of etl.input.files.DIGEST, and those of a row of etl.logs.parse that hold them
+_DIGEST_COLUMNS = {
+    "number": "_source",
+    "bytes": "_length",
+    "sha256": "_sha256",
+    "content_bytes": "_content_bytes",
+    "content_crc32c": "_content_crc32c",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,8 @@ class LogCounts(Counts):
     first_page: int | None
     digests: list[dict[str, Any]]
     """Rows of etl.input.files.DIGEST of the files that were read whole."""
+    records: dict[int, int]
+    """How many records each of these has, by the number of the file."""
 
 
 def check(config: LogsConfig) -> Plan:
@@ -104,25 +116,27 @@ class LogInput(Input[LogCounts]):
             dropped=dict(dropped),
             log_end=0 if last == NO_TIME else last,
             first_page=min((row["_first_time"] for row in wholes if row["_first_time"] is not None), default=None),
-            digests=[{"number": row["_source"], "bytes": row["_length"], "sha256": row["_sha256"]} for row in digests],
+            digests=[{name: row[column] for name, column in _DIGEST_COLUMNS.items()} for row in digests],
+            records={row["_source"]: row["_lines"] for row in digests},
         )
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
-        """Raises DataError if the log is shorter than the default label's window."""
+        """Raises DataError if the log is shorter than the default label's window, or a file is there twice."""
         config, plan = self.config, self.plan
+        sources = digest_sources(parsed.sparkSession, plan.sources, counts.digests, paths=plan.by_place)
+        check_contents(sources, counts.records, plan.target.parent)
         if config.label is None:
             _check_covered(counts)
         rows = parsed.where(f"_kind = {ROW}")
         if isinstance(plan.parser, RecordLines):
-            by_place = plan.id_columns == records.PLACE_COLUMNS
-            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, by_place)
+            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, plan.by_place)
         else:
             rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.combined)
         return Labelled(
             rows=rows,
             target=plan.target,
             id_columns=plan.id_columns,
-            sources=digest_sources(parsed.sparkSession, plan.sources, counts.digests),
+            sources=sources,
             created_config=config.to_json(),
         )
 

@@ -30,7 +30,6 @@ _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
         ("_file", pa.string()),
-        ("_occurrence", pa.int64()),
         *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
@@ -38,6 +37,8 @@ _BASE = pa.schema(
         ("_last_time", pa.int64()),
         ("_first_time", pa.int64()),
         ("_raw_bytes", pa.int64()),
+        ("_content_bytes", pa.int64()),
+        ("_content_crc32c", pa.string()),
     ]
 )
 _COUNTS = ("_lines", "_bad", "_raw_bytes")
@@ -74,12 +75,11 @@ class LineParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A range, the names of its file's fields, and the name of the file in the records' ids."""
+    """A range, the names of its file's fields, and the path of the file in the records' ids."""
 
     part: Range
     names: tuple[str, ...] = ()
     file: str = ""
-    occurrence: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The work as plain values."""
@@ -88,7 +88,7 @@ class Work:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Work:
         """The work that `found` was."""
-        return cls(Range(**found["part"]), tuple(found["names"]), found["file"], found["occurrence"])
+        return cls(Range(**found["part"]), tuple(found["names"]), found["file"])
 
 
 def output_schema(parser: LineParser) -> pa.Schema:
@@ -127,7 +127,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
             held = _Held()
         for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, digest=True):
             if isinstance(lines, FileDigest):
-                sums.add_file(work, lines.sha256)
+                sums.add_file(work, lines)
                 continue
             if isinstance(lines, LongLine):
                 sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
@@ -137,6 +137,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
             if positions[0] == 0:
                 skip = int(parser.form.has_header)
                 positions, values = positions[skip:], without_bom(values).slice(skip)
+            sums.records[work.part.source_index] += len(positions)
             held.add(work, positions, values)
             if held.is_full:
                 yield from _parsed(held, parser, schema, sums)
@@ -186,11 +187,13 @@ class _Sums:
     last_time: int = NO_TIME
     first_time: int | None = None
     files: list[Work] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
+    digests: list[FileDigest] = field(default_factory=list)
+    records: Counter[int] = field(default_factory=Counter)
+    """Lines of each file, by its number, without those that are too long."""
 
-    def add_file(self, work: Work, sha256: str) -> None:
+    def add_file(self, work: Work, digest: FileDigest) -> None:
         self.files.append(work)
-        self.digests.append(sha256)
+        self.digests.append(digest)
 
     def add(self, *, lines: int = 0, bad: int = 0, raw_bytes: int = 0) -> None:
         self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
@@ -213,7 +216,13 @@ class _Sums:
         for reason, n in sorted(self.dropped.items()):
             yield _batch(schema, SUMMARY, [work], one, _position=place, _reason=[reason], _dropped_lines=[n])
         if self.files:
-            found = {"_length": [file.part.length for file in self.files], "_sha256": self.digests}
+            found: dict[str, list[Any]] = {
+                "_length": [file.part.length for file in self.files],
+                "_lines": [self.records[file.part.source_index] for file in self.files],
+                "_sha256": [one.sha256 for one in self.digests],
+                "_content_bytes": [one.content.row["content_bytes"] for one in self.digests],
+                "_content_crc32c": [one.content.row["content_crc32c"] for one in self.digests],
+            }
             yield _batch(schema, DIGEST, self.files, np.arange(len(self.files)), **found)
 
 
@@ -245,7 +254,6 @@ def _batch(
     columns["_source"] = np.array([work.part.source_index for work in works], dtype=np.int32)[owners]
     if kind == ROW:
         columns["_file"] = pa.array([work.file for work in works], pa.string()).take(pa.array(owners))
-        columns["_occurrence"] = np.array([work.occurrence for work in works], dtype=np.int64)[owners]
     arrays = []
     for named in schema:
         values = columns.get(named.name)

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from etl import columns as c
-from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges, source_name
+from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges
 from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
@@ -25,6 +25,7 @@ from etl.logs.web import WebLines, roles
 from etl.write.append import Parent
 from etl.write.checks import Target, check_target
 from etl.write.config import LogsConfig
+from etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
@@ -127,6 +128,11 @@ class Plan:
     id_columns: tuple[str, ...]
 
     @property
+    def by_place(self) -> bool:
+        """Whether file and position are the id of a record."""
+        return self.id_columns == PLACE_COLUMNS
+
+    @property
     def combined(self) -> bool:
         """Whether requests name their referrer and user agent."""
         return isinstance(self.parser, WebLines) and _is_combined(self.parser.form)
@@ -135,7 +141,8 @@ class Plan:
 def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
-    Raises the errors of find_sources, check_lines, names_in and check_target, and ConfigError for missing columns.
+    Raises the errors of find_sources, check_lines, names_in, check_target and, where records are known by their file,
+    check_paths; ConfigError for missing columns.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
@@ -151,7 +158,9 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         work = _work(sources, names, config)
         return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS)
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
-    sources = find_sources(config.inputs, check_lines)
+    sources = find_sources(config.inputs, check_lines, config.input_root)
+    if not config.id_columns:
+        check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
@@ -166,15 +175,8 @@ def _is_combined(form: Form) -> bool:
 
 
 def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
-    """The ranges; files of equal name are numbered."""
-    seen: Counter[str] = Counter()
-    called = []
-    for source in sources:
-        name = source_name(source.url)
-        called.append((name, seen[name]))
-        seen[name] += 1
     ranges = plan_ranges(sources, config.split_bytes, whole=config.quoted_newlines)
-    return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
+    return tuple(Work(part, names[part.source_index], sources[part.source_index].path) for part in ranges)
 
 
 def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:

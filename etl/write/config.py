@@ -140,6 +140,8 @@ class OutputConfig(WriteConfig):
     """Files or directories (read in order of file names, without those that begin with `_` or `.`)."""
     max_bad: str = "1%"
     """The largest share of rejected records with which the job still succeeds, as a percentage or a fraction."""
+    input_root: str | None = None
+    """The folder below which the paths of files are taken that ids hold; None for what each input names."""
     split_bytes: int = DEFAULT_SPLIT_BYTES
     """Bytes of input that one task reads; never changes the output."""
 
@@ -174,7 +176,7 @@ class LogsConfig(OutputConfig):
     requests.
     """
     id_columns: tuple[str, ...] = ()
-    """With a schema: the columns that identify a record; none: the file's name and the byte position."""
+    """With a schema: the columns that identify a record; none: the file's path and the byte position."""
     columns: tuple[str, ...] = ()
     """TSV and CSV: the names of a line's fields; none: each file's first line names them."""
     time_columns: tuple[str, ...] = ()
@@ -198,6 +200,13 @@ class LogsConfig(OutputConfig):
         )
         for flag, given, fits, formats in only:
             require(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+        named = self.schema is None or bool(self.id_columns)
+        require(
+            self.input_root is None or not named,
+            "--input-root",
+            str(self.input_root),
+            "with --schema and without --id-columns: no other ids name the file",
+        )
         for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
             require(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
         require(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
