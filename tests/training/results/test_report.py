@@ -142,8 +142,8 @@ def test_scores_of_followed_checkpoints_are_lines_of_the_report(run: str) -> Non
 
 def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = RunResult(
-        run=run, generation=2, steps=6, epochs=1, metrics={}, samples=9, seconds=1.0, samples_per_s=9.0, restarts=1,
-        checkpoint=None, model=None, left_over=[],
+        run=run, generation=2, steps=6, epochs=1, epochs_asked=1, metrics={}, samples=9, seconds=1.0, samples_per_s=9.0,
+        restarts=1, checkpoint=None, model=None, left_over=[],
     )  # fmt: skip
     url = Path(RunPaths(run).report(2))
     train.report(result)
