@@ -31,7 +31,7 @@ from training.reading.bad_records import BadRecords, Skipped
 from training.reading.reader import SplitReader
 from training.results.audit_clients import check_clients
 from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
-from training.run.metrics import read_history
+from training.run.metrics import BAD_RECORD, read_rows
 from training.run.paths import RunPaths, audit_step_of
 from training.run.run_json import read_run
 
@@ -408,7 +408,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
-    skipped = [bad for row in read_history(run_url).bad_records if (bad := BadRecords.of_row(row)) is not None]
+    skipped = [bad for _, row in read_rows(run_url, BAD_RECORD)[1] if (bad := BadRecords.of_row(row)) is not None]
     if skipped or config.get("on_bad_record") == "skip":
         for reader in opened.readers:
             reader.skip_bad_records(Skipped(lambda bad: None))

@@ -44,10 +44,11 @@ from training.run import notes
 from training.run.command import command_of
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
 from training.run.lineage import Claim, chain_of, epochs_asked, read_claims
-from training.run.metrics import History, read_history
+from training.run.metrics import History
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
+from training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
 
@@ -60,7 +61,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     damaged file of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
-    history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
+    history, document, claims = read_summary(run), read_run(fs, paths), read_claims(fs, paths)
     if not claims:
         raise NotFoundError(
             f"{run} has nothing to report",

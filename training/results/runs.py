@@ -22,10 +22,10 @@ from training.results.state import ELSEWHERE, TRAINING, state_of, state_without_
 from training.rules import VALIDATION
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
 from training.run.lineage import epochs_asked, read_claims
-from training.run.metrics import read_history
 from training.run.paths import RunPaths
 from training.run.result import find_result
 from training.run.run_json import read_run
+from training.run.summary import read_summary
 
 MOST_DEPTH = 3  # folders below the one that was named: FOLDER/SEARCH/trials/0001
 LOOK_S = REWRITE_EVERY_S + 1.5  # in which a living driver of another host rewrites its lease
@@ -174,7 +174,7 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
     if result is not None and result["generation"] == newest:
         state, metrics, steps = FINISHED, result["metrics"], result["steps"]
     else:
-        history = read_history(paths.root)
+        history = read_summary(paths.root)
         metrics = history.epochs[-1]["metrics"] if history.epochs else {}
         steps = history.steps[-1]["step"] if history.steps else 0
         state = state_of(fs, paths)
