@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
+from jobs._verify import IntactFiles
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
@@ -59,29 +59,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"WRONG {len(faults) - len(shown)} more faults, which --all shows", flush=True)
     print(f"{kind} {url}: {f'{len(faults)} faults found' if faults else 'whole'}")
     return 1 if faults else 0
-
-
-class IntactFiles:
-    """Prints a line for each of the first `most` intact files of each folder at the top, and how many others it has: a
-    run of a week has tens of thousands of files. None: a line for each.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._files: Counter[str] = Counter()
-
-    def add(self, path: str, text: str) -> None:
-        """A file is intact."""
-        folder = path.partition("/")[0]
-        self._files[folder] += 1
-        if self._most is None or self._files[folder] <= self._most:
-            print(f"ok    {path}: {text}", flush=True)
-
-    def end(self) -> None:
-        """Print what was left out."""
-        for folder, files in self._files.items():
-            if self._most is not None and files > self._most:
-                print(f"ok    {folder}: {files - self._most} more files, {files} in all", flush=True)
 
 
 def audit_faults(run: str) -> list[str]:

@@ -24,8 +24,8 @@ def steps_in_epoch(plan: Mapping[str, Any]) -> Fraction | None:
 def epochs_trained(steps: int, of_epoch: Fraction, asked: int) -> float:
     """The epochs that `steps` steps are: their samples over the samples of an epoch (`of_epoch`, of `steps_in_epoch`).
 
-    Steps that reach the end of an epoch, as Keras counts, are whole epochs: what is left of it fills no batch, and the
-    next epoch begins with it. So a run of all its `asked` epochs has trained as many.
+    Steps that reach the end of an epoch, as Keras counts, are whole epochs: its last samples fill no batch, and the
+    next epoch begins with them. So a run of all its `asked` epochs has trained as many.
     """
     if steps == asked * of_epoch // 1:
         return asked

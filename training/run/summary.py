@@ -20,7 +20,7 @@ from training.run.metrics import (
 )
 
 POINTS = 400  # of a curve; more would only make a page larger
-SMOOTHED_STEPS = 20  # of the mean beside a loss: that of a single batch says little
+SMOOTHED_STEPS = 20  # of the mean next to a loss: that of a single batch says little
 SAMPLES = 2000  # rows of use that are kept of a rank
 MOST_NAMED = 1000  # rows about single steps, such as a slow rank's: the first ones are kept
 Row = dict[str, Any]
