@@ -51,6 +51,7 @@ def losses(strategy: str, folder: Path) -> list[float]:
     return [float(one) for one in ranks[0]["loss"]]
 
 
+@pytest.mark.soak  # `fit` under it is the short form
 def test_multi_worker_mirrored_strategy_finds_its_cluster(tmp_path: Path) -> None:
     done = launch(2, "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
