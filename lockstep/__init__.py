@@ -203,10 +203,10 @@ def train(
     In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
     (Ctrl-C, or the kernel's) lets the ranks write a checkpoint first; the same call resumes from there.
 
-    The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
-    arguments, DataError for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another
-    driver takes the run over.
+    The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`), `seconds`,
+    `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported model), and
+    the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError for damaged
+    data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)

@@ -47,6 +47,7 @@ from training.plan.mixture import MixedPlan, steps_asked
 from training.plan.privacy import privacy_of
 from training.run import notes
 from training.run.comm_plans import read_plans
+from training.run.epochs import epochs_trained, steps_in_epoch
 from training.run.lineage import (
     Checkpoint,
     CheckpointRef,
@@ -175,6 +176,7 @@ def train(
             steps,
             stop,
             confirm=ownership.confirm,
+            of_epoch=steps_in_epoch(plan.identity()),
             application=launch.application() if isinstance(launch, SessionLauncher) else None,
             on_event=on_event,
             every_s=hooks.lease_every_s,
@@ -378,6 +380,11 @@ class _Driver:
     def _steps(self) -> int:
         return steps_asked(self._plan, self._config.epochs, self._config.max_steps)
 
+    def _epochs(self, steps: int) -> float:
+        of_epoch = steps_in_epoch(self._plan.identity())
+        assert of_epoch is not None, "a plan counts records and batches"
+        return epochs_trained(steps, of_epoch, self._config.epochs)
+
     def _leave(self, num_ranks: int) -> float | None:
         if self._stop.by is not None:
             return self._stop.grace_s
@@ -443,17 +450,19 @@ class _Driver:
         )
 
     def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
-        generation, seconds = claim.generation, float(first["seconds"])
+        generation = claim.generation
         model = self._paths.model(generation)
         result = RunResult(
             run=self._paths.root,
             generation=generation,
             steps=int(first["steps"]),
-            epochs=self._config.epochs,
+            epochs=self._epochs(int(first["steps"])),
+            epochs_asked=self._config.epochs,
             metrics=dict(first["metrics"]),
             samples=int(first["samples"]),
-            seconds=seconds,
-            samples_per_s=round(int(first["samples"]) / seconds, 3) if seconds > 0 else 0.0,
+            seconds=float(first["seconds"]),
+            samples_per_s=first.get("samples_per_s"),
+            first_step_s=first.get("first_step_s"),
             restarts=len(self._launches.restarts),
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,

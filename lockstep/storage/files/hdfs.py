@@ -20,7 +20,7 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import Unanswered, given_up, with_retries
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer, short_file
+from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Writer, short_file
 from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
     RemoteFileSystem,
@@ -215,8 +215,6 @@ class HdfsFileSystem(RemoteFileSystem):
     Every call has deadlines: `lockstep.storage.call-deadline-s` for an attempt at the NameNode, `...data-deadline-s`
     for data, `...give-up-s` for all attempts. An attempt that times out abandons its thread and its client.
     """
-
-    promises = Promises(atomic_rename=True, durable_sync=True)
 
     def __init__(self, authority: str, settings: Mapping[str, str]) -> None:
         self._settings = dict(settings)

@@ -27,7 +27,6 @@ from lockstep.storage.files.interface import (
     FileSystem,
     HdfsBlock,
     Listing,
-    Promises,
     RangeFile,
     Writer,
     check_range,
@@ -122,8 +121,6 @@ def _directly(descriptor: int, call: Callable[[], int | None]) -> int | None:
 
 class LocalFileSystem(FileSystem):
     """Files of this machine, by plain paths or file:/// URLs."""
-
-    promises = Promises(atomic_rename=True, durable_sync=True)
 
     def open_read(self, url: str) -> BinaryIO:
         with _translated("open", url):
