@@ -329,6 +329,7 @@ def evaluate(
     *,
     baseline: str | None = None,
     slices: str | Iterable[str] = (),
+    clusters: str | None = None,
     checkpoint: int | Literal["last", "best"] | None = None,
     batch: int = 512,
     num_ranks: int = 1,
@@ -339,9 +340,10 @@ def evaluate(
 
     `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
     on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
-    COLUMN:hour. `checkpoint` is one to evaluate in place of the newest model: `last`, `best` (by keep_best) or a step.
-    `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
-    run in a barrier stage.
+    COLUMN:hour. Rows of one value of the stored column `clusters`, such as a visitor, depend on each other: intervals
+    count its values (by default of the column of a split by group, if it is stored). `checkpoint` is one to evaluate in
+    place of the newest model: `last`, `best` (by keep_best) or a step. `batch` is the rows that a rank computes at a
+    time. Ranks are processes of this host or, with `spark`, run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
     `calibration`, `roc`, `confusion`, `slices`, of the baseline `baseline` and `difference`, of several runs `members`.
@@ -356,7 +358,7 @@ def evaluate(
 
     where = several(run), os.fspath(dataset), split, _launch(spark)
     options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
-    return evaluate(*where, slices=several(slices), checkpoint=checkpoint, **options)
+    return evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
 
 
 def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
