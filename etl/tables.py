@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from etl.spark.errors import translated
 from etl.spark.session import watched
 from etl.write.append import Parent
-from etl.write.checks import chance_in, check_output, check_schema
+from etl.write.checks import check_output, check_schema
 from etl.write.config import WriteConfig
 from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
@@ -97,7 +97,7 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     """Read, split and publish; `plan` is what `check` returned, if it was called.
 
     Raises the errors of check and write_dataset, NotFoundError for a missing table or path, and ConfigError for a query
-    that is not valid or whose rows differ each time it is read.
+    that is not valid.
     """
     plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
@@ -136,14 +136,6 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None
-    chance = chance_in(df)
-    if chance is not None:
-        raise ConfigError(
-            "the rows of the input differ each time it is read",
-            got=chance,
-            allowed="stored values and functions of them (rand with a seed depends on how rows are cut)",
-            next_step="Store the result as a table first, or remove that expression.",
-        )
     return df
 
 
