@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etl.spark.errors import translated
 from etl.spark.session import watched
+from etl.table_files import FORMATS, of_query, read_files
 from etl.write.append import Parent
 from etl.write.checks import check_output, check_schema
 from etl.write.config import WriteConfig
@@ -101,30 +104,37 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     """
     plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
-        df = frame(spark, config)
+        df, left_out = frame(spark, config, None if plan.schema is None else [field.name for field in plan.schema])
+        exclude = [name for name in config.exclude if name not in left_out]
         return write_frame(
             df,
             config,
             plan.parent,
             id_columns=config.id_columns,
-            schema=plan.schema or infer_schema(df, config.label, config.exclude, config.id_columns),
+            schema=plan.schema or infer_schema(df, config.label, exclude, config.id_columns),
             origin=Origin(created_config=config.to_json()),
         )
 
 
-def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
-    """The rows of the table, query or files."""
+def frame(
+    spark: SparkSession, config: TableConfig, fields: Sequence[str] | None = None
+) -> tuple[DataFrame, frozenset[str]]:
+    """The rows of the table, query or files, and the columns of files that are left out, as read_files has them.
+    `fields` are those of a declared schema.
+    """
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import AnalysisException, ParseException
 
     try:
         if config.table is not None:
-            df = spark.table(config.table)
+            return spark.table(config.table), frozenset()
         elif config.query is not None:
             # Only a query is valid in parentheses: a statement that changes something is an error.
-            df = spark.sql(f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query")
-        else:
-            df = spark.read.format(config.input_format).load(list(config.inputs))
+            query = f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query"
+            return of_query(spark, query), frozenset()
+        if config.input_format.lower() in FORMATS:
+            return read_files(spark, config.inputs, config.input_format.lower(), partial(_is_used, config, fields))
+        return spark.read.format(config.input_format).load(list(config.inputs)), frozenset()
     except (AnalysisException, ParseException) as error:
         raise _unreadable(config, error) from None
     except Py4JJavaError as error:  # pyspark has no class for this one
@@ -136,7 +146,14 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None
-    return df
+
+
+def _is_used(config: TableConfig, fields: Sequence[str] | None, name: str) -> bool:
+    """Whether the job looks at a column of its input."""
+    sampling, column = config.sampling, config.split_spec.column
+    if name in (*config.id_columns, column, None if sampling is None else sampling.column):
+        return True
+    return name not in config.exclude if fields is None else name in fields
 
 
 def _unreadable(config: TableConfig, error: Exception) -> ConfigError:

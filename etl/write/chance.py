@@ -47,7 +47,7 @@ def chance_in(df: DataFrame) -> str | None:
         return "an expression that depends on chance"
     if plan.containsPattern(patterns(df.sparkSession).CURRENT_LIKE()):
         return "an expression that depends on the clock"
-    return next((found for node in _nodes(plan) if (found := _chance_of(node)) is not None), None)
+    return next((found for node in nodes(plan) if (found := _chance_of(node)) is not None), None)
 
 
 def patterns(spark: SparkSession) -> Any:
@@ -57,7 +57,7 @@ def patterns(spark: SparkSession) -> Any:
     return jvm.org.apache.spark.sql.catalyst.trees.TreePattern
 
 
-def _nodes(plan: Any) -> Iterator[Any]:
+def nodes(plan: Any) -> Iterator[Any]:
     """All nodes of a plan, those of its subqueries among them."""
     waiting = [plan]
     while waiting:
