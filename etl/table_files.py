@@ -53,7 +53,7 @@ class Found:
     @property
     def shown(self) -> str:
         """The type by which columns of two files are compared."""
-        return self.called if self.kind is None else self.kind.simpleString()
+        return self.called if self.kind is None or self.called.startswith(NANOS) else self.kind.simpleString()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 import etl
 from etl import tables
 from etl.tables import TableConfig
-from etl.write import dataset
+from etl.write import shards
 from etl.write.chance import chance_in
 from lockstep.storage.errors import ConfigError, DataError
 
@@ -74,7 +74,7 @@ def test_chance_in_a_query_is_named_and_what_is_none_passes(spark: SparkSession,
 
 
 def test_chance_in_a_data_frame_is_refused_until_its_rows_are_fixed(numbers: DataFrame, tmp_path: Path) -> None:
-    some = numbers.sample(0.5, seed=1)
+    some = numbers.sample(fraction=0.5, seed=1)
     for df in (some, numbers.randomSplit([0.5, 0.5])[0], numbers.limit(5), numbers.dropDuplicates(["m"])):
         with pytest.raises(ConfigError, match="differ each time"):
             etl.write_dataset(df, str(tmp_path / "out"), id_columns="id")
@@ -119,13 +119,13 @@ def test_weights_of_other_rows_than_those_written_are_refused(
 def test_rows_computed_again_between_counting_and_writing_are_refused(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    url, plan_shards = str(tmp_path / "out"), dataset.plan_shards
+    url, plan_shards = str(tmp_path / "out"), shards.plan_shards
 
     def after_a_loss(*args: object) -> object:
         spark.catalog.clearCache()  # as if executors, with the rows that they held, were lost
         return plan_shards(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dataset, "plan_shards", after_a_loss)
+    monkeypatch.setattr("etl.write.dataset.plan_shards", after_a_loss)
     other = other_each_time(spark.range(500).selectExpr("id", "id % 3 AS y"), tmp_path / "turns", "id")
     with pytest.raises(DataError, match="other rows when it was read again") as caught:
         etl.write_dataset(other, url, id_columns="id", label="y")
