@@ -131,11 +131,9 @@ def plan(
 
 def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> bool:
     kinds = {path: _type_of(schema, path) for path in (image, label)}
-    good_image = kinds[image] is not None and (
-        pa.types.is_binary(kinds[image]) or pa.types.is_large_binary(kinds[image])
-    )
+    good_image = kinds[image] in (pa.binary(), pa.large_binary(), pa.binary_view())
     kind = kinds[label]
-    text = kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    text = kind in (pa.string(), pa.large_string(), pa.string_view())
     if not good_image or not (text or (kind is not None and pa.types.is_integer(kind))):
         raise ConfigError(
             f"{url} does not have the columns that --image-column and --label-column name",
