@@ -38,6 +38,7 @@ THREADS = 16  # a footer is some kilobytes: reading one is waiting
 NANOS = "TIMESTAMP(NANOS"  # how Parquet calls times in nanoseconds
 _AS_TEXT = {"spark.sql.sources.partitionColumnTypeInference.enabled": "false"}
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+LONG, FRACTION = re.compile(r"0|-?[1-9][0-9]*"), re.compile(r"-?[0-9]+\.[0-9]+")
 DATE = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])-([0-2][0-9]|3[01])")
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # Spark's name for null
 
@@ -157,7 +158,7 @@ def merged_columns(kinds: Sequence[Kind], used: Callable[[str], bool]) -> tuple[
                 f"column `{first.name}` has two types",
                 got=f"{first.shown} in {first_kind.url}, {other[1].shown} in {other[0].url}",
                 allowed="one type in all files; files that lack the column have nulls there",
-                next_step="Write those files anew with one type, leave the column out by --exclude, or cast it in a"
+                next_step="Write those files with one type, leave the column out by --exclude, or cast it in a"
                 " --query over each part: SELECT ... UNION ALL SELECT ...",
             )
         else:
@@ -165,7 +166,7 @@ def merged_columns(kinds: Sequence[Kind], used: Callable[[str], bool]) -> tuple[
                 f"column `{first.name}` cannot be read",
                 got=f"{first.called} in {first_kind.url}",
                 allowed="types that Spark can read",
-                next_step="Leave it out by --exclude, or write the files anew with another type.",
+                next_step="Leave it out by --exclude, or write the files with another type.",
             )
         there = sum(kind.files for kind, _ in having)
         if there < total:
@@ -262,12 +263,14 @@ def partition_values(files: Sequence[str], name: str) -> set[str | None]:
 
 
 def text_of_partition(kind: str, value: str) -> bool:
-    """Whether a value of a partition is the text of a number or date of `kind`, in Spark's notation, and of no other:
-    007 is not that of 7.
+    """Whether a value of a partition is the text of a number or date of `kind`, in Spark's notation, so that nothing is
+    lost: 007 is not the text of 7. Other kinds lose nothing.
     """
-    if kind in c.WHOLE:
-        return WHOLE.fullmatch(value) is not None
-    return kind == "string" or (kind == "date" and DATE.fullmatch(value) is not None)
+    if kind in c.WHOLE or kind.startswith("decimal"):
+        return (WHOLE if kind in c.WHOLE else LONG).fullmatch(value) is not None
+    if kind == "double":
+        return FRACTION.fullmatch(value) is not None and repr(float(value)) == value
+    return kind != "date" or DATE.fullmatch(value) is not None
 
 
 def _typed(name: str, values: Collection[str | None]) -> Column:
@@ -275,7 +278,7 @@ def _typed(name: str, values: Collection[str | None]) -> Column:
     from pyspark.sql import functions as f
 
     column, known = f.col(c.quoted(name)), [value for value in values if value is not None]
-    for kind in ("bigint", "date"):
+    for kind in ("bigint", "double", "date"):
         if known and all(text_of_partition(kind, value) for value in known):
             return column.cast(kind)
     return column

@@ -269,7 +269,7 @@ MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 class Sizes:
     """The sizes of rows of etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the number of
     rows by reason, `classes` the records of each class of the label by split, `keys` the exclusive or of the keys of
-    each split's records, which tells whether the records written are those that were counted.
+    each split's records, by which those written are compared with those counted.
 
     Classes are texts. A split with several values of the label, of which some do not match FEW_CLASSES, has no classes.
     """

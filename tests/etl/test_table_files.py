@@ -128,6 +128,7 @@ def test_partitions_keep_their_text(spark: SparkSession, tmp_path: Path) -> None
         (["7", "42", "100"], "bigint", [7, 42, 100]),
         (["7", "__HIVE_DEFAULT_PARTITION__"], "bigint", [7, None]),
         (["2024-01-31", "2024-02-01"], "date", [dt.date(2024, 1, 31), dt.date(2024, 2, 1)]),
+        (["0.5", "-1.25"], "double", [0.5, -1.25]),
         (["1e3", "1.50", "+1"], "string", ["1e3", "1.50", "+1"]),
         (["a%3Ab", "c d"], "string", ["a:b", "c d"]),
     ]
@@ -152,6 +153,8 @@ def test_a_partition_is_a_number_or_date_only_if_nothing_is_lost(value: str) -> 
         assert str(int(value)) != value
     if text_of_partition("date", value) and value[:4] != "0000" and int(value[8:]) <= 28:
         assert str(dt.date.fromisoformat(value)) == value
+    if text_of_partition("double", value):
+        assert repr(float(value)) == value
     assert text_of_partition("string", value)
     assert partition_values([f"file:///x=1/in/x={value}/a"], "x") == {value}
 

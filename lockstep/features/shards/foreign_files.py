@@ -238,7 +238,7 @@ def all_columns(columns: Sequence[InferredColumn], more: Sequence[InferredColumn
                 f"feature `{name}` has two types",
                 got=f"{dtype} in {where}, {before} in records before",
                 allowed="one type in all records",
-                next_step="Write those records anew with one type, or move them to a directory of their own.",
+                next_step="Write those records with one type, or move them to a directory of their own.",
             )
         found[name] = (dtype if before == dtype else "bytes", is_list or was_list)
     return [(name, *found[name]) for name in sorted(found, key=str.encode)]
