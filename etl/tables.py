@@ -75,6 +75,11 @@ class TableConfig(WriteConfig):
 
 
 _NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
+_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
+_ILLEGAL_STEP = (
+    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
+    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,5 +170,5 @@ def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
         f"the input cannot be read: {name[:200]}",
         got=first,
         allowed="a table of the session's catalog, a query (SELECT ...), or URLs that Spark can load",
-        next_step="Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog...",
+        next_step=_ILLEGAL_STEP if "PARQUET_TYPE_ILLEGAL" in first else _STEP,
     )

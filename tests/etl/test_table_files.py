@@ -66,6 +66,7 @@ def test_many_generated_tables_have_the_rows_of_pyarrow(spark: SparkSession, tmp
 
 
 @slow
+@pytest.mark.usefixtures("few_partitions")
 @pytest.mark.parametrize("file_format", ["parquet", "orc"])
 def test_a_column_of_later_files_is_kept_and_told(
     spark: SparkSession, file_format: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -141,6 +142,11 @@ def test_partitions_keep_their_text(spark: SparkSession, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"store=\.\.\. as int, which changes them") as caught:
         tables.frame(spark, query)
     assert caught.value.got == "store=007"
+    path = tmp_path / "n.parquet"
+    pq.write_table(pa.table({"id": pa.array([1], pa.timestamp("ns"))}), path)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        tables.frame(spark, TableConfig(output="out", query=f"SELECT * FROM parquet.`{path}`", id_columns=("id",)))
+    assert "nanosAsLong" in caught.value.next_step
     same = TableConfig(output="out", query=f"SELECT store + 1 AS s FROM parquet.`{tmp_path / '1'}`", id_columns=("id",))
     assert sorted(row["s"] for row in tables.frame(spark, same)[0].collect()) == [8, 43, 101]
 

@@ -22,7 +22,7 @@ from lockstep.storage.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_partitions")]
 CHANCE = {
     "SELECT * FROM numbers TABLESAMPLE (10 PERCENT)": "sample",
     "SELECT * FROM numbers TABLESAMPLE (10 PERCENT) REPEATABLE (3)": "sample",
