@@ -225,9 +225,11 @@ def test_a_feature_that_comes_late_is_a_column(late: Late, name: str, tmp_path: 
     with (tmp_path / name).open("ab") as file:
         file.write(b"".join(frame(example(late.features)) for _ in range(100)))
     if late.column is None:
-        with pytest.raises(DataError, match="`n`") as caught:
+        with pytest.raises(DataError, match=r"`n`|no one schema fits") as caught:
             index.main([str(tmp_path), "--sample-records", "1000"])
-        assert name in str(caught.value) and "float" in caught.value.got
+        # Of a file in the sample the names of features are compared before its place is known.
+        assert name in str(caught.value) or "files after it" in str(caught.value)
+        assert "float" in caught.value.got
         return
     assert index.main([str(tmp_path), "--sample-records", "1000"]) == 0
     manifest = manifest_of(tmp_path)

@@ -159,10 +159,10 @@ def decode_foreign(
 ) -> pa.RecordBatch:
     """decode_foreign_frames in plain Python, for records of any kind without their frames."""
     asked = tuple(fields)
-    names = {field.name.encode() for field in asked} if known is None else None
-    parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
+    names = {field.name.encode() for field in asked}
     if known is not None:
-        _refuse_others(parsed, {name.encode() for name in known})
+        _refuse_others(records, {name.encode() for name in known})
+    parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
     columns = []
     for field in asked:
         name = field.name.encode()
@@ -172,9 +172,9 @@ def decode_foreign(
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _refuse_others(parsed: Iterable[dict[bytes, _Feature]], known: set[bytes]) -> None:
-    for number, found in enumerate(parsed):
-        for name in found:
+def _refuse_others(records: Iterable[BytesLike], known: set[bytes]) -> None:
+    for number, record in enumerate(records):
+        for name in _lists_of(bytes(record), number, None):
             if name not in known:
                 raise DataError(
                     f"record {number} of the batch has a feature that the schema lacks",
@@ -287,6 +287,17 @@ def _converted(field: Field, value: Any, number: int) -> Any:
 
 def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
     """The features of an Example that are in `names` (None: all) and have a list."""
+    try:
+        return {
+            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
+            for name, (kind, spans) in _lists_of(record, number, names).items()
+        }
+    except (IndexError, struct.error):
+        raise _malformed(number) from None
+
+
+def _lists_of(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Lists]:
+    """The same without values, but where they are."""
     found: dict[bytes, _Lists] = {}
     try:
         for tag, wire, start, end in message_fields(record, 0, len(record)):
@@ -294,12 +305,13 @@ def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, 
                 for entry_tag, entry_wire, at, stop in message_fields(record, start, end):
                     if entry_tag == 1 and entry_wire == _LENGTH:
                         _entry(record, at, stop, names, found)
-        return {
-            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
-            for name, (kind, spans) in found.items()
-        }
-    except (IndexError, struct.error):
-        raise _bad(number, None, "bytes in another form", "a serialised tf.train.Example") from None
+    except IndexError:
+        raise _malformed(number) from None
+    return found
+
+
+def _malformed(number: int) -> DataError:
+    return _bad(number, None, "bytes in another form", "a serialised tf.train.Example")
 
 
 def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Lists]) -> None:
