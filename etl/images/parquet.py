@@ -13,11 +13,11 @@ from etl import columns as c
 from etl.images import source as r
 from etl.images.source import ImagePlan, Piece, split_word
 from etl.images.tar_format import MAX_NAME_BYTES
-from etl.input.files import Source, find_sources, source_name
+from etl.input.files import find_sources, source_name
+from etl.input.footers import damaged, parquet_footer
 from etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
-from lockstep.storage.errors import ConfigError, CorruptionError, DataError
-from lockstep.storage.formats.parquet_footer import columns_are_readable, read_footer
+from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
@@ -54,7 +54,7 @@ class ParquetPiece(Piece):
                         number += 1
                         yield from gather.full()
             except (pa.ArrowException, OSError) as error:
-                raise _damaged(self.url, error) from None
+                raise damaged(self.url, "Parquet", error) from None
         yield from gather.rest()
 
     def _take(
@@ -90,7 +90,7 @@ def plan(
     pieces: list[ParquetPiece] = []
     named: set[bool] = set()
     for number, source in enumerate(sources):
-        metadata = _footer(source)
+        metadata = parquet_footer(source.url, source.size_bytes)
         named.add(_labels_are_text(source.url, metadata.schema.to_arrow_schema(), image, label))
         name = source_name(source.url)
         split = split_word(name)
@@ -129,27 +129,11 @@ def plan(
     )
 
 
-def _footer(source: Source) -> pq.FileMetaData:
-    fs = filesystem(source.url)
-    try:
-        footer = read_footer(lambda at, size: fs.read_range(source.url, at, size), source.size_bytes, source.url)
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-    except CorruptionError as error:
-        raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(source.url, error) from None
-    if not columns_are_readable(footer):
-        raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
-    return metadata
-
-
 def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> bool:
     kinds = {path: _type_of(schema, path) for path in (image, label)}
-    good_image = kinds[image] is not None and (
-        pa.types.is_binary(kinds[image]) or pa.types.is_large_binary(kinds[image])
-    )
+    good_image = kinds[image] in (pa.binary(), pa.large_binary(), pa.binary_view())
     kind = kinds[label]
-    text = kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    text = kind in (pa.string(), pa.large_string(), pa.string_view())
     if not good_image or not (text or (kind is not None and pa.types.is_integer(kind))):
         raise ConfigError(
             f"{url} does not have the columns that --image-column and --label-column name",
@@ -165,6 +149,8 @@ def _type_of(schema: pa.Schema, path: str) -> pa.DataType | None:
     for part in path.split("."):
         at = kind.get_field_index(part) if kind is not None and pa.types.is_struct(kind) else -1
         kind = kind.field(at).type if kind is not None and at >= 0 else None
+        if kind is not None and pa.types.is_dictionary(kind):
+            kind = kind.value_type  # pandas' and polars' categories: in the file they are plain values
     return kind
 
 
@@ -174,12 +160,3 @@ def _values(batch: pa.RecordBatch, path: str) -> list[Any]:
     for part in rest:
         column = pa.compute.struct_field(column, part)
     return list(column.to_pylist())
-
-
-def _damaged(url: str, error: Exception) -> DataError:
-    return DataError(
-        f"input {url} cannot be read as Parquet",
-        got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
-        allowed="a whole Parquet file",
-        next_step="Fetch the file again; compare its digest with the origin's.",
-    )

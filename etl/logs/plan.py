@@ -57,11 +57,13 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
     return tuple(names)
 
 
-def kinds_in(source: Source) -> dict[str, pa.DataType]:
-    """The types of the scalars in a file's first JSON objects, by their keys: whole numbers and others are float64."""
+def kinds_in(sources: Iterable[Source]) -> dict[str, pa.DataType]:
+    """The types of the scalars in the first JSON objects of each file, by their keys: whole numbers and others are
+    float64. Of several types of a key the first counts.
+    """
     kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
     found: dict[str, pa.DataType] = {}
-    for document in _objects(_head(source, False)):
+    for document in (one for source in sources for one in _objects(_head(source, False))):
         for key, value in document.items():
             if type(value) in kinds:
                 kind = found.setdefault(key, kinds[type(value)])
@@ -162,7 +164,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     if not config.id_columns:
         check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
-    kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
+    kinds = kinds_in(sources) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
     target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)

@@ -204,7 +204,7 @@ def headers(data: bytes) -> None:
         (source,) = find_sources([url])
         assert all(isinstance(name, str) for name in names_in(source, log_format, quoted))
         if log_format == "json":
-            kinds_in(source)
+            kinds_in([source])
 
 
 def times(data: bytes) -> None:

@@ -262,7 +262,10 @@ def test_the_head_of_a_json_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join([*lines, ""]))
     (source,) = find_sources([str(tmp_path / "log")])
     assert names_in(source, "json", False) == ("a", "b", "c", "d")
-    assert kinds_in(source) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
+    assert kinds_in([source]) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
+    (tmp_path / "later").write_text('{"a":"x","e":1}\n')  # a key that only the second file has
+    found = find_sources([str(tmp_path / "log"), str(tmp_path / "later")])
+    assert kinds_in(found) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
 
 
 @pytest.mark.parametrize(
