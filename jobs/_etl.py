@@ -7,9 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from etl.input.files import find_sources
+from etl.logs.job import SUFFIXES
+from etl.logs.pages import most_frequent
+from etl.logs.plan import ROLES
+from etl.logs.roles import ASKED, flag_of, said
 from etl.split.leakage import content_line
 from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
-from jobs._cli import JobParser, joined
+from jobs._cli import JobParser, joined, names
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem
@@ -66,6 +70,22 @@ def add_label_window(job: JobParser, default: str) -> None:
     job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{window} (default {default})")
 
 
+def add_web_flags(job: JobParser) -> None:
+    """The flags of web requests: the columns of their roles, and what counts as a page."""
+    for role, words in ASKED.items():
+        column = f"web logs in tsv, csv, json, w3c: the column of {words} (default: one of a known name)"
+        job.add_argument(flag_of(role), metavar="COLUMN", help=column)
+    for kind, effect in (("page", "count as pages"), ("asset", "do not count as pages")):
+        help_text = f"web logs: suffixes that {effect}, besides those of docs/decisions/012-web-log.md"
+        job.add_argument(f"--{kind}-suffixes", type=names, default=(), metavar="A,B", help=help_text)
+
+
+def web_values(args: Namespace) -> dict[str, Any]:
+    """The fields of LogsConfig from the flags of add_web_flags."""
+    fields_of = (*(f"{role}_column" for role in ASKED), "page_suffixes", "asset_suffixes")
+    return {name: getattr(args, name) for name in fields_of}
+
+
 def write_values(args: Namespace) -> dict[str, Any]:
     """The fields of WriteConfig from the flags."""
     return {field.name: getattr(args, field.name) for field in fields(WriteConfig) if hasattr(args, field.name)}
@@ -112,7 +132,9 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """Counts, splits, leakage and digest, in two or three lines."""
+    """Counts, splits, leakage and digest, in two or three lines; for web requests also the columns of their roles and
+    the most frequent suffixes of pages.
+    """
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
     splits = ", ".join(
@@ -122,7 +144,18 @@ def summary(manifest: DatasetManifest, output: str) -> str:
     return (
         f"{output}: {counts.read} read, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
+        + "".join(f"{line}\n" for line in _web_lines(manifest))
         + ("" if leaks is None else f"{leaks}\n")
         + (BY_PLACE if manifest.created_by["config"].get("id_columns") == [] else "")
         + f"digest {manifest.digest}"
     )
+
+
+def _web_lines(manifest: DatasetManifest) -> list[str]:
+    config = manifest.created_by["config"]
+    columns, suffixes = config.get(ROLES), config.get(SUFFIXES)
+    lines = [f"columns: {said(columns)}"] if columns else []
+    if suffixes:
+        counts = (f"{count} {suffix}" for suffix, count in most_frequent(suffixes, len(suffixes)).items())
+        lines.append(f"pages by suffix: {', '.join(counts)}")
+    return lines

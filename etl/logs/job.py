@@ -6,18 +6,20 @@ Decision record: docs/decisions/063-log-sources.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etl.columns import ddl_of
 from etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from etl.logs import records, web
+from etl.logs.pages import most_frequent
 from etl.logs.parse import (
     BAD,
     DIGEST,
     NO_TIME,
     ROW,
+    SUFFIX,
     SUMMARY,
     SUMMARY_COLUMNS,
     LineParser,
@@ -50,6 +52,11 @@ _DIGEST_COLUMNS = {
 }
 
 
+SUFFIXES = "suffixes_of_pages"  # in created_by.config
+LISTED_SUFFIXES = 10
+NO_SUFFIX = "(none)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogCounts(Counts):
     """The counts of the first pass over all ranges, the time of the last request (0 if there is none) and of the first
@@ -62,6 +69,8 @@ class LogCounts(Counts):
     """Rows of etl.input.files.DIGEST of the files that were read whole."""
     records: dict[int, int]
     """How many records each of these has, by the number of the file."""
+    suffixes: Mapping[str, int]
+    """How many requests for pages have each suffix; "" for none."""
 
 
 def check(config: LogsConfig) -> Plan:
@@ -101,9 +110,11 @@ class LogInput(Input[LogCounts]):
     def counted(self, parsed: DataFrame) -> LogCounts:
         """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
         with described(parsed.sparkSession, self.first_step):
-            found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST})").select(*SUMMARY_COLUMNS).collect()
-        dropped: Counter[str] = Counter()
+            found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST}, {SUFFIX})").select(*SUMMARY_COLUMNS).collect()
+        dropped, suffixes = Counter[str](), Counter[str]()
         for row in found:
+            if row["_kind"] == SUFFIX:
+                suffixes[row["_reason"]] += row["_lines"]
             if row["_kind"] == SUMMARY and row["_reason"] is not None:
                 dropped[row["_reason"]] += row["_dropped_lines"]
         wholes = [row for row in found if row["_kind"] == SUMMARY and row["_reason"] is None]
@@ -116,6 +127,7 @@ class LogInput(Input[LogCounts]):
             dropped=dict(dropped),
             log_end=0 if last == NO_TIME else last,
             first_page=min((row["_first_time"] for row in wholes if row["_first_time"] is not None), default=None),
+            suffixes=suffixes,
             digests=[{name: row[column] for name, column in _DIGEST_COLUMNS.items()} for row in digests],
             records={row["_source"]: row["_lines"] for row in digests},
         )
@@ -137,7 +149,7 @@ class LogInput(Input[LogCounts]):
             target=plan.target,
             id_columns=plan.id_columns,
             sources=sources,
-            created_config=config.to_json(),
+            created_config={**config.to_json(), **plan.created, **_suffixes(counts)},
         )
 
     def _check_label(self, spark: SparkSession) -> None:
@@ -159,6 +171,12 @@ def parsed(
     sizes = [one.part.length for one in work]
     items = [one.to_json() for one in work]
     return over_slices(spark, items, sizes, slice_bytes, ParseLog(parser), output_schema(parser))
+
+
+def _suffixes(counts: LogCounts) -> dict[str, Any]:
+    """For the manifest: the most frequent suffixes of pages."""
+    found = {suffix or NO_SUFFIX: count for suffix, count in counts.suffixes.items()}
+    return {SUFFIXES: most_frequent(found, LISTED_SUFFIXES)} if found else {}
 
 
 def _check_covered(totals: LogCounts) -> None:

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,13 +16,16 @@ import pyarrow as pa
 from etl import columns as c
 from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges
 from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
-from etl.logs import web
-from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
+from etl.input.log_formats import DELIMITERS, LOG_FORMATS
+from etl.logs import w3c, web
+from etl.logs.fields import Form
+from etl.logs.pages import assets
 from etl.logs.parse import LineParser, Work
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
+from etl.logs.roles import check_alike, columns_of
 from etl.logs.values import without_bom
-from etl.logs.web import WebLines, roles
-from etl.write.append import Parent
+from etl.logs.web import WebLines
+from etl.write.append import Parent, other_parent
 from etl.write.checks import Target, check_target
 from etl.write.config import LogsConfig
 from etl.write.sources import check_paths
@@ -33,15 +36,19 @@ from lockstep.storage.errors import ConfigError, DataError, require
 
 HEAD_BYTES = 64 << 10
 HEAD_LINES = 100
+ROLES = "roles"  # in created_by.config: the column of each role
 MAX_NAMES = 10_000
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
-    """The names in a file's header (TSV and CSV), or the keys of its first JSON objects, () if it starts with none.
+    """The names in a file's header (TSV and CSV), in its directives (W3C), or the keys of its first JSON objects, () if
+    it starts with none.
 
     Raises DataError naming the file for an invalid header.
     """
     head = _head(source, quoted_newlines)
+    if log_format == w3c.W3C:
+        return w3c.names_in(head, source.url)
     if log_format == "json":
         return tuple(dict.fromkeys(key for document in _objects(head) for key in document))
     line = head[0] if head else b""
@@ -55,6 +62,28 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
     if not names or len(names) > MAX_NAMES or "\0" in text:
         raise _bad_header(source.url, f"{len(names)} names, {len(line)} bytes: {line[:80]!r}")
     return tuple(names)
+
+
+_SCALAR = (bool, int, float, str)
+
+
+def keys_in(source: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of a file's first JSON objects that are no objects or lists, and the paths of values inside objects."""
+    objects = _objects(_head(source, False))
+    keys = dict.fromkeys(key for document in objects for key in document)
+    inner = {key for document in objects for key, value in document.items() if isinstance(value, dict | list)}
+    plain = {key for document in objects for key, value in document.items() if isinstance(value, _SCALAR)}
+    paths = dict.fromkeys(path for document in objects for path in _paths(document, ""))
+    return tuple(key for key in keys if key in plain or key not in inner), tuple(paths)
+
+
+def _paths(document: dict[str, Any], inside: str) -> Iterator[str]:
+    """The paths of values inside the objects of an object."""
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _paths(value, f"{inside}{key}.")
+        elif inside:
+            yield f"{inside}{key}"
 
 
 def kinds_in(sources: Iterable[Source]) -> dict[str, pa.DataType]:
@@ -137,7 +166,12 @@ class Plan:
     @property
     def combined(self) -> bool:
         """Whether requests name their referrer and user agent."""
-        return isinstance(self.parser, WebLines) and _is_combined(self.parser.form)
+        return isinstance(self.parser, WebLines) and self.parser.combined
+
+    @property
+    def created(self) -> dict[str, Any]:
+        """What the manifest says of the plan, in addition to the configuration."""
+        return {ROLES: dict(self.parser.columns)} if isinstance(self.parser, WebLines) else {}
 
 
 def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
@@ -147,18 +181,21 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     check_paths; ConfigError for missing columns.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
-    form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
+    nulls = (w3c.ABSENT,) if config.log_format == w3c.W3C else config.null_texts
+    form = Form(config.log_format, nulls, header, config.quoted_newlines)
     if config.schema is None:
         for flag, given in (("--id-columns", config.id_columns), ("--time-columns", config.time_columns)):
             require(not given, flag, " ".join(given), "with --schema")
-        target = _target(config, web.schema(_is_combined(form)), web.ID_SCHEMA, parent)
+        # Flags are checked before a file is read. Only in W3C logs the files decide which features there are.
+        combined = config.log_format == "combined"
+        checked = None if config.log_format == w3c.W3C else _web_target(config, combined, parent)
         sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]
-        if config.log_format in TABLE_FORMATS:
-            for source, there in zip(sources, names, strict=True):
-                roles(there, source.url)
-        work = _work(sources, names, config)
-        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS)
+        by_role = _web_columns(sources, names, config) if LOG_FORMATS[config.log_format].has_columns else {}
+        _check_parent(by_role, config, parent)
+        lines = WebLines(form, by_role, assets(config.page_suffixes, config.asset_suffixes))
+        target = checked or _web_target(config, lines.combined, parent)
+        return Plan(tuple(sources), _work(sources, names, config), lines, target, web.ID_COLUMNS)
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
     sources = find_sources(config.inputs, check_lines, config.input_root)
     if not config.id_columns:
@@ -172,13 +209,39 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns)
 
 
-def _is_combined(form: Form) -> bool:
-    return form.log_format == "combined"
+def _web_columns(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> dict[str, str]:
+    """The column of each role, equal in all files."""
+    found = []
+    for source, there in zip(sources, names, strict=True):
+        there, nested = keys_in(source) if config.log_format == "json" else (there, ())
+        dated = config.log_format == w3c.W3C
+        found.append(columns_of(there, config.role_columns, source.url, nested=nested, dated=dated))
+    return check_alike([source.url for source in sources], found)
+
+
+def _check_parent(columns: Mapping[str, str], config: LogsConfig, parent: Parent | None) -> None:
+    """Raise ConfigError if the parent, in the same log format, took other columns for the roles, or other pages."""
+    if parent is None:
+        return
+    stored = parent.manifest.created_by["config"]
+    ours: dict[str, Any] = {name: list(getattr(config, name)) for name in ("page_suffixes", "asset_suffixes")}
+    if stored.get("log_format") == config.log_format:
+        ours[ROLES] = dict(columns)
+    for name, value in ours.items():
+        theirs = stored.get(name, value)
+        if theirs != value:
+            raise other_parent(parent.url, name.replace("_", " "), theirs, value)
 
 
 def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
-    ranges = plan_ranges(sources, config.split_bytes, whole=config.quoted_newlines)
+    # Only from the start of the file is known where a quote opens, or which fields a W3C log has.
+    whole = config.quoted_newlines or config.log_format == w3c.W3C
+    ranges = plan_ranges(sources, config.split_bytes, whole=whole)
     return tuple(Work(part, names[part.source_index], sources[part.source_index].path) for part in ranges)
+
+
+def _web_target(config: LogsConfig, combined: bool, parent: Parent | None) -> Target:
+    return _target(config, web.schema(combined), web.ID_SCHEMA, parent)
 
 
 def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:
@@ -189,7 +252,7 @@ def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent 
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
-    if config.columns or config.log_format not in TABLE_FORMATS:
+    if config.columns or not LOG_FORMATS[config.log_format].has_columns:
         return config.columns
     return names_in(source, config.log_format, config.quoted_newlines)
 
