@@ -200,8 +200,8 @@ def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = Fa
         step = source.size_bytes if whole or source.codec != PLAIN else split_bytes
         for start in range(0, source.size_bytes, step):
             length = min(step, source.size_bytes - start)
-            whole = length == source.size_bytes
-            ranges.append(Range(index, absolute(source.url), start, length, source.codec, whole))
+            alone = length == source.size_bytes
+            ranges.append(Range(index, absolute(source.url), start, length, source.codec, alone))
     return ranges
 
 

@@ -2,8 +2,8 @@
 
 Bins have equal counts: a row's bin follows from its rank. Rows of equal predictions share the bin of their middle rank,
 so that no bin depends on the order of rows. The expected calibration error is the mean distance between a bin's mean
-prediction and its observed rate, weighted by the bins' rows. Weights of rows count neither here nor in the ROC
-curve, nor in the metrics beside them; a row of a split that was sampled counts for all rows that it stands for.
+prediction and its observed rate, weighted by the bins' rows. Weights of rows do not count, as they do not in the ROC
+curve and in the other metrics of this project. In a sampled split, a row counts 1 / the share of its class.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ def measure(
     `gathered_on_first`, and the cluster of each row (n,) if rows of one depend on each other.
 
     No log loss for outputs that are not probabilities. A corrected one if training or the split has not kept all rows:
-    predictions are corrected for training, and a row of a sampled split counts for all rows that it stands for. Metrics
-    that were not asked for count each row once.
+    predictions are corrected for training, and a row of a sampled split counts 1 / the share of its
+    class that was kept. Metrics that were not asked for count each row once.
     """
     labels, weights = rows[:, LABEL], rows[:, WEIGHT]
     if form.width is None:
