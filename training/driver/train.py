@@ -39,7 +39,8 @@ from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.driver.status import Board, OnEvent
 from training.driver.stop import StopRequest, write_stopped
 from training.launch.executors import ExecutorMemory
-from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
+from training.launch.session import Launch, Launches, SessionLauncher
+from training.launch.signals import ended_in_order
 from training.models import may_follow_length
 from training.plan.client_plan import RunPlan
 from training.plan.epoch_plan import EpochPlan

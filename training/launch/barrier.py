@@ -6,13 +6,12 @@ import logging
 import os
 import re
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import (
@@ -44,6 +43,7 @@ from training.launch.executors import (
 )
 from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
+from training.launch.signals import signals_of_java
 from training.launch.spares import Spare, close_all
 from training.launch.supervisor import supervise
 
@@ -383,8 +383,8 @@ class OnSpark(SessionLauncher):
         return memory
 
     def signals(self) -> AbstractContextManager[None]:
-        """As `signals_of_submit`."""
-        return signals_of_submit(classic_context(self.spark))
+        """`signals_of_java` for the session's Java process."""
+        return signals_of_java(classic_context(self.spark)._gateway)
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors in the tasks of one barrier stage, which begins with the first run."""
@@ -430,43 +430,6 @@ def other_resources(settings: Mapping[str, str]) -> list[str]:
     """Resources that Spark gives to tasks and that ranks do not use: all but `gpu`."""
     found = (_TASK_RESOURCE.fullmatch(name) for name in settings)
     return sorted({match[1] for match in found if match} - {GPU})
-
-
-class _PassedOn:
-    """A signal handler of Spark's Java process, which sends SIGTERM to this one."""
-
-    def handle(self, _signal: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    class Java:
-        implements: ClassVar[list[str]] = ["sun.misc.SignalHandler"]
-
-
-@contextmanager
-def signals_of_submit(context: SparkContext) -> Iterator[None]:
-    """Under spark-submit, whose Java process is this one's parent, let this one decide what its signals mean.
-
-    Meanwhile Java passes SIGTERM on, and ignores Ctrl-C, which a terminal sends to both: else it would end the
-    executors at once.
-    """
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        yield
-        return
-    from pyspark.java_gateway import ensure_callback_server_started
-
-    with jvm_lives():
-        gateway = context._gateway
-        assert gateway is not None, "a context has one"
-        ensure_callback_server_started(gateway)
-        java = gateway.jvm.sun.misc
-        handlers = {"TERM": _PassedOn(), "INT": java.SignalHandler.SIG_IGN}
-        before = {name: java.Signal.handle(java.Signal(name), handler) for name, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        with suppress(LauncherGoneError), jvm_lives():
-            for name, handler in before.items():
-                java.Signal.handle(java.Signal(name), handler)
 
 
 @contextmanager
