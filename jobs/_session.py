@@ -121,10 +121,11 @@ def spark_session(
             SparkContext._ensure_initialized(conf=conf)
             stack.enter_context(signals_of_java(SparkContext._gateway))
             interrupt = signal.getsignal(signal.SIGINT)
-            spark = SparkSession.builder.config(conf=conf).getOrCreate()
+            SparkContext.getOrCreate(conf)
             if threading.current_thread() is threading.main_thread() and interrupt is not None:
-                # Spark's handler calls Java in the middle of another call, which prints traces and may hang.
+                # Spark's handler of Ctrl-C calls Java in the middle of another call, which prints traces.
                 signal.signal(signal.SIGINT, interrupt)
+            spark = SparkSession.builder.config(conf=conf).getOrCreate()
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
         stack.callback(stop_session, spark)
         spark.sparkContext.setLogLevel("ERROR")

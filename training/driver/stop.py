@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.storage.documents import seal
+from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from training.launch.signals import is_new, signals_counted
@@ -22,6 +23,10 @@ from training.run.paths import RunPaths
 EXIT_STOPPED = 75
 """Of a driver that was stopped in good order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""
 FORMAT_VERSION = 1
+
+
+class EndedByCallerError(LockstepError):
+    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 class StoppedRun(KeyboardInterrupt):

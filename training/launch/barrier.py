@@ -25,6 +25,7 @@ from training.control.failures import (
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.devices import of_runs, shares_of_host
+from training.launch.application import ENDS_S, check_application
 from training.launch.executors import (
     EXECUTOR_GPUS,
     GPU,
@@ -142,7 +143,11 @@ def tasks_on_gpus(gpus: float, per_task: float) -> int:
 
 
 def slots_now(context: SparkContext) -> int:
-    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them."""
+    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them.
+
+    Raises ApplicationEndedError if the cluster has ended the application.
+    """
+    check_application(context)
     scala = context._jsc.sc()  # neither pyspark nor its Java API has a public accessor for this count
     profile, profiles = rank_profile(context), scala.resourceProfileManager()
     of_ranks = profiles.defaultResourceProfile() if profile is None else profile._java_resource_profile
@@ -269,10 +274,17 @@ class BarrierSession(Session):
             raise
 
     def _explain(self, error: RankFailedError | LauncherError) -> None:
-        """Add to `error` why Spark lost executors since the stage began; raise MemoryKillError if for memory."""
-        if in_driver(self._master) or self._stage is None or self._roster is None or not self._roster.gone():
+        """Add to `error` why Spark lost executors since the stage began; raise MemoryKillError if for memory, and
+        ApplicationEndedError if it has lost all with the application.
+        """
+        gone = set() if self._roster is None else self._roster.gone()
+        if self._stage is not None and gone and not in_driver(self._master):
+            self._stage.join(REASON_S)
+        with jvm_lives():
+            everyone = self._master == "yarn" and len(gone) == self.num_ranks
+            check_application(self._context, ENDS_S if everyone else 0.0)
+        if in_driver(self._master) or self._stage is None or not gone:
             return  # every supervisor is connected, so its executor lives too
-        self._stage.join(REASON_S)
         with jvm_lives():
             lost = lost_executors(self._context, self._group)
             memory = executor_memory(self._context, self.num_ranks)
