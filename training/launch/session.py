@@ -186,7 +186,7 @@ class SessionLauncher(ABC):
         return 0
 
     def signals(self) -> AbstractContextManager[None]:
-        """While this is open, signals to Java processes beside this one are passed on to it."""
+        """While this is open, signals to this process's Java do not end Java: this process decides."""
         return nullcontext()
 
     def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:

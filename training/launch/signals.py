@@ -1,4 +1,4 @@
-"""Signals that end a job: this process, and Spark's Java process beside it, end in good order."""
+"""Signals that end a job: this process and Spark's Java process end in good order."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ CURES = (
         "the quota of names of {folder} is used up: {used} with this one, of {quota} files and folders",
         "at most {quota} files and folders in {folder}, itself included",
         _REMOVE + ", or have an administrator of HDFS raise the quota: `hdfs dfsadmin -setQuota N {folder}`."
-        " `hdfs dfs -count -q -v {folder}` shows what is left.",
+        " `hdfs dfs -count -q -v {folder}` shows what remains.",
     ),
     Cure(
         "DSQuotaExceededException",
@@ -57,7 +57,7 @@ CURES = (
         "the quota of space of {folder} is used up: {used} with the block that is asked for, of {quota} bytes",
         "at most {quota} bytes in {folder}, all replicas counted; a file under way counts whole blocks (dfs.blocksize)",
         _REMOVE + ", or have an administrator of HDFS raise the quota: `hdfs dfsadmin -setSpaceQuota N {folder}`."
-        " `hdfs dfs -count -q -v {folder}` shows what is left.",
+        " `hdfs dfs -count -q -v {folder}` shows what remains.",
     ),
     Cure(
         "QuotaByStorageTypeExceededException",
@@ -190,7 +190,7 @@ CURES = (
         "",
         RetryableStorageError,
         "the lease of a writer that has ended is being recovered",
-        "a file that nobody writes",
+        "a file without a writer",
         "Wait a minute and run again; `hdfs debug recoverLease -path FILE` asks for it at once.",
     ),
     Cure(
@@ -207,7 +207,7 @@ CURES = (
         StorageError,
         "the rename crosses the border of an encryption zone",
         "source and target in one zone",
-        "Choose a folder that lies wholly inside or outside of the zone: `hdfs crypto -listZones`.",
+        "Choose a folder that is wholly inside or outside of the zone: `hdfs crypto -listZones`.",
     ),
     Cure(
         "",
