@@ -20,7 +20,7 @@ from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
-from lockstep.storage.errors import ConfigError, DeniedError, LockstepError, RetryableStorageError, StorageError
+from lockstep.storage.errors import ConfigError, LockstepError, RetryableStorageError, StorageError
 from lockstep.storage.files.deadlines import call_with_deadline, with_retries
 from lockstep.storage.files.hdfs_cures import cured, first_line
 from lockstep.storage.files.remote import (
@@ -374,7 +374,7 @@ def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str
     if (known := cured(what, java, text)) is not None:
         return known
     if java in ("SecurityException", "InvalidToken") or (status in (401, 403) and not java):
-        return DeniedError(
+        return StorageError(  # not final: a newer token or ticket may be on its way
             f"{what}: permission denied",
             got=text,
             allowed="a user, or a delegation token, with the right to do so",
