@@ -272,8 +272,10 @@ class FakeContext:
 
     @property
     def _jsc(self) -> Any:
-        self._asked += 1
-        slots = min(self._asked, self._most)
+        def slots(profile: object) -> int:
+            self._asked += 1
+            return min(self._asked, self._most)
+
         nothing = {
             "defaultResourceProfile": staticmethod(lambda: None),
             "addResourceProfile": staticmethod(lambda _: None),
@@ -283,7 +285,8 @@ class FakeContext:
             "Sc",
             (),
             {
-                "maxNumConcurrentTasks": staticmethod(lambda profile: slots),
+                "isStopped": staticmethod(lambda: False),
+                "maxNumConcurrentTasks": staticmethod(slots),
                 "resourceProfileManager": staticmethod(lambda: manager),
             },
         )
