@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import (
     ConfigError,
-    DiskFullError,
     LockstepError,
     RetryableStorageError,
     StorageAwayError,
@@ -25,7 +24,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from training.comm.options import CommOptions
 from training.config import TrainConfig, lane_groups
-from training.control.failures import LauncherGoneError, MemoryKillError, PreemptedError, RankFailedError
+from training.control.failures import MemoryKillError, PreemptedError
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.balance import Balancer
@@ -34,12 +33,13 @@ from training.driver.elastic import Slots
 from training.driver.live import OnTerminal, RunProgress
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
-from training.driver.restarts import RestartPolicy
+from training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.driver.status import Board, OnEvent
-from training.driver.stop import StopRequest, write_stopped
+from training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from training.launch.executors import ExecutorMemory
-from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
+from training.launch.session import Launch, Launches, SessionLauncher
+from training.launch.signals import ended_in_order
 from training.models import may_follow_length
 from training.plan.client_plan import RunPlan
 from training.plan.epoch_plan import EpochPlan
@@ -66,10 +66,6 @@ from training.run.weights_source import located
 log = logging.getLogger(__name__)
 ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
-
-
-class EndedByCallerError(LockstepError):
-    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 def task_of(config: TrainConfig, plan: RunPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
@@ -303,14 +299,10 @@ class _Driver:
                 if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
                     print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
                     self._stopped(claim, commits.tip, saved=False)
-                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError | EndedByCallerError):
-                    raise
-                if isinstance(error, RankFailedError) and error.alike:
-                    raise
-                full = error.__cause__ if isinstance(error, RankFailedError) else error
-                if isinstance(full, DiskFullError):  # a restart would lose the steps since the checkpoint, and meet it
-                    full.next_step += f" It resumes from {commits.tip or 'the start'}."
-                    raise full from None
+                if (last := incurable(error)) is not None:
+                    if isinstance(last, RESUMED_LATER):
+                        last.next_step += f" It resumes from {commits.tip or 'the start'}."
+                    raise last from (None if last is not error else error.__cause__)
                 if isinstance(error, MemoryKillError):
                     if killed_before:
                         raise self._memory_too_small(error, commits.tip) from error
