@@ -44,7 +44,8 @@ from tests.training._ranks import living_ranks
 from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.control.task import Limits
-from training.driver.train import EndedByCallerError, Hooks, train
+from training.driver.stop import EndedByCallerError
+from training.driver.train import Hooks, train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.session import Session, SessionLauncher

@@ -87,8 +87,9 @@ class CountedShards(WriteShards):
     """Counts records and bytes; its shards are empty files."""
 
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
-        records = size = 0
+        records = size = keys = 0
         for batch in batches:
+            keys ^= int(np.bitwise_xor.reduce(np.asarray(batch.column(c.KEY))))
             column = batch.column(c.RECORD)
             offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)
             size += int(offsets[column.offset + len(column)] - offsets[column.offset])
@@ -109,6 +110,7 @@ class CountedShards(WriteShards):
                     "index_path": index,
                     "index_bytes": 0,
                     "index_sha256": "0" * 64,
+                    "keys": keys,
                 }
             ],
             schema=RESULT,

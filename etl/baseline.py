@@ -103,25 +103,28 @@ class Plan:
 
     manifest: DatasetManifest
     schema: Schema
-    label: Field
+    label: Field | None
+    """None for clusters of a dataset whose label is no classes, or that has none."""
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
     """Predictions of a split. `rows` (n, 1 + outputs) float64: the label, then a number, the score of yes, or the
-    probability of each class. None if there are too many to collect; `metrics` has those of Spark's evaluators then.
+    probability of each class. None if there are too many to collect, or clusters without classes; `metrics` has those
+    of Spark's evaluators then.
     """
 
     classes: int | None
-    """None for a number to predict."""
+    """None for a number to predict, and without a label."""
     probabilities: bool
     """Whether scores of yes are probabilities (linear-svc has distances, of which 0 separates yes from no)."""
     kept: tuple[float, ...] | None
     """The share of each class that --sample kept for training; None for all."""
     about: Mapping[str, Any]
     """What was trained on what, as JSON: the configuration, dataset_digest, train_samples, samples, features (columns
-    after one-hot encoding) and left_out (features that the estimator does not see, such as encoded pictures).
+    after one-hot encoding) and left_out (features that the estimator does not see, such as encoded pictures); of
+    clusters without classes also cluster_rows, how many rows of the split each cluster has.
     """
     rows: NDArray[np.float64] | None
     metrics: Mapping[str, float]
@@ -142,7 +145,12 @@ def check(config: BaselineConfig) -> Plan:
         require(column in (None, *known), flag, f"{column}{nearest(column or '', known)}", f"columns: {_listed(known)}")
     label = schema.label if config.rating is None else schema[config.rating]
     numeric = label is not None and not label.shape and label.dtype not in ("string", "bytes")
-    require(numeric, "the dataset", "no label that is a number", "a label, or for als --rating", "Correct --dataset.")
+    if config.kind in CLUSTERS and (
+        label is None or not numeric or not _fits(KINDS[config.kind], _classes_of(label), label)
+    ):
+        return Plan(manifest, schema, None, _settings(config.settings, kind))
+    allowed = f"a label, for als --rating; {' and '.join(CLUSTERS)} need none"
+    require(numeric, "the dataset", "no label that is a number", allowed, "Correct --dataset.")
     assert label is not None
     classes = None if config.kind == "als" else _classes_of(label)
     fits = [name for name, one in KINDS.items() if _fits(one, classes, label) or (name == "als" and config.user)]
@@ -170,32 +178,43 @@ def train_and_predict(
         train = reduce(lambda one, more: one.unionAll(more), [_rows(spark, config, plan, name) for name in names])
         train = train.coalesce(1) if records <= ONE_PARTITION_ROWS else train
         test = _rows(spark, config, plan, config.split)
+        cluster_rows, metrics = None, dict[str, float]()
         if config.kind == "als":
             classes, size, left_out = None, 0, list[str]()
             scored = _rated(train, test, config, plan)
         else:
-            classes = _classes_in(train, plan.label, config.kind)
+            classes = None if plan.label is None else _classes_in(train, plan.label, config.kind)
             kind = KINDS[config.kind]
-            estimator = _estimator(kind.of_numbers if classes is None else kind.of_classes, config, plan)
+            of_classes = classes is not None or config.kind in CLUSTERS
+            estimator = _estimator(kind.of_classes if of_classes else kind.of_numbers, config, plan)
             train, test, left_out = _with_features(train, test, plan, classes)
             train = train.persist()  # until the session ends
             size = int(train.head(1)[0]["features"].size)
             model = estimator.fit(train)
-            output = _shares(model, train, classes or 0) if config.kind in CLUSTERS else _output(config.kind, classes)
-            scored = model.transform(test).select("label", output.alias("output"))
+            scored = model.transform(test)
+            if config.kind in CLUSTERS and classes is None:
+                cluster_rows, metrics = _of_clusters(scored)
+            else:
+                output = (
+                    _shares(model, train, classes or 0) if config.kind in CLUSTERS else _output(config.kind, classes)
+                )
+                scored = scored.select("label", output.alias("output"))
         width = 1 if classes in (None, 2) else classes or 1
-        rows, metrics = None, dict[str, float]()
-        if splits[config.split].records * (1 + width) <= most_values:
+        rows = None
+        if cluster_rows is not None:
+            pass  # without classes there is nothing to compare a row with
+        elif splits[config.split].records * (1 + width) <= most_values:
             columns = [f"output[{number}] AS output_{number}" for number in range(width)]
             rows = scored.selectExpr("label", *columns).toPandas().to_numpy(np.float64)
         else:
             metrics = _by_evaluators(scored, classes, config.kind)
     sampled = sampled_of(plan.manifest)
-    shares = None if sampled is None or classes is None else sampled.of_classes(plan.label)
+    shares = None if sampled is None or classes is None or plan.label is None else sampled.of_classes(plan.label)
     kept = shares if shares is not None and all(shares) else None
     about = {**asdict(config), "settings": list(config.settings), "dataset_digest": plan.manifest.digest}
     about |= {"train_samples": records, "samples": splits[config.split].records}
     about |= {"features": size, "left_out": left_out}
+    about |= {} if cluster_rows is None else {"cluster_rows": cluster_rows}
     return Predicted(classes, config.kind != "linear-svc", kept, about, rows, metrics)
 
 
@@ -221,7 +240,7 @@ def _classes_in(train: DataFrame, label: Field, kind: str) -> int | None:
         "for it a bool, an int64 with num_classes, or only 0 and 1; or --kind linear-regression, tree, forest, gbt"
     )
     got = f"{kind} for the label `{label.name}`, numbers such as {', '.join(map(str, found))}"
-    require(yes_or_no or bool(KINDS[kind].of_numbers), "--kind", got, allowed)
+    require(yes_or_no or bool(KINDS[kind].of_numbers) or kind in CLUSTERS, "--kind", got, allowed)
     return 2 if yes_or_no else None
 
 
@@ -245,7 +264,8 @@ def _with_features(
     weight = "1.0" if plan.schema.weight is None else c.quoted(plan.schema.weight.name)
     # Estimators would count the classes in the data, which may lack the last one.
     nominal = {"ml_attr": {"name": "label", "type": "nominal", "num_vals": classes}} if classes else {}
-    derived = [F.expr(c.quoted(plan.label.name)).cast("double").alias("label", metadata=nominal)]
+    label = F.lit(0.0) if plan.label is None else F.expr(c.quoted(plan.label.name)).cast("double")
+    derived = [label.alias("label", metadata=nominal)]
     derived.append(F.expr(weight).cast("double").alias("weight"))
     numbers, tensors, texts, lists, left_out = [list[str]() for _ in range(5)]
     sizes: dict[str, int] = {}
@@ -342,6 +362,17 @@ def _shares(model: Any, train: DataFrame, classes: int) -> Column:
     return output
 
 
+def _of_clusters(scored: DataFrame) -> tuple[dict[str, int], dict[str, float]]:
+    """The rows of each cluster, and how well clusters are apart: the mean silhouette, from -1 to 1, by squared
+    distances. It needs two clusters with rows.
+    """
+    ml: Any = importlib.import_module("pyspark.ml.evaluation")  # its types lack ClusteringEvaluator
+
+    found = sorted(scored.groupBy("prediction").count().collect())
+    rows = {str(row["prediction"]): int(row["count"]) for row in found}
+    return rows, {"silhouette": ml.ClusteringEvaluator().evaluate(scored)} if len(rows) > 1 else {}
+
+
 @contextmanager
 def _checkpoints(spark: SparkSession, config: BaselineConfig) -> Iterator[None]:
     """A folder next to the dataset for checkpoints of als, deleted at the end. Without them a task reads the plan of
@@ -367,6 +398,7 @@ def _rated(train: DataFrame, test: DataFrame, config: BaselineConfig, plan: Plan
     from pyspark.sql import functions as F
 
     asked = [F.expr(f"CAST({c.quoted(name or '')} AS string)") for name in (config.user, config.item)]
+    assert plan.label is not None, "checked"
     label = F.expr(c.quoted(plan.label.name)).cast("double").alias("label")
     train, test = (rows.select(asked[0].alias("user"), asked[1].alias("item"), label) for rows in (train, test))
     ids = StringIndexer(inputCols=["user", "item"], outputCols=["user_id", "item_id"], handleInvalid="keep")

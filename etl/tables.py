@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etl.spark.errors import translated
 from etl.spark.session import watched
+from etl.table_files import FORMATS, of_query, read_files
 from etl.write.append import Parent
-from etl.write.checks import chance_in, check_output, check_schema
+from etl.write.checks import check_output, check_schema
 from etl.write.config import WriteConfig
 from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
@@ -72,6 +75,11 @@ class TableConfig(WriteConfig):
 
 
 _NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
+_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
+_ILLEGAL_STEP = (
+    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
+    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +105,41 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     """Read, split and publish; `plan` is what `check` returned, if it was called.
 
     Raises the errors of check and write_dataset, NotFoundError for a missing table or path, and ConfigError for a query
-    that is not valid or whose rows differ each time it is read.
+    that is not valid.
     """
     plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
-        df = frame(spark, config)
+        df, left_out = frame(spark, config, None if plan.schema is None else [field.name for field in plan.schema])
+        exclude = [name for name in config.exclude if name not in left_out]
         return write_frame(
             df,
             config,
             plan.parent,
             id_columns=config.id_columns,
-            schema=plan.schema or infer_schema(df, config.label, config.exclude, config.id_columns),
+            schema=plan.schema or infer_schema(df, config.label, exclude, config.id_columns),
             origin=Origin(created_config=config.to_json()),
         )
 
 
-def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
-    """The rows of the table, query or files."""
+def frame(
+    spark: SparkSession, config: TableConfig, fields: Sequence[str] | None = None
+) -> tuple[DataFrame, frozenset[str]]:
+    """The rows of the table, query or files, and the columns of files that are left out, as read_files has them.
+    `fields` are those of a declared schema.
+    """
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import AnalysisException, ParseException
 
     try:
         if config.table is not None:
-            df = spark.table(config.table)
+            return spark.table(config.table), frozenset()
         elif config.query is not None:
             # Only a query is valid in parentheses: a statement that changes something is an error.
-            df = spark.sql(f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query")
-        else:
-            df = spark.read.format(config.input_format).load(list(config.inputs))
+            query = f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query"
+            return of_query(spark, query), frozenset()
+        if config.input_format.lower() in FORMATS:
+            return read_files(spark, config.inputs, config.input_format.lower(), partial(_is_used, config, fields))
+        return spark.read.format(config.input_format).load(list(config.inputs)), frozenset()
     except (AnalysisException, ParseException) as error:
         raise _unreadable(config, error) from None
     except Py4JJavaError as error:  # pyspark has no class for this one
@@ -136,15 +151,14 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None
-    chance = chance_in(df)
-    if chance is not None:
-        raise ConfigError(
-            "the rows of the input differ each time it is read",
-            got=chance,
-            allowed="stored values and functions of them (rand with a seed depends on how rows are cut)",
-            next_step="Store the result as a table first, or remove that expression.",
-        )
-    return df
+
+
+def _is_used(config: TableConfig, fields: Sequence[str] | None, name: str) -> bool:
+    """Whether the job looks at a column of its input."""
+    sampling, column = config.sampling, config.split_spec.column
+    if name in (*config.id_columns, column, None if sampling is None else sampling.column):
+        return True
+    return name not in config.exclude if fields is None else name in fields
 
 
 def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
@@ -156,5 +170,5 @@ def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
         f"the input cannot be read: {name[:200]}",
         got=first,
         allowed="a table of the session's catalog, a query (SELECT ...), or URLs that Spark can load",
-        next_step="Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog...",
+        next_step=_ILLEGAL_STEP if "PARQUET_TYPE_ILLEGAL" in first else _STEP,
     )

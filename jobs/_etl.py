@@ -7,20 +7,31 @@ from dataclasses import fields
 from typing import Any
 
 from etl.input.files import find_sources
+from etl.logs.job import SUFFIXES
+from etl.logs.pages import most_frequent
+from etl.logs.plan import ROLES
+from etl.logs.roles import ASKED, flag_of, said
 from etl.split.leakage import content_line
 from etl.write.carried import Carried, carried_files, carried_in
 from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
-from jobs._cli import JobParser, joined
+from jobs._cli import JobParser, joined, names
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
+
+BY_PLACE = (
+    "ids: records are known by file and position, so an edited or renamed file moves its records to other splits;"
+    " --id-columns avoids that\n"
+)
 
 
 def add_output_flags(job: JobParser, split: str) -> None:
     """The flags of the jobs that read files."""
     read = "files, directories or patterns; plain, gzip, bzip2 or zstd"
     job.add_argument("--input", nargs="+", required=True, metavar="URL", help=read)
+    root = "ids that name a file hold its path below this folder (default: below what --input names)"
+    job.add_argument("--input-root", metavar="URL", help=root)
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
     more = "A/B/C | stratified:COLUMN:A/B | time:COLUMN:A/B | kfold:K | kfold:K:COLUMN:balanced | subset:COLUMN=VALUE"
     add = add_write_flags(job, f"{split} | {more}")
@@ -60,6 +71,22 @@ def add_label_window(job: JobParser, default: str) -> None:
     job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{window} (default {default})")
 
 
+def add_web_flags(job: JobParser) -> None:
+    """The flags of web requests: the columns of their roles, and what counts as a page."""
+    for role, words in ASKED.items():
+        column = f"web logs in tsv, csv, json, w3c: the column of {words} (default: one of a known name)"
+        job.add_argument(flag_of(role), metavar="COLUMN", help=column)
+    for kind, effect in (("page", "count as pages"), ("asset", "do not count as pages")):
+        help_text = f"web logs: suffixes that {effect}, besides those of docs/decisions/012-web-log.md"
+        job.add_argument(f"--{kind}-suffixes", type=names, default=(), metavar="A,B", help=help_text)
+
+
+def web_values(args: Namespace) -> dict[str, Any]:
+    """The fields of LogsConfig from the flags of add_web_flags."""
+    fields_of = (*(f"{role}_column" for role in ASKED), "page_suffixes", "asset_suffixes")
+    return {name: getattr(args, name) for name in fields_of}
+
+
 def write_values(args: Namespace) -> dict[str, Any]:
     """The fields of WriteConfig from the flags."""
     return {field.name: getattr(args, field.name) for field in fields(WriteConfig) if hasattr(args, field.name)}
@@ -67,7 +94,12 @@ def write_values(args: Namespace) -> dict[str, Any]:
 
 def output_values(args: Namespace) -> dict[str, Any]:
     """The fields of OutputConfig from the flags of add_output_flags."""
-    return {"inputs": tuple(args.input), "max_bad": args.max_bad, **write_values(args)}
+    return {
+        "inputs": tuple(args.input),
+        "input_root": args.input_root,
+        "max_bad": args.max_bad,
+        **write_values(args),
+    }
 
 
 def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
@@ -80,12 +112,13 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
     found = load_dataset(absolute(config.output))
     created = found.created_by
     parent = None if config.append_to is None else absolute(config.append_to)
+    there = find_sources(config.inputs, root=config.input_root)
     different = {
         "settings": {name: created["config"].get(name) for name in config.to_json()} != config.to_json(),
         "--seed": created["seed"] != config.seed,
         "--append-to": (found.parent or {}).get("url") != parent,
-        "--input": {(one.url, one.bytes) for one in found.source}
-        != {(one.url, one.size_bytes) for one in find_sources(config.inputs)},
+        "--input": {(one.url, one.bytes) for one in found.source} != {(one.url, one.size_bytes) for one in there},
+        "--input-root": not {one.path for one in found.source} <= {None, *(one.path for one in there)},
     }
     names = [name for name, differs in different.items() if differs]
     if names:
@@ -105,7 +138,9 @@ def _carried_line(manifest: DatasetManifest, carried: Carried) -> str:
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """Counts, splits, what is carried, leakage and digest, in two to four lines."""
+    """Counts, splits, what is carried, leakage and digest, in two to four lines; for web requests also the columns of
+    their roles and the most frequent suffixes of pages.
+    """
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
     splits = ", ".join(
@@ -119,6 +154,18 @@ def summary(manifest: DatasetManifest, output: str) -> str:
         f"{output}: {counts.read - reopened} read{again}, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
         + ("" if carried is None else f"{_carried_line(manifest, carried)}\n")
+        + "".join(f"{line}\n" for line in _web_lines(manifest))
         + ("" if leaks is None else f"{leaks}\n")
+        + (BY_PLACE if manifest.created_by["config"].get("id_columns") == [] else "")
         + f"digest {manifest.digest}"
     )
+
+
+def _web_lines(manifest: DatasetManifest) -> list[str]:
+    config = manifest.created_by["config"]
+    columns, suffixes = config.get(ROLES), config.get(SUFFIXES)
+    lines = [f"columns: {said(columns)}"] if columns else []
+    if suffixes:
+        counts = (f"{count} {suffix}" for suffix, count in most_frequent(suffixes, len(suffixes)).items())
+        lines.append(f"pages by suffix: {', '.join(counts)}")
+    return lines

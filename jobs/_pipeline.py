@@ -30,6 +30,7 @@ from training.launch.session import Launch
 from training.models import check_name
 from training.results.evaluate import evaluate as evaluate_run
 from training.results.report import write_report
+from training.run.epochs import epochs_words
 from training.run.result import RunResult
 
 if TYPE_CHECKING:
@@ -267,11 +268,17 @@ _FACTS: tuple[tuple[str, Callable[[Outcome], object]], ...] = (
     ("quarantined", lambda o: o.manifest.counts.quarantined),
     ("dropped", lambda o: ", ".join(f"{n} {why}" for why, n in sorted(o.manifest.counts.dropped.items())) or 0),
     ("steps", lambda o: o.result.steps),
-    ("samples/s in training", lambda o: f"{o.result.samples_per_s:.0f}"),
+    ("epochs", lambda o: epochs_words(o.result.epochs, o.result.epochs_asked)),
+    ("seconds to first step", lambda o: _or_dash(o.result.first_step_s, ".1f")),
+    ("samples/s after it", lambda o: _or_dash(o.result.samples_per_s, ".0f")),
     ("metric", lambda o: f"{o.metric} {o.value:.4f}"),
     ("baseline", lambda o: _baseline(o)),
     ("seconds in all", lambda o: f"{o.seconds:.0f}"),
 )
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _baseline(outcome: Outcome) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, require
-from training.launch.session import ended_in_order
+from training.launch.signals import ended_in_order, signals_of_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -103,24 +105,47 @@ def spark_session(
         require(bool(_MASTER.fullmatch(master)), "--master", master, allowed, next_step)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    from py4j.protocol import Py4JJavaError
-    from pyspark.errors import PySparkRuntimeError
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name)
-    for key, value in PINNED.items():
-        builder = builder.config(key, value)
+    conf = SparkConf(loadDefaults=False).setAppName(app_name).setAll(list(PINNED.items()))
     # Set by spark-submit's Java, which started this process: on this host, or as YARN's application master.
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         java_options(os.environ, short=input_bytes is not None and input_bytes <= SHORT_JOB_BYTES)
-    if master is not None:
-        builder = builder.master(master)
-    elif not submitted:
-        builder = builder.master("local[*]")
+    if master is not None or not submitted:
+        conf.setMaster(master or "local[*]")
+    with ended_in_order(), _end_unhidden(), ExitStack() as stack:
+        with _start_explained():
+            # Before the context, which takes seconds: a signal to Java in between would end it in the middle.
+            SparkContext._ensure_initialized(conf=conf)
+            stack.enter_context(signals_of_java(SparkContext._gateway))
+            interrupt = signal.getsignal(signal.SIGINT)
+            SparkContext.getOrCreate(conf)
+            if threading.current_thread() is threading.main_thread() and interrupt is not None:
+                # Spark's handler of Ctrl-C calls Java in the middle of another call, which prints traces.
+                signal.signal(signal.SIGINT, interrupt)
+            spark = SparkSession.builder.config(conf=conf).getOrCreate()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        stack.callback(stop_session, spark)
+        spark.sparkContext.setLogLevel("ERROR")
+        _leave_no_answer_behind(spark)
+        path = list(sys.path)
+        spark.sparkContext.addPyFile(ship_rooms(folder))
+        sys.path[:] = (
+            path  # Spark puts its copy first, and deletes it with the session; this process has our code already
+        )
+        yield spark
+
+
+@contextmanager
+def _start_explained() -> Iterator[None]:
+    """Raise ConfigError where Java cannot be started, or refuses the settings."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkRuntimeError
+
     try:
-        with ended_in_order(), _end_unhidden():  # so that pyspark removes its temporary folder
-            spark = builder.getOrCreate()
+        yield
     except PySparkRuntimeError as error:
         raise ConfigError(
             "Spark cannot start its Java process",
@@ -138,23 +163,18 @@ def spark_session(
             allowed="settings that go together: encryption, for one, needs spark.authenticate=true",
             next_step="Correct spark-submit's --conf or spark-defaults.conf; docs/security.md has those of --tls on.",
         ) from None
-    spark.sparkContext.setLogLevel("ERROR")
-    _leave_no_answer_behind(spark)
-    with ended_in_order(), tempfile.TemporaryDirectory(prefix="lockstep-") as folder:  # removed on SIGTERM too
-        path = list(sys.path)
-        spark.sparkContext.addPyFile(ship_rooms(folder))
-        sys.path[:] = (
-            path  # Spark puts its copy first, and deletes it with the session; this process has our code already
-        )
-        try:
-            yield spark
-        finally:
-            stop_session(spark)
+
+
+def _end_asked(error: BaseException | None) -> BaseException | None:
+    """The SystemExit or KeyboardInterrupt of a signal that `error` is, or has hidden; None for any other error."""
+    while error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 @contextmanager
 def _end_unhidden() -> Iterator[None]:
-    """Raise the end that a signal asked for where pyspark, which then stops Java, fails at that with another error.
+    """Raise the end that a signal asked for where what is then ended, without Java perhaps, fails by another error.
 
     A Java process that is still starting is killed: it would wait for ever, since pyspark has removed the folder to
     which it writes its port.
@@ -165,10 +185,7 @@ def _end_unhidden() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        end: BaseException | None = error
-        while end is not None and not isinstance(end, SystemExit | KeyboardInterrupt):
-            end = end.__context__
-        if end is None:
+        if (end := _end_asked(error)) is None:
             raise
         if SparkContext._gateway is None:
             for child in psutil.Process().children():
@@ -181,6 +198,8 @@ def _end_unhidden() -> Iterator[None]:
 def _leave_no_answer_behind(spark: SparkSession) -> None:
     """After a signal in the middle of a call, have this thread talk to Java over a new connection: on the old one py4j
     would take the answer to that call for the answer to the next, and the job would end with a strange error of Java.
+
+    That py4j prints a trace of each Ctrl-C ends too.
     """
     gateway = spark.sparkContext._gateway
     assert gateway is not None, "a context has one"
@@ -199,19 +218,37 @@ def _leave_no_answer_behind(spark: SparkSession) -> None:
             raise
 
     client.send_command = send_command
+    logging.getLogger().addFilter(lambda record: record.msg != "KeyboardInterrupt while sending command.")
 
 
 def stop_session(spark: SparkSession) -> None:
     """Stop the session; that its Java process has ended is no error, which would hide that of the caller."""
     from py4j.protocol import Py4JError
 
+    cause = sys.exc_info()[1]
+    signalled = _end_asked(cause) is not None
     try:
         # Our errors say why, a signal needs no reason; Spark would print traces of lost executors and of its own end.
-        if isinstance(sys.exc_info()[1], LockstepError | SystemExit | KeyboardInterrupt):
+        if signalled or isinstance(cause, LockstepError):
             spark.sparkContext.setLogLevel("OFF")
-        spark.stop()
+        with _java_silent(spark) if signalled else nullcontext():
+            spark.stop()
     except (OSError, Py4JError) as error:
-        log.warning("Spark's Java process had ended before its session: %s", next(iter(str(error).splitlines()), ""))
+        level = logging.DEBUG if signalled else logging.WARNING
+        first = next(iter(str(error).splitlines()), "")
+        log.log(level, "Spark's Java process had ended before its session: %s", first)
+
+
+@contextmanager
+def _java_silent(spark: SparkSession) -> Iterator[None]:
+    """Drop what Java prints past its log: Scala prints the traces of work that it cannot start any more."""
+    jvm: Any = spark.sparkContext._jvm
+    stderr = jvm.java.lang.System.err
+    jvm.java.lang.System.setErr(jvm.java.io.PrintStream(jvm.java.io.OutputStream.nullOutputStream()))
+    try:
+        yield
+    finally:
+        jvm.java.lang.System.setErr(stderr)
 
 
 def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:

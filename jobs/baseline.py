@@ -31,7 +31,7 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("baseline", __doc__ or "", "baseline")
     add = job.add_argument
-    add("--dataset", required=True, metavar="URL", help="a dataset with a label")
+    add("--dataset", required=True, metavar="URL", help="a dataset with a label; clusters need none")
     add("--kind", required=True, metavar="K", help=" | ".join(KINDS))
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--train-split", default="train", metavar="NAME", help="the split, or folds A,B, to train on (default train)")
@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     plan, model = check(config), None
     output, run = (None if url is None else absolute(url) for url in (args.output, args.run))
     refuse_idle("--launcher", args.launcher != "local" and run is None, "--run")
-    refuse_idle("--run", run is not None and plan.label.kind != "label", "the label as --rating")
+    labelled = plan.label is not None and plan.label.kind == "label"
+    refuse_idle("--run", run is not None and not labelled, "a label, as --rating too")
     if output is not None and filesystem(output).exists(output):
         raise occupied(output)
     if run is not None and args.launcher == "local":  # first: a wrong --run is reported at once

@@ -1,7 +1,7 @@
 """Turn logs into a dataset: parse, quarantine, label, split, shard, publish.
 
-Without --schema the input is the log of a web server: common, combined, or tsv, csv or json with its columns. With
---schema it is any table of records in tsv, csv or json, such as a click log.
+Without --schema the input is the log of a web server: common, combined, w3c (IIS, CloudFront), alb (AWS), or tsv, csv
+or json with its columns. With --schema it is any table of records in tsv, csv or json, such as a click log.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
+from etl.input.log_formats import LOG_FORMATS
 from etl.logs import job as logs
 from etl.logs.propose import propose
-from etl.write.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
+from etl.write.config import LABEL_WINDOW_S, LogsConfig
+from jobs import _etl
 from jobs._cli import JobParser, names, run_job
-from jobs._etl import add_label_window, add_output_flags, finished, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -32,8 +33,9 @@ def parser() -> JobParser:
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
     job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
-    add_output_flags(job, split="80/20 | group:COLUMN:80/20")
-    add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
+    _etl.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
+    _etl.add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
+    _etl.add_web_flags(job)
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/schema.md)")
     places = "with --schema: columns that name a record (default: its file and byte position)"
     job.add_argument("--id-columns", type=names, default=(), metavar="A,B", help=places)
@@ -61,7 +63,8 @@ def config_of(args: Namespace) -> LogsConfig:
         time_columns=args.time_columns,
         null_texts=tuple(args.null_text),
         quoted_newlines=args.quoted_newlines,
-        **output_values(args),
+        **_etl.web_values(args),
+        **_etl.output_values(args),
     )
 
 
@@ -72,15 +75,15 @@ def main(argv: Sequence[str]) -> int:
     if args.propose_schema:
         print(propose(config))
         return 0
-    if (found := finished(args, config)) is not None:
-        print(summary(found, args.output))
+    if (found := _etl.finished(args, config)) is not None:
+        print(_etl.summary(found, args.output))
         return 0
     plan = logs.check(config)
     size = sum(source.size_bytes for source in plan.sources)
     with spark_session("lockstep etl_logs", args.master, input_bytes=size) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         manifest = logs.run(spark, config, plan)
-    print(summary(manifest, args.output))
+    print(_etl.summary(manifest, args.output))
     return 0
 
 

@@ -42,6 +42,8 @@ def parser() -> JobParser:
     add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
     text = "metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times"
     add("--slice", nargs="+", default=[], metavar="COLUMN", help=text)
+    text = "a stored column, such as a visitor: rows of one value depend on each other, so intervals count the values"
+    add("--clusters", metavar="COLUMN", help=f"{text} (default: the column of a split by group, if it is stored)")
     text = "write the run's report again, with this evaluation (with --follow its last)"
     add("--report", action="store_true", help=text)
     add("--follow", action="store_true", help="evaluate each checkpoint as the run commits it, until the run ends")
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     require(not (args.follow and args.earlier), "--earlier", "--earlier with --follow", "one of the two")
     where = args.run[0] if args.follow else args.run, args.dataset, args.split
     options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
-    options |= {"baseline": args.baseline, "slices": args.slice}
+    options |= {"baseline": args.baseline, "slices": args.slice, "clusters": args.clusters}
     with launch_of(args.launcher, "evaluate", args.master) as launch:
         if args.follow:
             options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}

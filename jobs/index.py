@@ -27,7 +27,7 @@ def parser() -> JobParser:
     add("url", metavar="URL", help="the directory; it must hold neither _manifest.json nor _index")
     add("--format", default="tfrecord", choices=["tfrecord"], help="what the files are (default tfrecord)")
     add("--pattern", default=DATA_GLOB, metavar="GLOB", help="names of the files, in any folder (default %(default)s)")
-    sample = "records that the schema is inferred from (default %(default)s)"
+    sample = "records to look at first for the schema, which is that of all records (default %(default)s)"
     add("--sample-records", type=int, default=SAMPLE_RECORDS, metavar="N", help=sample)
     add("--master", metavar="URL", help="Spark master: one task a file; without it this process reads one by one")
     return job

@@ -11,11 +11,14 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
+from jobs._verify import IntactFiles
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import kind_of, total_bytes, verify
 from training.results.audit import NotAuditedError, check_run_audit
+
+SHOWN_FILES, SHOWN_FAULTS = 20, 100
 
 
 def parser() -> JobParser:
@@ -23,26 +26,37 @@ def parser() -> JobParser:
     found = JobParser("verify", __doc__ or "", table="verify")
     where = "a local path, hdfs:// or webhdfs:// URL of a dataset, checkpoint, model or run"
     found.add_argument("url", metavar="URL", help=where)
+    found.add_argument(
+        "--all",
+        action="store_true",
+        help=f"a line for each intact file and each fault (default: {SHOWN_FILES} files of each folder, {SHOWN_FAULTS} "
+        "faults, and the numbers of the others)",
+    )
     found.epilog = "exit 0: whole; 1: damaged, each fault on a line with file, record and offset; 2: nothing to verify"
     return found
 
 
 def main(argv: Sequence[str]) -> int:
     """Verify; returns 0 if everything is intact, else 1."""
-    url = parser().parse(argv).url
+    args = parser().parse(argv)
+    url, intact = args.url, IntactFiles(None if args.all else SHOWN_FILES)
     kind = kind_of(filesystem(url), url)
     total = total_bytes(url)
     with Progress(f"verify {kind}", total, "bytes") as progress:
         findings = verify(
             url,
-            on_ok=lambda path, text: print(f"ok    {path}: {text}", flush=True),
+            on_ok=intact.add,
             on_bytes=lambda count: progress.update(count),
         )
+    intact.end()
     faults = [str(finding) for finding in findings]
     if kind == "run" and not faults:
         faults = audit_faults(url)
-    for fault in faults:
+    shown = faults if args.all else faults[:SHOWN_FAULTS]
+    for fault in shown:
         print(f"WRONG {fault}", flush=True)
+    if len(shown) < len(faults):
+        print(f"WRONG {len(faults) - len(shown)} more faults, which --all shows", flush=True)
     print(f"{kind} {url}: {f'{len(faults)} faults found' if faults else 'whole'}")
     return 1 if faults else 0
 

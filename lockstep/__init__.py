@@ -203,10 +203,10 @@ def train(
     In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
     (Ctrl-C, or the kernel's) lets the ranks write a checkpoint first; the same call resumes from there.
 
-    The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid
-    arguments, DataError for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another
-    driver takes the run over.
+    The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`), `seconds`,
+    `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported model), and
+    the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError for damaged
+    data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -329,6 +329,7 @@ def evaluate(
     *,
     baseline: str | None = None,
     slices: str | Iterable[str] = (),
+    clusters: str | None = None,
     checkpoint: int | Literal["last", "best"] | None = None,
     batch: int = 512,
     num_ranks: int = 1,
@@ -339,9 +340,10 @@ def evaluate(
 
     `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
     on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
-    COLUMN:hour. `checkpoint` is one to evaluate in place of the newest model: `last`, `best` (by keep_best) or a step.
-    `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with `spark`,
-    run in a barrier stage.
+    COLUMN:hour. Rows of one value of the stored column `clusters`, such as a visitor, depend on each other: intervals
+    count its values (by default of the column of a split by group, if it is stored). `checkpoint` is one to evaluate in
+    place of the newest model: `last`, `best` (by keep_best) or a step. `batch` is the rows that a rank computes at a
+    time. Ranks are processes of this host or, with `spark`, run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
     `calibration`, `roc`, `confusion`, `slices`, of the baseline `baseline` and `difference`, of several runs `members`.
@@ -356,7 +358,7 @@ def evaluate(
 
     where = several(run), os.fspath(dataset), split, _launch(spark)
     options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
-    return evaluate(*where, slices=several(slices), checkpoint=checkpoint, **options)
+    return evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
 
 
 def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:

@@ -41,9 +41,17 @@ class RangePartition(InputPartition):
 
 
 class Foreign:
-    """The files at options.path. `schema` is what the call asks for; without it the fields are inferred."""
+    """The files at options.path. `schema` is what the call asks for; without it the fields are inferred. `known`, if
+    the call leaves the schema to us, names all features that records may have.
+    """
 
-    def __init__(self, options: ReadOptions, schema: StructType | None, manifest: IndexedManifest | None) -> None:
+    def __init__(
+        self,
+        options: ReadOptions,
+        schema: StructType | None,
+        manifest: IndexedManifest | None,
+        known: Sequence[str] | None = None,
+    ) -> None:
         for name, value in (("split", options.split), ("verify", None if options.verify == "records" else "full")):
             if value is not None and (name == "split" or manifest is None):
                 raise ConfigError(
@@ -52,7 +60,7 @@ class Foreign:
                     allowed="a dataset that an ETL job published",
                     next_step="Leave the option out.",
                 )
-        self.options = options
+        self.options, self._known = options, known
         self._manifest = manifest
         self._files: Sequence[ForeignFile] = () if manifest else find_files(options.path, options.path_glob)
         self.fields = self._inferred() if schema is None else _declared(schema)
@@ -77,7 +85,7 @@ class Foreign:
 
     def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The records of a partition as the columns `names` of arrow_schema()."""
-        decode = Lenient([field for field in self.fields if field.name in names])
+        decode = Lenient([field for field in self.fields if field.name in names], self._known)
         if isinstance(partition, FilePartition):
             fs, url = filesystem(partition.url), partition.url
             if partition.info is None:

@@ -36,8 +36,11 @@ class Input(Protocol):
         """The records of a partition as the columns `names` of arrow_schema()."""
 
 
-def open_input(options: Mapping[str, str], schema: StructType | None = None) -> Input:
+def open_input(
+    options: Mapping[str, str], schema: StructType | None = None, known: Sequence[str] | None = None
+) -> Input:
     """Look at the path: a manifest makes it a dataset. `schema` is what the call asks for, None before that is known.
+    `known` names the features that were found, if the schema is inferred: files of others must not have more.
 
     Raises ConfigError for invalid options, NotFoundError if nothing is there, DataError if it cannot be read.
     """
@@ -67,7 +70,7 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
     if data is None or is_indexed(data, where):
         from pyspark_tfrecord.foreign import Foreign
 
-        return Foreign(read, schema, None if data is None else read_indexed(data, where))
+        return Foreign(read, schema, None if data is None else read_indexed(data, where), known)
     found = Published(read, DatasetManifest.from_bytes(data, where))
     if schema is not None:
         _check(found, schema)

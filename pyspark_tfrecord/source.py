@@ -16,6 +16,10 @@ class DefaultSource(DataSource):
     schema that the call gives; writes plain TFRecord files.
     """
 
+    # The columns that `schema` found; None if the call gives a schema, which may leave out some. Spark pickles this
+    # object between the two calls.
+    _known: tuple[str, ...] | None = None
+
     @classmethod
     def name(cls) -> str:
         """The name of the format."""
@@ -29,13 +33,15 @@ class DefaultSource(DataSource):
         from pyspark_tfrecord.reading import open_input, selected
         from pyspark_tfrecord.types import spark_schema
 
-        return spark_schema(selected(open_input(self.options)))
+        found = open_input(self.options)
+        self._known = tuple(found.arrow_schema().names)
+        return spark_schema(selected(found))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of exactly the columns of `schema`, inferred or given by the call."""
         from pyspark_tfrecord.reading import Reader, open_input
 
-        return Reader(open_input(self.options, schema), schema)
+        return Reader(open_input(self.options, schema, self._known), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """A writer of plain TFRecord files; raises ConfigError where a column has a type that cannot be written."""

@@ -173,14 +173,19 @@ class CommunicatorContract:
         assert all(result == results[0] for result in results), "ranks differ"
 
     def test_reduce_scatter_and_its_inverse(self, run_ranks: RunRanks, num_ranks: int) -> None:
+        """A part has the bits that `all_reduce` gives it: both add in the order of the same algorithm."""
         cases = list(self.cases())
 
         def work(comm: Communicator) -> list[tuple[Array, Array]]:
             results = []
             for size, dtype, op in cases:
+                whole = values(comm.rank, size, dtype)
+                comm.all_reduce(whole, op)  # type: ignore[arg-type] # OPS holds its words
                 buf = values(comm.rank, size, dtype)
                 part = comm.reduce_scatter(buf, op)  # type: ignore[arg-type] # OPS holds its words
                 assert part.size == 0 or np.shares_memory(part, buf)
+                same = part.tobytes() == comm.part_of(whole, comm.rank).tobytes()
+                assert same, f"{op} of {size} {dtype} over {num_ranks} ranks: other bits than all_reduce"
                 mine = part.copy()
                 comm.all_gather_parts(buf)
                 results.append((mine, buf))

@@ -33,8 +33,6 @@ def put(fs: FileSystem, url: str, data: bytes = b"data") -> str:
 class FileSystemContract:
     """Inherit, and define the fixtures `fs: FileSystem` and `root: str`, a fresh empty directory."""
 
-    durable_sync = True
-
     def test_a_closed_file_reads_back(self, fs: FileSystem, root: str) -> None:
         url = join(root, "new", "folder", "file")
         with fs.create(url) as writer:
@@ -380,6 +378,3 @@ class FileSystemContract:
         assert fs.list(join(target, "train")) == []
         with pytest.raises(NotFoundError):
             publish_directory(fs, join(root, "s1"), join(root, "out2"))
-
-    def test_promises(self, fs: FileSystem) -> None:
-        assert fs.promises.atomic_rename and fs.promises.durable_sync == self.durable_sync

@@ -239,20 +239,25 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
     Counted on the training split, after sampling; over all splits if none is called train (folds). `window` is that of
     settle. Raises DataError for too many classes.
     """
-    from pyspark.sql import functions as f
-
     label = schema.label
     assert label is not None, "etl.write.checks.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
     rows = mapped(df, narrow, narrow.output).persist()
     try:
-        kept = settle(rows, assign.split, window).where(f.col(c.DROPPED).isNull())
-        trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
-        found = kept.groupBy(trains, f.col(c.quoted(label.name)).cast("string").alias("class")).count()
-        first = found.orderBy(f.desc("trains")).limit(MAX_CLASSES + 1).collect()
-        counts = counts_of([(row["trains"], row["class"], row["count"]) for row in first])
+        return classes_of(settle(rows, assign.split, window), label)
     finally:
         rows.unpersist()
+
+
+def classes_of(rows: DataFrame, label: Field) -> dict[str, int]:
+    """class_counts of rows whose splits are settled."""
+    from pyspark.sql import functions as f
+
+    kept = rows.where(f.col(c.DROPPED).isNull())
+    trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
+    found = kept.groupBy(trains, f.col(c.quoted(label.name)).cast("string").alias("class")).count()
+    first = found.orderBy(f.desc("trains")).limit(MAX_CLASSES + 1).collect()
+    counts = counts_of([(row["trains"], row["class"], row["count"]) for row in first])
     if len(counts) > MAX_CLASSES:
         raise DataError(
             f"label `{label.name}` has too many values to weigh",

@@ -6,9 +6,9 @@ CIFAR-100   1 byte coarse class, 1 byte fine class (the label), then the same
 
 from __future__ import annotations
 
-from collections import Counter
+import posixpath
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +50,6 @@ class CifarPiece(Piece):
     offset: int
     label_bytes: int
     name: str
-    occurrence: int
     split: str | None
     first: int
     count: int | None
@@ -82,7 +81,7 @@ class CifarPiece(Piece):
         positions = self.offset + numbers * records.shape[1]
         fixed = {c.SOURCE: self.source, "name": self.name}
         if good.any():
-            columns = {c.OCCURRENCE: self.occurrence, c.SPLIT: self.split, "number": numbers[good]}
+            columns = {c.OCCURRENCE: 0, c.SPLIT: self.split, "number": numbers[good]}
             columns |= {"image": r.pixel_rows(intake.stack(stack[good])), "label": labels[good]}
             columns |= {c.POSITION: positions[good], "kind": r.RECORD}
             yield r.rows(int(good.sum()), {**fixed, **columns})
@@ -92,19 +91,24 @@ class CifarPiece(Piece):
         yield from gather.rest()
 
 
-def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, split_bytes: int) -> ImagePlan:
+def plan(
+    inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, split_bytes: int, root: str | None = None
+) -> ImagePlan:
     """Find the *.bin files, also in archives, and check the lengths of those whose length is known.
 
     Raises NotFoundError if there is none, DataError for a wrong length, for a name without a split if `given`, and for
     an incomplete file of class names.
     """
     names, names_file = NAMES[kind], NAME_FILES.get(kind)
-    sources = [source for source in find_sources(inputs) if _is_archive(source) or _is_wanted(source, names_file)]
+    found = find_sources(inputs, root=root)
+    sources = [source for source in found if _is_archive(source) or _is_wanted(source, names_file)]
     width = LABEL_BYTES[kind] + PIXELS
     pieces: list[CifarPiece] = []
-    seen: Counter[str] = Counter()
+    batches: list[Source] = []
     for number, source in enumerate(sources):
         for name, offset, size in _files(source, names_file):
+            # as if the archive had been unpacked where it is
+            path = posixpath.join(posixpath.dirname(source.path), name)
             if name == names_file:
                 names = _names(source, offset, size, NUM_CLASSES[kind])
                 continue
@@ -116,6 +120,7 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
                     allowed="*train*.bin, data_batch_*.bin or *test*.bin",
                     next_step="Use --split 80/20.",
                 )
+            batches.append(replace(source, path=path))
             count, step = None, 0
             if size is not None:
                 if size % width or not size:
@@ -130,14 +135,12 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
                         codec=source.codec,
                         offset=offset,
                         label_bytes=LABEL_BYTES[kind],
-                        name=name,
-                        occurrence=seen[name],
+                        name=path,
                         split=split if given else None,
                         first=first,
                         count=part,
                     )
                 )
-            seen[name] += 1
     if not pieces:
         raise NotFoundError(
             f"input {' '.join(inputs)} holds no CIFAR batch",
@@ -151,6 +154,7 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
         shape=(SIDE, SIDE, CHANNELS),
         num_classes=num_classes,
         class_names=names[:num_classes],
+        named=batches,
     )
 
 

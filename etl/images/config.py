@@ -113,7 +113,14 @@ class ImagesConfig(OutputConfig):
         """Whether ids, splits and order depend only on names and headers: then the driver can plan shards."""
         split = self.split_spec
         hashed = split.kind in ("random", "kfold", "given") and split.column is None and self.classes is None
-        return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+        return (
+            self.source == "tar"
+            and self.late
+            and hashed
+            and self.sample is None
+            and self.append_to is None
+            and self.input_root is None
+        )
 
     def fields(self, shape: tuple[int, int, int] | None, num_classes: int) -> Schema:
         """The fields of the dataset: pixels (height, width, channels) uint8, and the class. With --store encoded an

@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -133,7 +132,6 @@ class Pair:
     labels: IdxFile
     source: int
     labels_source: int
-    occurrence: int
     split: str | None
 
 
@@ -149,7 +147,6 @@ class IdxPiece(Piece):
     labels_codec: str
     labels_source: int
     name: str
-    occurrence: int
     split: str | None
     first: int
     count: int
@@ -182,7 +179,7 @@ class IdxPiece(Piece):
                 "kind": r.RECORD,
                 c.SOURCE: self.source,
                 c.POSITION: numbers * images.record_bytes + images.header_bytes,
-                c.OCCURRENCE: self.occurrence,
+                c.OCCURRENCE: 0,
                 c.SPLIT: self.split,
                 "name": self.name,
                 "number": numbers,
@@ -207,20 +204,23 @@ class IdxPiece(Piece):
         )
 
 
-def plan(inputs: Sequence[str], *, given: bool, num_classes: int, split_bytes: int) -> ImagePlan:
+def plan(
+    inputs: Sequence[str], *, given: bool, num_classes: int, split_bytes: int, root: str | None = None
+) -> ImagePlan:
     """Pair the files by name and check headers and lengths.
 
     Raises ConfigError for names that are none, NotFoundError for half a pair, DataError for headers that do not fit.
     """
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, root=root)
     pairs = pair_up(sources, given)
     height, width, *channels = pairs[0].images.shape[1:]
     return ImagePlan(
         sources=sources,
-        pieces=_pieces(pairs, step_bytes(split_bytes)),
+        pieces=_pieces(sources, pairs, step_bytes(split_bytes)),
         shape=(height, width, channels[0] if channels else 1),
         num_classes=num_classes,
         records=sum(pair.images.shape[0] for pair in pairs),
+        named=[sources[pair.source] for pair in pairs],
     )
 
 
@@ -247,9 +247,8 @@ def pair_up(sources: Sequence[Source], given: bool) -> list[Pair]:
             )
         found[key][kind.group(1)] = number
     pairs: list[Pair] = []
-    seen: Counter[str] = Counter()
     for numbers in found.values():
-        pair = _pair(sources, numbers, given, seen)
+        pair = _pair(sources, numbers, given)
         if pairs and pairs[0].images.shape[1:] != pair.images.shape[1:]:
             raise DataError(
                 f"{pair.images.url} holds images of another size",
@@ -261,7 +260,7 @@ def pair_up(sources: Sequence[Source], given: bool) -> list[Pair]:
     return pairs
 
 
-def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool, seen: Counter[str]) -> Pair:
+def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool) -> Pair:
     if len(numbers) < 2:
         there = sources[next(iter(numbers.values()))].url
         missing = "labels" if "images" in numbers else "images"
@@ -288,7 +287,6 @@ def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool, seen:
             next_step="Fetch both files again from one origin.",
         )
     name = source_name(images.url)
-    seen[name] += 1
     split = _GIVEN.get(re.split(r"[-_.]", name)[0])
     if given and split is None:
         raise ConfigError(
@@ -297,10 +295,10 @@ def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool, seen:
             allowed="train-*, t10k-* or test-*",
             next_step="Use --split 80/20.",
         )
-    return Pair(images, labels, numbers["images"], numbers["labels"], seen[name] - 1, split if given else None)
+    return Pair(images, labels, numbers["images"], numbers["labels"], split if given else None)
 
 
-def _pieces(pairs: Sequence[Pair], step: int) -> list[IdxPiece]:
+def _pieces(sources: Sequence[Source], pairs: Sequence[Pair], step: int) -> list[IdxPiece]:
     """A packed file of images is one piece, a plain one is cut after about `step` bytes."""
     pieces = []
     for pair in pairs:
@@ -316,8 +314,7 @@ def _pieces(pairs: Sequence[Pair], step: int) -> list[IdxPiece]:
                     labels_url=absolute(labels.url),
                     labels_codec=labels.codec,
                     labels_source=pair.labels_source,
-                    name=source_name(images.url),
-                    occurrence=pair.occurrence,
+                    name=sources[pair.source].path,
                     split=pair.split,
                     first=first,
                     count=min(records, images.shape[0] - first),

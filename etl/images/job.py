@@ -24,7 +24,7 @@ from etl.images.parquet import ParquetPiece
 from etl.images.planned import NotPlannable
 from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
 from etl.images.tar import TarPiece
-from etl.input.files import Source, digest_sources
+from etl.input.files import Source, digest_sources, parts_below, path_below
 from etl.spark.session import described
 from etl.spark.tasks import Items, over_slices
 from etl.split.splits import TRAIN
@@ -35,6 +35,7 @@ from etl.write.job import run as run_job
 from etl.write.late import Intake, LateImages, has_late_content
 from etl.write.quarantine import CLASS_FOLDERS
 from etl.write.shards import RUN_AGAIN
+from etl.write.sources import check_contents, check_paths
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -196,6 +197,8 @@ def check(config: ImagesConfig) -> ImageInput:
     """
     parent = check_output(config)
     plan = _planned(config)
+    check_paths(plan.named, parent)
+    _prefixes(config, plan)
     if config.source in ("folder", "tar"):  # reading a row group of Parquet would take longer
         log_dark(plan.pieces, config.intake)
     return ImageInput(config, plan, _target(config, plan, plan.num_classes or _known_classes(config, parent), parent))
@@ -216,7 +219,7 @@ def _known_classes(config: ImagesConfig, parent: Parent | None) -> int:
 
 
 def _planned(config: ImagesConfig) -> ImagePlan:
-    given, step = config.split_spec.given, config.split_bytes
+    given, step, root = config.split_spec.given, config.split_bytes, config.input_root
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step, classes=config.classes)
     if config.source == "tar":
@@ -225,11 +228,12 @@ def _planned(config: ImagesConfig) -> ImagePlan:
     classes = config.label_count
     if config.source == "parquet":
         image, label = config.image_column, config.label_column
-        return parquet.plan(config.inputs, image=image, label=label, given=given, num_classes=classes)
+        return parquet.plan(config.inputs, image=image, label=label, given=given, num_classes=classes, root=root)
     assert classes is not None
     if config.source == "idx":
-        return idx.plan(config.inputs, given=given, num_classes=classes, split_bytes=step)
-    return cifar.plan(config.inputs, config.source, given=given, num_classes=classes, split_bytes=step)
+        return idx.plan(config.inputs, given=given, num_classes=classes, split_bytes=step, root=root)
+    kind = config.source
+    return cifar.plan(config.inputs, kind, given=given, num_classes=classes, split_bytes=step, root=root)
 
 
 def run(spark: SparkSession, config: ImagesConfig, images: ImageInput | None = None) -> DatasetManifest:
@@ -288,7 +292,9 @@ class ImageInput(Input[Tally]):
         return tally
 
     def labelled(self, parsed: DataFrame, counts: Tally) -> Labelled:
-        """Classes that are names become numbers in the order of the names."""
+        """Classes that are names become numbers in the order of the names. Raises DataError for a file, archive or
+        folder that is there twice.
+        """
         config, plan, spark = self.config, self.plan, parsed.sparkSession
         names = class_names(config, plan, counts, self.target.parent)
         if counts.without_class:
@@ -296,16 +302,21 @@ class ImageInput(Input[Tally]):
         classes, target = plan.num_classes or len(names), self.target
         if classes != target.rows["label"].num_classes:
             target = _target(config, plan, classes, target.parent)
-        rows = _with_labels(parsed.where(f"kind = {RECORD}"), plan, names)
+        images = _below_root(parsed.where(f"kind = {RECORD}"), _prefixes(config, plan))
+        rows = _with_labels(images, plan, names)
+        trees, named = plan.trees, bool(plan.named)
+        sources = digest_trees(parsed, plan.sources) if trees else digest_sources(spark, plan.sources, paths=named)
+        holding = sorted({piece.source for piece in plan.pieces})  # not files of labels, which may be equal
+        check_contents([sources[number] for number in holding], {}, target.parent)
         late = None
         if config.late:
             by_content = has_late_content(config.split_spec, target.rows)
             late = LateImages(target.rows["image"], config.intake, by_content)
         return Labelled(
-            rows=_with_occurrences(rows, parsed) if plan.names_may_repeat else rows,
+            rows=_with_occurrences(rows, images, plan.sources) if plan.names_may_repeat else rows,
             target=target,
             id_columns=ID_COLUMNS,
-            sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
+            sources=sources,
             created_config=config.with_classes(names),
             late=late,
         )
@@ -321,9 +332,42 @@ def _with_labels(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> Data
     return rows.drop("label").join(f.broadcast(table), "class")
 
 
-def _with_occurrences(rows: DataFrame, parsed: DataFrame) -> DataFrame:
-    """Without the column of occurrences if a name comes twice, as after an archive was appended to: the writer then
-    computes them in order of source and position, for which it shuffles the images. Names are enough to decide it.
+def _prefixes(config: ImagesConfig, plan: ImagePlan) -> list[str]:
+    """The path of each folder or archive below --input-root, which the names of its images then begin with; [] without
+    that flag, or if the plan has put it into the names. Raises ConfigError for an input that is elsewhere.
     """
-    known = parsed.where(f"kind = {RECORD}").groupBy("name").count()
-    return rows.drop(c.OCCURRENCE) if known.where("count > 1").limit(1).collect() else rows
+    root = config.input_root
+    if root is None or plan.named:
+        return []
+    return ["/".join(parts_below(one.url, root)) if plan.trees else path_below(one.url, root) for one in plan.sources]
+
+
+def _below_root(images: DataFrame, prefixes: Sequence[str]) -> DataFrame:
+    if not prefixes:
+        return images
+    from pyspark.sql import functions as f
+
+    known = f.array(*(f.lit(f"{prefix}/" if prefix else "") for prefix in prefixes))
+    return images.withColumn("name", f.concat(f.get(known, f.col(c.SOURCE)), f.col("name")))
+
+
+def _with_occurrences(rows: DataFrame, images: DataFrame, sources: Sequence[Source]) -> DataFrame:
+    """Without the column of occurrences if a name comes twice in one input, as two spellings of it do: the writer then
+    computes them in order of source and position, for which it shuffles the images. Names are enough to decide it.
+
+    Raises DataError for a name in two inputs: a number for it would depend on which inputs there are.
+    """
+    from pyspark.sql import functions as f
+
+    ends = (f.min(c.SOURCE).alias("first"), f.max(c.SOURCE).alias("last"), f.count(f.lit(1)).alias("count"))
+    repeated = images.groupBy("name").agg(*ends).where("count > 1")
+    found = repeated.orderBy(f.expr("first = last"), "name").limit(1).collect()
+    if found and found[0]["first"] < found[0]["last"]:
+        one, two = (sources[found[0][end]].url for end in ("first", "last"))
+        raise DataError(
+            f"{one} and {two} hold images of one path, which would have the same id",
+            got=found[0]["name"][:500],
+            allowed="a path of its own for each image, below its folder or archive",
+            next_step="Give --input-root a folder above both: ids then begin with the path of each. Or rename them.",
+        )
+    return rows.drop(c.OCCURRENCE) if found else rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,11 @@ from etl import columns as c
 from etl.images import source as r
 from etl.images.source import ImagePlan, Piece, split_word
 from etl.images.tar_format import MAX_NAME_BYTES
-from etl.input.files import Source, find_sources, source_name
+from etl.input.files import find_sources, source_name
+from etl.input.footers import damaged, parquet_footer
 from etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
-from lockstep.storage.errors import ConfigError, CorruptionError, DataError
-from lockstep.storage.formats.parquet_footer import columns_are_readable, read_footer
+from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
@@ -37,12 +36,11 @@ class ParquetPiece(Piece):
     image: str
     label: str
     name: str
-    occurrence: int
     split: str | None
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file that Arrow cannot read."""
-        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: self.occurrence, c.SPLIT: self.split}
+        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: 0, c.SPLIT: self.split}
         gather = r.Gather(_COLUMNS, **fixed)
         number = self.first
         with filesystem(self.url).open_read(self.url) as file:
@@ -56,7 +54,7 @@ class ParquetPiece(Piece):
                         number += 1
                         yield from gather.full()
             except (pa.ArrowException, OSError) as error:
-                raise _damaged(self.url, error) from None
+                raise damaged(self.url, "Parquet", error) from None
         yield from gather.rest()
 
     def _take(
@@ -81,17 +79,18 @@ class ParquetPiece(Piece):
         gather.record(taken, packed, number, number, *named)
 
 
-def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
+def plan(
+    inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None, root: str | None = None
+) -> ImagePlan:
     """Read the footers: find the row groups, and check the types of the columns.
 
     Raises ConfigError for a missing or wrong column, DataError for other files than Parquet and for files without rows.
     """
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, root=root)
     pieces: list[ParquetPiece] = []
     named: set[bool] = set()
-    seen: Counter[str] = Counter()
     for number, source in enumerate(sources):
-        metadata = _footer(source)
+        metadata = parquet_footer(source.url, source.size_bytes)
         named.add(_labels_are_text(source.url, metadata.schema.to_arrow_schema(), image, label))
         name = source_name(source.url)
         split = split_word(name)
@@ -104,10 +103,9 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             )
         first = 0
         for group in range(metadata.num_row_groups):
-            place = (absolute(source.url), group, first, image, label, name, seen[name], split if given else None)
+            place = (absolute(source.url), group, first, image, label, source.path, split if given else None)
             pieces.append(ParquetPiece(number, *place))
             first += metadata.row_group(group).num_rows
-        seen[name] += 1
     if len(named) > 1 or (named == {False} and num_classes is None):
         raise ConfigError(
             f"labels of column `{label}` cannot be counted",
@@ -122,30 +120,20 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             allowed="a row or more",
             next_step="Check --input, and the program that wrote these files.",
         )
-    return ImagePlan(sources=sources, pieces=pieces, num_classes=num_classes if named == {False} else None)
-
-
-def _footer(source: Source) -> pq.FileMetaData:
-    fs = filesystem(source.url)
-    try:
-        footer = read_footer(lambda at, size: fs.read_range(source.url, at, size), source.size_bytes, source.url)
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-    except CorruptionError as error:
-        raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(source.url, error) from None
-    if not columns_are_readable(footer):
-        raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
-    return metadata
+    holding = sorted({piece.source for piece in pieces})
+    return ImagePlan(
+        sources=sources,
+        pieces=pieces,
+        num_classes=num_classes if named == {False} else None,
+        named=[sources[number] for number in holding],
+    )
 
 
 def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> bool:
     kinds = {path: _type_of(schema, path) for path in (image, label)}
-    good_image = kinds[image] is not None and (
-        pa.types.is_binary(kinds[image]) or pa.types.is_large_binary(kinds[image])
-    )
+    good_image = kinds[image] in (pa.binary(), pa.large_binary(), pa.binary_view())
     kind = kinds[label]
-    text = kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    text = kind in (pa.string(), pa.large_string(), pa.string_view())
     if not good_image or not (text or (kind is not None and pa.types.is_integer(kind))):
         raise ConfigError(
             f"{url} does not have the columns that --image-column and --label-column name",
@@ -161,6 +149,8 @@ def _type_of(schema: pa.Schema, path: str) -> pa.DataType | None:
     for part in path.split("."):
         at = kind.get_field_index(part) if kind is not None and pa.types.is_struct(kind) else -1
         kind = kind.field(at).type if kind is not None and at >= 0 else None
+        if kind is not None and pa.types.is_dictionary(kind):
+            kind = kind.value_type  # pandas' and polars' categories: in the file they are plain values
     return kind
 
 
@@ -170,12 +160,3 @@ def _values(batch: pa.RecordBatch, path: str) -> list[Any]:
     for part in rest:
         column = pa.compute.struct_field(column, part)
     return list(column.to_pylist())
-
-
-def _damaged(url: str, error: Exception) -> DataError:
-    return DataError(
-        f"input {url} cannot be read as Parquet",
-        got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
-        allowed="a whole Parquet file",
-        next_step="Fetch the file again; compare its digest with the origin's.",
-    )

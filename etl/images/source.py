@@ -209,7 +209,7 @@ class ImagePlan:
     `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None if
     classes are names, which are known after reading; `class_names` are those of numeric labels. `records` is the number
     in the headers, None if they have none. `trees` means that sources are folders. `files` are those of plain archives,
-    if they were listed.
+    if they were listed. `named` are the files whose paths are in the ids of their images, with these paths.
     """
 
     sources: Sequence[Source]
@@ -221,6 +221,7 @@ class ImagePlan:
     trees: bool = False
     names_may_repeat: bool = False
     files: ImageFiles | None = None
+    named: Sequence[Source] = ()
 
     def piece_bytes(self) -> list[int]:
         """The approximate bytes of input of each piece: its share of its file."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import google_crc32c
 import pyarrow as pa
 
 from etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
@@ -44,11 +45,8 @@ def expand(url: str) -> list[str]:
 
     Raises NotFoundError if there is none.
     """
-    path = split_url(url)[2]
     fs = filesystem(url)
-    root = url[: len(url) - len(path)]
-    parts = [part for part in path.split("/") if part]
-    base, parts = _fixed_part(root + ("/" if path.startswith("/") else ""), parts)
+    base, parts = fixed_part(url)
     found = [base] if fs.exists(base) and fs.stat(base).is_dir else []
     for number, part in enumerate(parts):
         found = [entry for folder in found for entry in _matches(fs, folder, part, last=number == len(parts) - 1)]
@@ -83,8 +81,11 @@ def visible_files(fs: FileSystem, url: str) -> Iterator[FileStat]:
             yield entry
 
 
-def _fixed_part(root: str, parts: list[str]) -> tuple[str, list[str]]:
-    """The directory in front of the first wildcard, and the parts from there on."""
+def fixed_part(url: str) -> tuple[str, list[str]]:
+    """The directory in front of the first wildcard of a pattern, and the parts from there on."""
+    path = split_url(url)[2]
+    root = url[: len(url) - len(path)] + ("/" if path.startswith("/") else "")
+    parts = [part for part in path.split("/") if part]
     while parts and _WILD.search(parts[0]) is None:
         root, parts = (join(root, parts[0]) if root else parts[0]), parts[1:]
     return root or ".", parts
@@ -108,11 +109,14 @@ HEAD_BYTES = 4 << 10
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file: its URL, size in bytes on disk, and codec (gzip, bzip2, zstd or none)."""
+    """One input file: its URL, size in bytes on disk, codec (gzip, bzip2, zstd or none), and its path below what
+    --input names, without a codec's suffix: records without an id of their own are known by it.
+    """
 
     url: str
     size_bytes: int
     codec: str
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +133,23 @@ class Range:
     whole: bool = False
 
 
-def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None) -> list[Source]:
+def find_sources(
+    urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None, root: str | None = None
+) -> list[Source]:
     """The input files in the order given; those of a directory or pattern are sorted by name. `check` is called with
-    each file and its first HEAD_BYTES.
+    each file and its first HEAD_BYTES. Paths are below `root`, by default below the directory, the fixed part of the
+    pattern, or the directory of the file that is given.
 
     Raises NotFoundError for a missing path, a directory without files and a pattern without a match, DataError for an
-    empty file and an unknown compression, ConfigError for a file that is named twice.
+    empty file and an unknown compression, ConfigError for a file that is named twice or is not below `root`.
     """
     sources: list[Source] = []
     seen: dict[str, str] = {}
     for url in urls:
         # If a file has exactly this name, wildcards are part of the name.
-        for named in expand(url) if is_pattern(url) and not filesystem(url).exists(url) else [url]:
+        pattern = is_pattern(url) and not filesystem(url).exists(url)
+        base = root or (fixed_part(url)[0] if pattern else url)
+        for named in expand(url) if pattern else [url]:
             for file in _files(named):
                 place = _place(file.url)
                 if place in seen:
@@ -151,8 +160,35 @@ def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | N
                         next_step="Remove one of them from --input.",
                     )
                 seen[place] = url
-                sources.append(_source(file, check))
+                sources.append(_source(file, path_below(file.url, base), check))
     return sources
+
+
+def path_below(url: str, base: str) -> str:
+    """The path of a file below `base`, without the suffix of a codec; its name if `base` is the file.
+
+    Raises ConfigError if it is elsewhere.
+    """
+    return "/".join([*parts_below(url, base)[:-1], source_name(url)])
+
+
+def parts_below(url: str, base: str) -> list[str]:
+    """The parts of the path of a file or folder below `base`. Raises ConfigError if it is elsewhere."""
+    whole, above = _parts(url), _parts(base)
+    if whole[: len(above)] != above:
+        raise ConfigError(
+            f"input {url} is not below {base}",
+            got=url,
+            allowed=f"files below --input-root {base}",
+            next_step="Give --input-root a folder that is above all inputs, or give other inputs.",
+        )
+    return whole[len(above) :]
+
+
+def _parts(url: str) -> list[str]:
+    """The same parts for all spellings of a URL."""
+    scheme, authority, path = split_url(absolute(url))
+    return [scheme, authority, *(part for part in os.path.normpath(path).split("/") if part)]
 
 
 def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = False) -> list[Range]:
@@ -164,8 +200,8 @@ def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = Fa
         step = source.size_bytes if whole or source.codec != PLAIN else split_bytes
         for start in range(0, source.size_bytes, step):
             length = min(step, source.size_bytes - start)
-            whole = length == source.size_bytes
-            ranges.append(Range(index, absolute(source.url), start, length, source.codec, whole))
+            alone = length == source.size_bytes
+            ranges.append(Range(index, absolute(source.url), start, length, source.codec, alone))
     return ranges
 
 
@@ -198,7 +234,7 @@ def _files(url: str) -> list[FileStat]:
     return files
 
 
-def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> Source:
+def _source(file: FileStat, path: str, check: Callable[[Source, bytes], None] | None) -> Source:
     if file.size_bytes == 0:
         raise DataError(
             f"input {file.url} is empty",
@@ -215,7 +251,7 @@ def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> So
             allowed="plain files, gzip, bzip2 and zstd",
             next_step="Unpack it, or compress it with one of these.",
         )
-    source = Source(file.url, file.size_bytes, codec_of(head))
+    source = Source(file.url, file.size_bytes, codec_of(head), path)
     if check is not None:
         check(source, head)
     return source
@@ -230,7 +266,15 @@ def _place(url: str) -> str:
 
 
 _READ_BYTES = 4 << 20
-DIGEST = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
+DIGEST = pa.schema(
+    [
+        ("number", pa.int32()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("content_bytes", pa.int64()),
+        ("content_crc32c", pa.string()),
+    ]
+)
 
 
 def _digests(items: Items) -> Iterator[pa.RecordBatch]:
@@ -239,9 +283,9 @@ def _digests(items: Items) -> Iterator[pa.RecordBatch]:
 
 
 def digest_sources(
-    spark: SparkSession, sources: Sequence[Source], known: Sequence[Mapping[str, Any]] = ()
+    spark: SparkSession, sources: Sequence[Source], known: Sequence[Mapping[str, Any]] = (), *, paths: bool = False
 ) -> tuple[SourceInfo, ...]:
-    """Length and SHA-256 of each input file, in order.
+    """Length and SHA-256 of each input file, in order; with `paths` also its path, which the ids of its records hold.
 
     Files that are not `known` (rows of DIGEST) are read a second time: the digest of a file does not follow from those
     of its ranges.
@@ -251,27 +295,53 @@ def digest_sources(
     if numbers:
         sizes = [sources[number].size_bytes for number in numbers]
         items = [
-            {"number": number, "url": absolute(sources[number].url), "planned_bytes": size}
-            for number, size in zip(numbers, sizes, strict=True)
+            {"number": number, "url": absolute(one.url), "planned_bytes": one.size_bytes, "codec": one.codec}
+            for number, one in ((number, sources[number]) for number in numbers)
         ]
         with described(spark, "SHA-256 of the input files"):
             rows = over_slices(spark, items, sizes, DEFAULT_SPLIT_BYTES, _digests, DIGEST).collect()
         found += [row.asDict() for row in rows]
-    return infos_of(sources, found)
+    return infos_of(sources, found, paths=paths)
 
 
-def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> tuple[SourceInfo, ...]:
+def infos_of(
+    sources: Sequence[Source], found: Sequence[Mapping[str, Any]], *, paths: bool = False
+) -> tuple[SourceInfo, ...]:
     """The manifest's entries for the sources, from rows of DIGEST in any order."""
-    return tuple(
-        SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
-        for row in sorted(found, key=lambda row: row["number"])
-    )
+    values = sorted((dict(row) for row in found), key=lambda row: row["number"])
+    named = [(sources[row.pop("number")], row) for row in values]
+    return tuple(SourceInfo(url=source.url, path=source.path if paths else None, **row) for source, row in named)
 
 
-def digest_of(number: int, url: str, planned_bytes: int) -> dict[str, object]:
-    """A row of DIGEST for one file. Raises DataError if the file does not have the planned length."""
+def digest_of(number: int, url: str, planned_bytes: int, codec: str = PLAIN) -> dict[str, object]:
+    """A row of DIGEST for one file; of a packed one it says nothing of the content. Raises DataError if the file does
+    not have the planned length.
+    """
     with filesystem(url).open_read(url) as file, HashedFile(file) as hashed:
-        return {"number": number, "bytes": planned_bytes, "sha256": hashed.whole(url, planned_bytes)}
+        row = {"number": number, "bytes": planned_bytes, "sha256": hashed.whole(url, planned_bytes)}
+    return row | (hashed.content.row if codec == PLAIN else dict.fromkeys(hashed.content.row))
+
+
+class Content:
+    """Length and CRC-32C of bytes as they come: costs a hundredth of what reading lines does, so it is kept always."""
+
+    def __init__(self) -> None:
+        self.size, self._crc = 0, 0
+
+    def add(self, data: bytes) -> None:
+        """Count the next bytes."""
+        self._crc, self.size = google_crc32c.extend(self._crc, data), self.size + len(data)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The columns of DIGEST that say it."""
+        return {"content_bytes": self.size, "content_crc32c": f"{self._crc:08x}"}
+
+    def through(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """The pieces, each counted."""
+        for piece in pieces:
+            self.add(piece)
+            yield piece
 
 
 class HashedFile(io.RawIOBase):
@@ -279,7 +349,7 @@ class HashedFile(io.RawIOBase):
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
-        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+        self._file, self._digest, self.content = file, hashlib.sha256(), Content()
 
     def readable(self) -> bool:
         return True
@@ -287,17 +357,17 @@ class HashedFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
         self._digest.update(data)
-        self._size += len(data)
+        self.content.add(data)
         return data
 
     def whole(self, url: str, planned_bytes: int) -> str:
         """Read the rest of the file; returns its SHA-256. Raises DataError if it does not have the planned length."""
         while self.read(_READ_BYTES):
             pass  # `read` has counted and hashed it
-        if self._size != planned_bytes:
+        if self.content.size != planned_bytes:
             raise DataError(
                 f"input {url} changed while it was read",
-                got=f"{self._size} bytes",
+                got=f"{self.content.size} bytes",
                 allowed=f"{planned_bytes} bytes as at the start",
                 next_step="Run again when nothing writes to the input.",
             )

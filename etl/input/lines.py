@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from etl.input.files import HashedFile, Range
+from etl.input.files import Content, HashedFile, Range
 from etl.input.unpack import PLAIN, unpacked
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
@@ -37,9 +37,10 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """The SHA-256 (hex) of a whole file, after its last line."""
+    """The SHA-256 (hex) of a whole file, after its last line, and length and CRC-32C of its content, unpacked."""
 
     sha256: str
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +70,27 @@ def read_lines(
     """
     with filesystem(part.url).open_read(part.url) as file:
         if part.whole and digest:
-            hashed = HashedFile(file)
+            hashed, content = HashedFile(file), Content()
             # reads like a BinaryIO, but is not declared as one
-            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes)
-            yield FileDigest(hashed.whole(part.url, part.length))
+            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes, content)
+            sha256 = hashed.whole(part.url, part.length)
+            yield FileDigest(sha256, hashed.content if part.codec == PLAIN else content)
         else:
             yield from _lines_in(part, file, chunk_bytes, quoted_newlines, most_bytes)
 
 
 def _lines_in(
-    part: Range, file: BinaryIO, chunk_bytes: int, quoted_newlines: bool, most_bytes: int | None
+    part: Range,
+    file: BinaryIO,
+    chunk_bytes: int,
+    quoted_newlines: bool,
+    most_bytes: int | None,
+    content: Content | None = None,
 ) -> Iterator[Lines | LongLine]:
+    """The lines of a range; `content` counts the bytes of a packed file."""
     if part.codec != PLAIN:
         pieces = unpacked(part.url, file, part.codec, chunk_bytes)
+        pieces = pieces if content is None else content.through(pieces)
         pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
         yield from _split(pieces, 0, None, quoted_newlines)
         return

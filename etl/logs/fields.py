@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl.input.log_formats import DELIMITERS
 from etl.logs import json_lines
 from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
+from etl.logs.w3c import W3C, tabbed
 from lockstep.features.arrow import flat
 
-DELIMITERS = {"csv": ",", "tsv": "\t"}
 TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"
 OPEN_QUOTE, BAD_QUOTES = "open_quote", "bad_quotes"
 _QUOTE = ord('"')
@@ -124,13 +125,12 @@ def _strings(lengths: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-TABLE_FORMATS = ("tsv", "csv", "json")
 EMPTY_LINE = "empty_line"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The format of a log's lines. `null_texts` and `has_header` are for TSV and CSV; `quoted_newlines` (newlines
+    """The format of a log's lines. `null_texts` and `has_header` are for delimited fields; `quoted_newlines` (newlines
     inside quotes are part of a record) is for CSV.
     """
 
@@ -184,7 +184,10 @@ def read_table(
         found = {column.name: _not_null(column, read[column.name], inner) for column in columns}
         place = np.arange(len(kept))
     else:
-        fields = split_fields(some, form.log_format, len(names), inner)
+        if form.log_format == W3C:
+            fields = split_fields(tabbed(some), "tsv", len(names), inner)
+        else:
+            fields = split_fields(some, form.log_format, len(names), inner)
         found, place = _columns(fields, names, columns, form.null_texts, inner), fields.line
     reasons.take_from(inner, kept)
     if len(kept) == len(lines) and (place >= 0).all():
@@ -206,6 +209,11 @@ def _columns(
     inner = Reasons(len(lines))
     found = {}
     for column in columns:
+        if column.name not in names:  # in a section of a W3C log
+            if not (column.nullable and column.may_be_empty):
+                inner.add(np.ones(len(lines), dtype=bool), missing_value(column.name))
+            found[column.name] = pa.nulls(len(lines), column.kind)
+            continue
         number = names.index(column.name)
         empty = fields.empty[:, number]
         quoted = np.zeros_like(empty) if fields.quoted is None else fields.quoted[:, number]

@@ -6,18 +6,20 @@ Decision record: docs/decisions/063-log-sources.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etl.columns import ddl_of
 from etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from etl.logs import records, web
+from etl.logs.pages import most_frequent
 from etl.logs.parse import (
     BAD,
     DIGEST,
     NO_TIME,
     ROW,
+    SUFFIX,
     SUMMARY,
     SUMMARY_COLUMNS,
     LineParser,
@@ -34,11 +36,26 @@ from etl.write.checks import check_label, check_output
 from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
+from etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+# columns of etl.input.files.DIGEST, and those of a row of etl.logs.parse that hold them
+_DIGEST_COLUMNS = {
+    "number": "_source",
+    "bytes": "_length",
+    "sha256": "_sha256",
+    "content_bytes": "_content_bytes",
+    "content_crc32c": "_content_crc32c",
+}
+
+
+SUFFIXES = "suffixes_of_pages"  # in created_by.config
+LISTED_SUFFIXES = 10
+NO_SUFFIX = "(none)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +68,10 @@ class LogCounts(Counts):
     first_page: int | None
     digests: list[dict[str, Any]]
     """Rows of etl.input.files.DIGEST of the files that were read whole."""
+    records: dict[int, int]
+    """How many records each of these has, by the number of the file."""
+    suffixes: Mapping[str, int]
+    """How many requests for pages have each suffix; "" for none."""
 
 
 def check(config: LogsConfig) -> Plan:
@@ -90,9 +111,11 @@ class LogInput(Input[LogCounts]):
     def counted(self, parsed: DataFrame) -> LogCounts:
         """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
         with described(parsed.sparkSession, self.first_step):
-            found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST})").select(*SUMMARY_COLUMNS).collect()
-        dropped: Counter[str] = Counter()
+            found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST}, {SUFFIX})").select(*SUMMARY_COLUMNS).collect()
+        dropped, suffixes = Counter[str](), Counter[str]()
         for row in found:
+            if row["_kind"] == SUFFIX:
+                suffixes[row["_reason"]] += row["_lines"]
             if row["_kind"] == SUMMARY and row["_reason"] is not None:
                 dropped[row["_reason"]] += row["_dropped_lines"]
         wholes = [row for row in found if row["_kind"] == SUMMARY and row["_reason"] is None]
@@ -105,18 +128,23 @@ class LogInput(Input[LogCounts]):
             dropped=dict(dropped),
             log_end=0 if last == NO_TIME else last,
             first_page=min((row["_first_time"] for row in wholes if row["_first_time"] is not None), default=None),
-            digests=[{"number": row["_source"], "bytes": row["_length"], "sha256": row["_sha256"]} for row in digests],
+            suffixes=suffixes,
+            digests=[{name: row[column] for name, column in _DIGEST_COLUMNS.items()} for row in digests],
+            records={row["_source"]: row["_lines"] for row in digests},
         )
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
-        """Raises DataError if the log is shorter than the default label's window, or comes too late for an append."""
+        """Raises DataError if the log is shorter than the default label's window, if a file is there twice, or if it
+        comes too late for an append.
+        """
         config, plan, spark = self.config, self.plan, parsed.sparkSession
+        sources = digest_sources(spark, plan.sources, counts.digests, paths=plan.by_place)
+        check_contents(sources, counts.records, plan.target.parent)
         if config.label is None and plan.target.parent is None:
             _check_covered(counts)
         rows, carry = parsed.where(f"_kind = {ROW}"), None
         if isinstance(plan.parser, RecordLines):
-            by_place = plan.id_columns == records.PLACE_COLUMNS
-            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, by_place)
+            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, plan.by_place)
         else:
             past, texts = plan.past, web.texts_of(plan.combined)
             past.check_order(rows, counts.first_page, [source.url for source in plan.sources], config.label)
@@ -135,8 +163,8 @@ class LogInput(Input[LogCounts]):
             rows=rows,
             target=plan.target,
             id_columns=plan.id_columns,
-            sources=digest_sources(parsed.sparkSession, plan.sources, counts.digests),
-            created_config=config.to_json(),
+            sources=sources,
+            created_config={**config.to_json(), **plan.created, **_suffixes(counts)},
             carry=carry,
         )
 
@@ -167,6 +195,12 @@ def parsed(
     sizes = [one.part.length for one in work]
     items = [one.to_json() for one in work]
     return over_slices(spark, items, sizes, slice_bytes, ParseLog(parser), output_schema(parser))
+
+
+def _suffixes(counts: LogCounts) -> dict[str, Any]:
+    """For the manifest: the most frequent suffixes of pages."""
+    found = {suffix or NO_SUFFIX: count for suffix, count in counts.suffixes.items()}
+    return {SUFFIXES: most_frequent(found, LISTED_SUFFIXES)} if found else {}
 
 
 def _check_covered(totals: LogCounts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,21 +16,22 @@ from numpy.typing import NDArray
 from etl import columns as c
 from etl.input.files import Range
 from etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
+from etl.logs import w3c
 from etl.logs.fields import Form
+from etl.logs.pages import MAX_LISTED, most_frequent
 from etl.logs.values import Reasons, without_bom
 from etl.spark.tasks import MIN_ROWS, Items
 
-ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3
+ROW, BAD, SUMMARY, DIGEST, SUFFIX = 0, 1, 2, 3, 4
 LINE_TOO_LONG = "line_too_long"
 NO_TIME = -(1 << 62)
 
-# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the
+# One table for five kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the
 # parser follow: their names come from files, so these begin with `_`.
 _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
         ("_file", pa.string()),
-        ("_occurrence", pa.int64()),
         *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
@@ -38,6 +39,8 @@ _BASE = pa.schema(
         ("_last_time", pa.int64()),
         ("_first_time", pa.int64()),
         ("_raw_bytes", pa.int64()),
+        ("_content_bytes", pa.int64()),
+        ("_content_crc32c", pa.string()),
     ]
 )
 _COUNTS = ("_lines", "_bad", "_raw_bytes")
@@ -47,7 +50,8 @@ SUMMARY_COLUMNS = ("_kind", "_source", "_reason", *_BASE.names[_BASE.names.index
 @dataclass(frozen=True, slots=True)
 class Found:
     """The result of a parser for n lines: columns, each (n,), undefined for lines that are refused or dropped; the
-    latest time of those that are not refused (NO_TIME if none), and the earliest of those that are kept (None if none).
+    latest time of those that are not refused (NO_TIME if none), the earliest of those that are kept (None if none), and
+    how many kept requests for pages have each suffix.
     """
 
     columns: Mapping[str, pa.Array]
@@ -55,6 +59,7 @@ class Found:
     drops: Reasons
     last_time: int = NO_TIME
     first_time: int | None = None
+    suffixes: Mapping[str, int] = field(default_factory=dict)
 
 
 class LineParser(Protocol):
@@ -74,12 +79,11 @@ class LineParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A range, the names of its file's fields, and the name of the file in the records' ids."""
+    """A range, the names of its file's fields, and the path of the file in the records' ids."""
 
     part: Range
     names: tuple[str, ...] = ()
     file: str = ""
-    occurrence: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The work as plain values."""
@@ -88,7 +92,7 @@ class Work:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Work:
         """The work that `found` was."""
-        return cls(Range(**found["part"]), tuple(found["names"]), found["file"], found["occurrence"])
+        return cls(Range(**found["part"]), tuple(found["names"]), found["file"])
 
 
 def output_schema(parser: LineParser) -> pa.Schema:
@@ -115,7 +119,7 @@ def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
 
 def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.RecordBatch]:
     """The rows of some ranges: kept rows, refused lines, and at the end the summaries: what was read in total, what was
-    dropped for each reason, and length and SHA-256 of each file that is one range.
+    dropped for each reason, the suffixes of pages, and length and SHA-256 of each file that is one range.
 
     Lines of small files are parsed together, since a call of the parser costs as much as a thousand lines.
     """
@@ -127,7 +131,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
             held = _Held()
         for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, digest=True):
             if isinstance(lines, FileDigest):
-                sums.add_file(work, lines.sha256)
+                sums.add_file(work, lines)
                 continue
             if isinstance(lines, LongLine):
                 sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
@@ -137,12 +141,26 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
             if positions[0] == 0:
                 skip = int(parser.form.has_header)
                 positions, values = positions[skip:], without_bom(values).slice(skip)
-            held.add(work, positions, values)
+            for names, rows in _sections(parser.form, values, work.names):
+                if names != work.names:
+                    work = replace(work, names=names)
+                    yield from _parsed(held, parser, schema, sums)
+                    held = _Held()
+                some = (positions, values) if rows is None else (positions[rows], values.take(rows))
+                sums.records[work.part.source_index] += len(some[0])
+                held.add(work, *some)
             if held.is_full:
                 yield from _parsed(held, parser, schema, sums)
                 held = _Held()
     yield from _parsed(held, parser, schema, sums)
     yield from sums.batches(schema, works[0])
+
+
+def _sections(
+    form: Form, lines: pa.Array, names: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], NDArray[np.int64] | None]]:
+    """The places of the records among lines, None for all, by the names of their fields."""
+    return w3c.sections(lines, names) if form.log_format == w3c.W3C else iter([(names, None)])
 
 
 class _Held:
@@ -185,12 +203,15 @@ class _Sums:
     dropped: Counter[str] = field(default_factory=Counter)
     last_time: int = NO_TIME
     first_time: int | None = None
+    suffixes: Counter[str] = field(default_factory=Counter)
     files: list[Work] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
+    digests: list[FileDigest] = field(default_factory=list)
+    records: Counter[int] = field(default_factory=Counter)
+    """Lines of each file, by its number, without those that are too long."""
 
-    def add_file(self, work: Work, sha256: str) -> None:
+    def add_file(self, work: Work, digest: FileDigest) -> None:
         self.files.append(work)
-        self.digests.append(sha256)
+        self.digests.append(digest)
 
     def add(self, *, lines: int = 0, bad: int = 0, raw_bytes: int = 0) -> None:
         self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
@@ -203,6 +224,7 @@ class _Sums:
         self.last_time = max(self.last_time, found.last_time)
         firsts = [time for time in (self.first_time, found.first_time) if time is not None]
         self.first_time = min(firsts, default=None)
+        self.suffixes.update(found.suffixes)
 
     def batches(self, schema: pa.Schema, work: Work) -> Iterator[pa.RecordBatch]:
         """The summaries; those of all ranges as of `work`."""
@@ -212,8 +234,18 @@ class _Sums:
         yield _batch(schema, SUMMARY, [work], one, _position=place, **counts, **times)
         for reason, n in sorted(self.dropped.items()):
             yield _batch(schema, SUMMARY, [work], one, _position=place, _reason=[reason], _dropped_lines=[n])
+        if self.suffixes:
+            counted = most_frequent(self.suffixes, MAX_LISTED)
+            often = {"_reason": list(counted), "_lines": list(counted.values())}
+            yield _batch(schema, SUFFIX, [work], np.zeros(len(counted), np.int64), **often)
         if self.files:
-            found = {"_length": [file.part.length for file in self.files], "_sha256": self.digests}
+            found: dict[str, list[Any]] = {
+                "_length": [file.part.length for file in self.files],
+                "_lines": [self.records[file.part.source_index] for file in self.files],
+                "_sha256": [one.sha256 for one in self.digests],
+                "_content_bytes": [one.content.row["content_bytes"] for one in self.digests],
+                "_content_crc32c": [one.content.row["content_crc32c"] for one in self.digests],
+            }
             yield _batch(schema, DIGEST, self.files, np.arange(len(self.files)), **found)
 
 
@@ -245,7 +277,6 @@ def _batch(
     columns["_source"] = np.array([work.part.source_index for work in works], dtype=np.int32)[owners]
     if kind == ROW:
         columns["_file"] = pa.array([work.file for work in works], pa.string()).take(pa.array(owners))
-        columns["_occurrence"] = np.array([work.occurrence for work in works], dtype=np.int64)[owners]
     arrays = []
     for named in schema:
         values = columns.get(named.name)

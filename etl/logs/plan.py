@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,18 +14,22 @@ from typing import Any
 import pyarrow as pa
 
 from etl import columns as c
-from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges, source_name
+from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges
 from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
-from etl.logs import web
-from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
+from etl.input.log_formats import DELIMITERS, LOG_FORMATS
+from etl.logs import w3c, web
+from etl.logs.fields import Form
+from etl.logs.pages import assets
 from etl.logs.parse import LineParser, Work
 from etl.logs.past import Past
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
+from etl.logs.roles import check_alike, columns_of
 from etl.logs.values import without_bom
-from etl.logs.web import WebLines, roles
-from etl.write.append import Parent
+from etl.logs.web import WebLines
+from etl.write.append import Parent, other_parent
 from etl.write.checks import Target, check_target
 from etl.write.config import LogsConfig
+from etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
@@ -33,15 +37,19 @@ from lockstep.storage.errors import ConfigError, DataError, require
 
 HEAD_BYTES = 64 << 10
 HEAD_LINES = 100
+ROLES = "roles"  # in created_by.config: the column of each role
 MAX_NAMES = 10_000
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
-    """The names in a file's header (TSV and CSV), or the keys of its first JSON objects, () if it starts with none.
+    """The names in a file's header (TSV and CSV), in its directives (W3C), or the keys of its first JSON objects, () if
+    it starts with none.
 
     Raises DataError naming the file for an invalid header.
     """
     head = _head(source, quoted_newlines)
+    if log_format == w3c.W3C:
+        return w3c.names_in(head, source.url)
     if log_format == "json":
         return tuple(dict.fromkeys(key for document in _objects(head) for key in document))
     line = head[0] if head else b""
@@ -57,11 +65,35 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
     return tuple(names)
 
 
-def kinds_in(source: Source) -> dict[str, pa.DataType]:
-    """The types of the scalars in a file's first JSON objects, by their keys: whole numbers and others are float64."""
+_SCALAR = (bool, int, float, str)
+
+
+def keys_in(source: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of a file's first JSON objects that are no objects or lists, and the paths of values inside objects."""
+    objects = _objects(_head(source, False))
+    keys = dict.fromkeys(key for document in objects for key in document)
+    inner = {key for document in objects for key, value in document.items() if isinstance(value, dict | list)}
+    plain = {key for document in objects for key, value in document.items() if isinstance(value, _SCALAR)}
+    paths = dict.fromkeys(path for document in objects for path in _paths(document, ""))
+    return tuple(key for key in keys if key in plain or key not in inner), tuple(paths)
+
+
+def _paths(document: dict[str, Any], inside: str) -> Iterator[str]:
+    """The paths of values inside the objects of an object."""
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _paths(value, f"{inside}{key}.")
+        elif inside:
+            yield f"{inside}{key}"
+
+
+def kinds_in(sources: Iterable[Source]) -> dict[str, pa.DataType]:
+    """The types of the scalars in the first JSON objects of each file, by their keys: whole numbers and others are
+    float64. Of several types of a key the first counts.
+    """
     kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
     found: dict[str, pa.DataType] = {}
-    for document in _objects(_head(source, False)):
+    for document in (one for source in sources for one in _objects(_head(source, False))):
         for key, value in document.items():
             if type(value) in kinds:
                 kind = found.setdefault(key, kinds[type(value)])
@@ -129,33 +161,50 @@ class Plan:
     past: Past
 
     @property
+    def by_place(self) -> bool:
+        """Whether file and position are the id of a record."""
+        return self.id_columns == PLACE_COLUMNS
+
+    @property
     def combined(self) -> bool:
         """Whether requests name their referrer and user agent."""
-        return isinstance(self.parser, WebLines) and _is_combined(self.parser.form)
+        return isinstance(self.parser, WebLines) and self.parser.combined
+
+    @property
+    def created(self) -> dict[str, Any]:
+        """What the manifest says of the plan, in addition to the configuration."""
+        return {ROLES: dict(self.parser.columns)} if isinstance(self.parser, WebLines) else {}
 
 
 def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
-    Raises the errors of find_sources, check_lines, names_in and check_target, and ConfigError for missing columns.
+    Raises the errors of find_sources, check_lines, names_in, check_target and, where records are known by their file,
+    check_paths; ConfigError for missing columns.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
-    form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
+    nulls = (w3c.ABSENT,) if config.log_format == w3c.W3C else config.null_texts
+    form = Form(config.log_format, nulls, header, config.quoted_newlines)
     if config.schema is None:
         for flag, given in (("--id-columns", config.id_columns), ("--time-columns", config.time_columns)):
             require(not given, flag, " ".join(given), "with --schema")
-        target = _target(config, web.schema(_is_combined(form)), web.ID_SCHEMA, parent)
+        # Flags are checked before a file is read. Only in W3C logs the files decide which features there are.
+        combined = config.log_format == "combined"
+        checked = None if config.log_format == w3c.W3C else _web_target(config, combined, parent)
         sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]
-        if config.log_format in TABLE_FORMATS:
-            for source, there in zip(sources, names, strict=True):
-                roles(there, source.url)
+        by_role = _web_columns(sources, names, config) if LOG_FORMATS[config.log_format].has_columns else {}
+        _check_parent(by_role, config, parent)
+        lines = WebLines(form, by_role, assets(config.page_suffixes, config.asset_suffixes))
+        target = checked or _web_target(config, lines.combined, parent)
         work = _work(sources, names, config)
-        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS, Past.of(parent))
+        return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
-    sources = find_sources(config.inputs, check_lines)
+    sources = find_sources(config.inputs, check_lines, config.input_root)
+    if not config.id_columns:
+        check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
-    kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
+    kinds = kinds_in(sources) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
     target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
@@ -163,20 +212,39 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns, Past())
 
 
-def _is_combined(form: Form) -> bool:
-    return form.log_format == "combined"
+def _web_columns(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> dict[str, str]:
+    """The column of each role, equal in all files."""
+    found = []
+    for source, there in zip(sources, names, strict=True):
+        there, nested = keys_in(source) if config.log_format == "json" else (there, ())
+        dated = config.log_format == w3c.W3C
+        found.append(columns_of(there, config.role_columns, source.url, nested=nested, dated=dated))
+    return check_alike([source.url for source in sources], found)
+
+
+def _check_parent(columns: Mapping[str, str], config: LogsConfig, parent: Parent | None) -> None:
+    """Raise ConfigError if the parent, in the same log format, took other columns for the roles, or other pages."""
+    if parent is None:
+        return
+    stored = parent.manifest.created_by["config"]
+    ours: dict[str, Any] = {name: list(getattr(config, name)) for name in ("page_suffixes", "asset_suffixes")}
+    if stored.get("log_format") == config.log_format:
+        ours[ROLES] = dict(columns)
+    for name, value in ours.items():
+        theirs = stored.get(name, value)
+        if theirs != value:
+            raise other_parent(parent.url, name.replace("_", " "), theirs, value)
 
 
 def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
-    """The ranges; files of equal name are numbered."""
-    seen: Counter[str] = Counter()
-    called = []
-    for source in sources:
-        name = source_name(source.url)
-        called.append((name, seen[name]))
-        seen[name] += 1
-    ranges = plan_ranges(sources, config.split_bytes, whole=config.quoted_newlines)
-    return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
+    # Only from the start of the file is known where a quote opens, or which fields a W3C log has.
+    whole = config.quoted_newlines or config.log_format == w3c.W3C
+    ranges = plan_ranges(sources, config.split_bytes, whole=whole)
+    return tuple(Work(part, names[part.source_index], sources[part.source_index].path) for part in ranges)
+
+
+def _web_target(config: LogsConfig, combined: bool, parent: Parent | None) -> Target:
+    return _target(config, web.schema(combined), web.ID_SCHEMA, parent)
 
 
 def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:
@@ -187,7 +255,7 @@ def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent 
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
-    if config.columns or config.log_format not in TABLE_FORMATS:
+    if config.columns or not LOG_FORMATS[config.log_format].has_columns:
         return config.columns
     return names_in(source, config.log_format, config.quoted_newlines)
 

@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 
 from etl.input.files import Source, check_lines, find_sources, plan_ranges
 from etl.input.lines import Lines, LongLine, read_lines
-from etl.logs.fields import TABLE_FORMATS, Column, Form, read_table
+from etl.input.log_formats import TABLE_FORMATS
+from etl.logs.fields import Column, Form, read_table
 from etl.logs.parse import LINE_TOO_LONG
 from etl.logs.plan import names_in
 from etl.logs.values import Reasons, as_values, without_bom

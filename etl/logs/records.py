@@ -113,9 +113,11 @@ def label_kinds(schema: Schema) -> tuple[str, ...]:
 
 
 def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None, by_place: bool) -> DataFrame:
-    """Records with the label and the writer's columns; `by_place` if file and position are the id."""
+    """Records with the label and the writer's columns; `by_place` if file and position are the id, of which each
+    record has its own.
+    """
     names = [c.quoted(name) for name in parser.schema.names]
-    kept = records.selectExpr(*names, "_file", "_position", "_source", *(["_occurrence"] if by_place else []))
+    kept = records.selectExpr(*names, "_file", "_position", "_source", *(["0L AS _occurrence"] if by_place else []))
     if label is None or schema.label is None:
         return kept
     wanted, called = c.ddl_type(schema.label), c.quoted(schema.label.name)

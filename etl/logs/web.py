@@ -5,51 +5,37 @@ Decision record: docs/decisions/012-web-log.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from etl import columns as c
-from etl.logs import server_log
-from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Column, Form, read_table
+from etl.input.log_formats import LOG_FORMATS
+from etl.logs import server_log, w3c
+from etl.logs.alb import parse_alb
+from etl.logs.fields import Column, Form, read_table
+from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
 from etl.logs.parse import NO_TIME, Found
-from etl.logs.server_log import BAD_TIME, Requests, asked, seconds_of_text, target_parts
+from etl.logs.server_log import BAD_TIME, Requests, asked, readable, seconds_of_text, target_parts
 from etl.logs.values import Reasons, bad_value
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# Files that a browser fetches by itself to show a page, and downloads. Text, HTML, scripts on the server (.pl, no
-# suffix) and mistyped suffixes are pages: a visitor asked for them.
-ASSET_SUFFIXES = (
-    "gif", "jpg", "jpeg", "png", "xbm", "bmp", "ico", "svg", "css", "js",
-    "mpg", "mpeg", "avi", "mov", "wav", "au", "mp3", "mp4", "zip", "gz", "z", "tar", "exe", "woff", "woff2",
-)  # fmt: skip
-_ASSET = rf"(?i)\.(?:{'|'.join(ASSET_SUFFIXES)})$"
 NOT_A_PAGE = "not_a_page"
 CENSORED = "censored"
 ID_COLUMNS = ("visitor", "page", "time", "query")
 ID_SCHEMA = pa.schema([(name, pa.int64() if name == "time" else pa.string()) for name in ID_COLUMNS])
-COMBINED = ("referrer", "agent")  # the columns that only the combined format has
+COMBINED = ("referrer", "agent")  # the columns that the combined format has, and some W3C logs
 LABEL = "stays"
 LABEL_TYPES = ("boolean",)
 LABEL_ALLOWED = "a boolean SQL expression over visitor, page, query, time and log_end; NULL means censored"
-
-
-def is_page(method: pa.Array, page: pa.Array, status: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which requests are for a page: GET, answered with 2xx or 304, no asset suffix. (n,) bool."""
-    got = np.asarray(pc.equal(method, "GET"), dtype=bool)
-    asset = np.asarray(pc.match_substring_regex(page, _ASSET), dtype=bool)
-    named = np.asarray(pc.not_equal(page, ""), dtype=bool)
-    return np.asarray(got & named & ~asset & (((status >= 200) & (status < 300)) | (status == 304)))
 
 
 def _vocabulary(file: str, max_size: int, min_count: int) -> dict[str, object]:
@@ -188,61 +174,29 @@ def rows_of(
     return rows if past is None else rows.where(f"NOT ({c.DROPPED} <=> '{c.PAST}' AND {c.CARRIED} IS NULL)")
 
 
-# In order of preference; upper and lower case are equal.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "visitor": ("visitor", "host", "remote_addr", "remote_host", "client_ip", "clientip", "ip"),
-    "time": ("time", "timestamp", "@timestamp", "time_iso8601", "time_local", "msec"),
-    "method": ("method", "request_method", "verb"),
-    "target": ("url", "uri", "request_uri", "path", "target"),
-    "request": ("request", "request_line"),
-    "status": ("status", "response", "status_code"),
-}
-_NEEDED = (("visitor",), ("time",), ("status",), ("method", "target"))
 _NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
+# In a W3C log: `-` for one of the first three is no page; of the last two a section may have no column.
+_MAY_BE_ABSENT = ("status", "method", "target", "query", *COMBINED)
 
 
-def roles(names: Sequence[str], url: str) -> dict[str, str]:
-    """Which column is the visitor, the time, the status, and the method and target or the whole request line.
+def read_requests(
+    lines: pa.Array, form: Form, names: Sequence[str], columns: Mapping[str, str], drops: Reasons
+) -> Requests:
+    """The requests of lines (n,) binary whose fields have names; adds to `drops` for empty lines.
 
-    Raises DataError naming the file `url` if one is missing.
+    `columns` are the columns of the roles, `names` the fields of a line in order (but in JSON). A time is a number of
+    seconds since 1970, ISO 8601 or the stamp of the Common Log Format.
     """
-    lower = {name.lower(): name for name in reversed(names)}
-    found = {
-        role: next(lower[name] for name in known if name in lower)
-        for role, known in NAMES.items()
-        if any(name in lower for name in known)
-    }
-    whole = {"request"} <= set(found) and not {"method", "target"} <= set(found)
-    needed = [*_NEEDED[:3], ("request",) if whole else _NEEDED[3]]
-    missing = [role for group in needed for role in group if role not in found]
-    if missing:
-        known = "; ".join(f"{role}: {', '.join(NAMES[role])}" for role in missing)
-        other = next((kind for kind, mark in DELIMITERS.items() if len(names) == 1 and mark in names[0]), None)
-        way = "Give --schema for records of another kind, or --columns where the file has no header."
-        raise DataError(
-            f"input {url} holds no web requests: no column for {', '.join(missing)}",
-            got=f"columns {', '.join(names)[:500]}",
-            allowed=known,
-            next_step=way if other is None else f"The file looks like {other}: correct --log-format.",
-        )
-    return {role: found[role] for group in needed for role in group}
-
-
-def read_requests(lines: pa.Array, form: Form, names: Sequence[str], drops: Reasons) -> Requests:
-    """The requests of lines (n,) binary in TSV, CSV or JSON; adds to `drops` for empty lines.
-
-    A time is a number of seconds since 1970, ISO 8601 or the stamp of the Common Log Format.
-    """
-    columns = roles(names, "")
     reasons = Reasons(len(lines))
     found = _read(lines, form, names, columns, reasons, drops)
     there = reasons.good & drops.good
-    time, timely = seconds_of_text(found["time"])
+    time, timely = seconds_of_text(w3c.moments(found["date"], found["time"]) if "date" in found else found["time"])
     reasons.add(there & ~timely, BAD_TIME)
-    if "request" in found:
-        method, page, query = asked(found["request"])
-    else:
-        method, (page, query) = found["method"], target_parts(found["target"])
+    method, page, query = _asked(found)
+    said = {}
+    if set(COMBINED) <= set(columns):
+        tabs = w3c.has_tabs(readable(lines, Reasons(len(lines))))
+        said = {name: w3c.said_in(found[name], tabs, agent=name == "agent") for name in COMBINED}
     return Requests(
         visitor=pc.fill_null(found["visitor"], ""),
         method=pc.fill_null(method, ""),
@@ -251,6 +205,27 @@ def read_requests(lines: pa.Array, form: Form, names: Sequence[str], drops: Reas
         time=time,
         status=np.asarray(pc.fill_null(found["status"].cast(pa.int64()), 0)),
         reasons=reasons,
+        **said,
+    )
+
+
+def _asked(found: Mapping[str, pa.Array]) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """Methods, pages and queries of the columns by their roles."""
+    if "request" not in found:
+        page, query = target_parts(found["target"])
+        if "query" in found:
+            query = pc.if_else(pc.equal(query, ""), pc.fill_null(found["query"], ""), query)
+        return found["method"], page, query
+    method, page, query = asked(found["request"])
+    if "method" not in found:
+        return method, page, query
+    # Grok calls the target alone `request`, and the method is another column.
+    alone = pc.fill_null(pc.match_substring_regex(found["request"], "^(?:/|[A-Za-z][A-Za-z0-9+.-]*://)"), False)
+    pages, queries = target_parts(found["request"])
+    return (
+        pc.if_else(alone, found["method"], method),
+        pc.if_else(alone, pages, page),
+        pc.if_else(alone, queries, query),
     )
 
 
@@ -263,10 +238,14 @@ def _read(
     drops: Reasons,
 ) -> dict[str, pa.Array]:
     """The columns by their roles; the time as text."""
+    absent = _MAY_BE_ABSENT if form.log_format == w3c.W3C else ("method",) if "request" in columns else ()
 
     def read(some: pa.Array, time: pa.DataType, why: Reasons, left_out: Reasons) -> dict[str, pa.Array]:
         kinds = {"time": time, "status": _WHOLE if form.log_format == "json" else pa.int64()}
-        wanted = [Column(name, kinds.get(role, pa.string()), may_be_empty=False) for role, name in columns.items()]
+        wanted = [
+            Column(name, kinds.get(role, pa.string()), nullable=role in absent, may_be_empty=role in COMBINED)
+            for role, name in columns.items()
+        ]
         table = read_table(some, form, names, wanted, why, left_out)
         return {role: table[name] for role, name in columns.items()}
 
@@ -308,30 +287,48 @@ def _text_time(lines: pa.Array, name: str) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class WebLines:
-    """Keeps the requests for pages; TSV, CSV and JSON have the columns of NAMES."""
+    """Keeps the requests for pages. `columns` are the columns of the roles in a format whose fields have names, and
+    `assets` the suffixes that no page has.
+    """
 
     form: Form
+    columns: Mapping[str, str] = field(default_factory=dict)
+    assets: tuple[str, ...] = ASSET_SUFFIXES
+
+    @property
+    def combined(self) -> bool:
+        """Whether requests name their referrer and user agent."""
+        return self.form.log_format == "combined" or set(COMBINED) <= set(self.columns)
 
     @property
     def schema(self) -> pa.Schema:
         """The columns of a request."""
-        texts = [(name, pa.string()) for name in texts_of(self.form.log_format == "combined")]
+        texts = [(name, pa.string()) for name in texts_of(self.combined)]
         return pa.schema([*texts, ("time", pa.int64())])
 
     def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:
-        """Parse lines (n,) binary; `names` are the fields of a line of a table."""
+        """Parse lines (n,) binary; `names` are the fields of a line in order, where they have names."""
         drops = Reasons(len(lines))
         requests = self._requests(lines, names, drops)
         good = requests.reasons.good & drops.good
         last = int(requests.time[good].max()) if good.any() else NO_TIME
-        drops.add(good & ~is_page(requests.method, requests.page, requests.status), NOT_A_PAGE)
+        suffixes = Suffixes.of(requests.page)
+        page = is_page(requests.method, requests.page, suffixes.among(self.assets), requests.status)
+        drops.add(good & ~page, NOT_A_PAGE)
         columns = {name: getattr(requests, name) for name in self.schema.names if name != "time"}
         columns["time"] = pa.array(requests.time)
-        kept = requests.time[good & drops.good]
-        return Found(columns, requests.reasons, drops, last, int(kept.min()) if len(kept) else None)
+        kept = good & drops.good
+        first = int(requests.time[kept].min()) if kept.any() else None
+        return Found(columns, requests.reasons, drops, last, first, suffixes.counts(kept))
 
     def _requests(self, lines: pa.Array, names: Sequence[str], drops: Reasons) -> Requests:
-        if self.form.log_format in TABLE_FORMATS:
-            return read_requests(lines, self.form, names, drops)
-        combined = self.form.log_format == "combined"
-        return server_log.parse_combined(lines) if combined else server_log.parse_common(lines)
+        if LOG_FORMATS[self.form.log_format].has_columns:
+            return read_requests(lines, self.form, names, self.columns, drops)
+        return _PARSERS[self.form.log_format](lines)
+
+
+_PARSERS: Mapping[str, Callable[[pa.Array], Requests]] = {
+    "common": server_log.parse_common,
+    "combined": server_log.parse_combined,
+    "alb": parse_alb,
+}

@@ -42,7 +42,7 @@ def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
     cores = spark.sparkContext.defaultParallelism
     partitions = max(1, min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
     settings = {"spark.sql.shuffle.partitions": str(partitions), "spark.sql.adaptive.enabled": "false"}
-    with _set(spark, settings), bounded(spark):
+    with with_settings(spark, settings), bounded(spark):
         yield
 
 
@@ -52,7 +52,9 @@ def bounded(spark: SparkSession) -> Iterator[None]:
     A session that has a lower limit keeps it.
     """
     own = {key: int(spark.conf.get(key) or 0) for key in BATCHES}  # 0 or less: without a limit
-    with _set(spark, {key: str(min(int(most), own[key])) if own[key] > 0 else most for key, most in BATCHES.items()}):
+    with with_settings(
+        spark, {key: str(min(int(most), own[key])) if own[key] > 0 else most for key, most in BATCHES.items()}
+    ):
         yield
 
 
@@ -101,7 +103,8 @@ def changed(
 
 
 @contextmanager
-def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Hold settings of the session at these values."""
     session = spark._jsparkSession.sessionUUID()  # pyspark may have several objects of one session
 
     def put(key: str, value: str | None) -> None:

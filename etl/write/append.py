@@ -69,7 +69,7 @@ class Parent:
         """Raise ConfigError for a schema that is not the parent's."""
         different = schema.differences(raw_schema(Schema.from_json(self.manifest.schema)))
         if different:
-            raise _other(self.url, "schema", f"the schema of {self.url}", different)
+            raise other_parent(self.url, "schema", f"the schema of {self.url}", different)
 
     def fitted(self) -> dict[str, bytes]:
         """The parent's fitted files by name: an append is encoded with its parent's statistics."""
@@ -105,7 +105,7 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     }
     for what, (theirs, ours) in settings.items():
         if theirs != ours:
-            raise _other(url, what, theirs, ours)
+            raise other_parent(url, what, theirs, ours)
     if config.weights == "balanced" and CLASS_COUNTS not in stored:
         raise ConfigError(
             f"{url} cannot be continued: its manifest does not name the class counts of its weights",
@@ -229,7 +229,8 @@ def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
     )
 
 
-def _other(url: str, what: str, theirs: object, ours: object) -> ConfigError:
+def other_parent(url: str, what: str, theirs: object, ours: object) -> ConfigError:
+    """The error for a parent in which `what` is another one than in this job."""
     return ConfigError(
         f"{url} cannot be continued: its {what} is another one",
         got=_setting(what, ours),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -13,6 +13,7 @@ from etl.fit.bake import check_bake
 from etl.petastorm.metadata import check_petastorm
 from etl.split.sampling import weight_field
 from etl.write.append import Parent, open_parent
+from etl.write.chance import chance_in, patterns
 from etl.write.config import NOT_KEPT, WriteConfig
 from etl.write.staging import is_unfinished
 from lockstep.features.encode.bake import check_declared
@@ -24,23 +25,7 @@ from lockstep.storage.publish import occupied
 from lockstep.storage.urls import absolute, parent
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-
-def chance_in(df: DataFrame) -> str | None:
-    """What makes the rows of a data frame differ each time they are read, or None."""
-    plan = df._jdf.queryExecution().analyzed()  # pyspark has no way to a plan's expressions
-    if not plan.deterministic():
-        return "an expression that depends on chance"
-    if plan.containsPattern(_patterns(df.sparkSession).CURRENT_LIKE()):
-        return "an expression that depends on the clock"
-    return None
-
-
-def _patterns(spark: SparkSession) -> Any:
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    return jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    from pyspark.sql import SparkSession
 
 
 def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tuple[str, ...], allowed: str) -> None:
@@ -65,10 +50,10 @@ def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tupl
         raise bad(str(error).strip().splitlines()[0]) from None
     if kind not in kinds:
         raise bad(f"type {kind}")
-    chance, patterns = chance_in(labelled), _patterns(spark)
+    chance, there = chance_in(labelled), patterns(spark)
     if chance is not None:
         raise bad(chance)
-    if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
+    if plan.containsPattern(there.GENERATE()) or plan.containsPattern(there.PLAN_EXPRESSION()):
         raise bad("an expression that makes rows or reads another table")
 
 

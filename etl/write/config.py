@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from etl.input.files import DEFAULT_SPLIT_BYTES
+from etl.input.log_formats import DELIMITERS, LOG_FORMATS, TABLE_FORMATS
 from etl.split.sampling import Sampling, parse_share
 from etl.split.splits import TIME_COLUMN, SplitSpec
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
@@ -19,8 +20,8 @@ DEFAULT_SHARD_BYTES = 128 << 20
 WEIGHTS = ("none", "balanced")
 NOT_KEPT = "none"
 """The value of --quarantine with which rejected input is not kept."""
-LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
 _SIDE = re.compile(r"[0-9]{1,9}")
+_SUFFIX = re.compile(r"[a-z0-9]{1,16}")
 LABEL_WINDOW_S = 1800
 """Seconds after a request in which the default label looks for another one."""
 DEFAULT_LABEL = (
@@ -140,6 +141,8 @@ class OutputConfig(WriteConfig):
     """Files or directories (read in order of file names, without those that begin with `_` or `.`)."""
     max_bad: str = "1%"
     """The largest share of rejected records with which the job still succeeds, as a percentage or a fraction."""
+    input_root: str | None = None
+    """The folder below which the paths of files are taken that ids hold; None for what each input names."""
     split_bytes: int = DEFAULT_SPLIT_BYTES
     """Bytes of input that one task reads; never changes the output."""
 
@@ -165,7 +168,7 @@ class LogsConfig(OutputConfig):
     """The configuration of `jobs.etl_logs`."""
 
     log_format: str = "common"
-    """common or combined (Apache, Nginx), tsv, csv, or json (an object a line)."""
+    """common or combined (Apache, Nginx), tsv, csv, json (an object a line), w3c (IIS, CloudFront) or alb (AWS)."""
     label: str | None = None
     """A SQL expression; NULL leaves the record out. For web requests over visitor, page, query, time and log_end
     (seconds since 1970, UTC), None for DEFAULT_LABEL; with a schema over the columns, None for its label column."""
@@ -174,7 +177,7 @@ class LogsConfig(OutputConfig):
     requests.
     """
     id_columns: tuple[str, ...] = ()
-    """With a schema: the columns that identify a record; none: the file's name and the byte position."""
+    """With a schema: the columns that identify a record; none: the file's path and the byte position."""
     columns: tuple[str, ...] = ()
     """TSV and CSV: the names of a line's fields; none: each file's first line names them."""
     time_columns: tuple[str, ...] = ()
@@ -183,30 +186,85 @@ class LogsConfig(OutputConfig):
     """TSV and CSV: texts that mean null, besides an empty field."""
     quoted_newlines: bool = False
     """CSV: a newline inside quotes is part of a record. Then one task reads the whole file."""
+    visitor_column: str | None = None
+    """Web requests with named fields: the column of the visitor; None for one with a known name."""
+    time_column: str | None = None
+    """The column of the time, as for the visitor."""
+    status_column: str | None = None
+    """The column of the status, as for the visitor."""
+    method_column: str | None = None
+    """The column of the method, as for the visitor."""
+    target_column: str | None = None
+    """The column of the target, as for the visitor."""
+    query_column: str | None = None
+    """The column of the query of targets that have none, as for the visitor."""
+    request_column: str | None = None
+    """The column of the whole request line, as for the visitor."""
+    page_suffixes: tuple[str, ...] = ()
+    """Web requests: suffixes of pages that otherwise are none."""
+    asset_suffixes: tuple[str, ...] = ()
+    """Web requests: suffixes of what is no page."""
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
         for name in ("id_columns", "columns", "time_columns", "null_texts"):
             object.__setattr__(self, name, several(getattr(self, name)))
         require(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
-        table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
+        table, delimited = self.log_format in TABLE_FORMATS, self.log_format in DELIMITERS
         only = (
             ("--schema", self.schema is not None, table, "tsv, csv or json"),
+            *(
+                (f"--{role}-column", True, LOG_FORMATS[self.log_format].has_columns, "tsv, csv, json or w3c")
+                for role in self.role_columns
+            ),
             ("--columns", bool(self.columns), delimited, "tsv or csv"),
             ("--null-text", bool(self.null_texts), delimited, "tsv or csv"),
             ("--quoted-newlines", self.quoted_newlines, self.log_format == "csv", "csv"),
         )
         for flag, given, fits, formats in only:
             require(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+        named = self.schema is None or bool(self.id_columns)
+        require(
+            self.input_root is None or not named,
+            "--input-root",
+            str(self.input_root),
+            "with --schema and without --id-columns: no other ids name the file",
+        )
         for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
             require(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
         require(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
+        self._check_web()
         require(
             not self.split_spec.given,
             "--split",
             self.split,
             "80/20 or group:COLUMN:80/20: a log does not name splits",
         )
+
+    def _check_web(self) -> None:
+        """Raise ConfigError for columns of roles and suffixes that contradict each other or the schema."""
+        for name in ("page_suffixes", "asset_suffixes"):
+            suffixes = tuple(suffix.lower().removeprefix(".") for suffix in several(getattr(self, name)))
+            object.__setattr__(self, name, suffixes)
+            good = all(_SUFFIX.fullmatch(suffix) for suffix in suffixes)
+            require(good, _flag(name), " ".join(suffixes), "letters and digits, 16 at most, such as pdf,docx")
+        both = set(self.page_suffixes) & set(self.asset_suffixes)
+        require(not both, "--page-suffixes", " ".join(sorted(both)), "suffixes that --asset-suffixes does not name")
+        columns = self.role_columns
+        flags = [f"--{role}-column" for role in columns]
+        flags += [_flag(name) for name in ("page_suffixes", "asset_suffixes") if getattr(self, name)]
+        require(self.schema is None or not flags, ", ".join(flags), "--schema", "without --schema: for web requests")
+        apart = len(set(columns.values())) == len(columns)
+        require(apart, ", ".join(flags), " ".join(columns.values()), "another column for each role")
+        whole = "request" in columns and bool({"target", "query"} & set(columns))
+        require(not whole, "--request-column", ", ".join(flags), "the whole request line, or its target")
+
+    @property
+    def role_columns(self) -> dict[str, str]:
+        """The columns that are given, by their roles."""
+        roles = ("visitor", "time", "status", "method", "target", "query", "request")
+        given = ((role, getattr(self, f"{role}_column")) for role in roles)
+        return {role: name for role, name in given if name is not None}
 
     @property
     def window(self) -> int | None:
@@ -226,7 +284,12 @@ class LogsConfig(OutputConfig):
 
     def to_json(self) -> dict[str, Any]:
         """The settings that decide the content of the dataset, in addition to input, seed and schema."""
-        web = {"label": self.label or DEFAULT_LABEL}
+        web = {
+            "label": self.label or DEFAULT_LABEL,
+            "role_columns": self.role_columns,
+            "page_suffixes": list(self.page_suffixes),
+            "asset_suffixes": list(self.asset_suffixes),
+        }
         table = {
             "label": self.label,
             "id_columns": list(self.id_columns),
@@ -241,6 +304,10 @@ class LogsConfig(OutputConfig):
             "quoted_newlines": self.quoted_newlines,
             **(web if self.schema is None else table),
         }
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from etl import VERSION
 from etl import columns as c
 from etl.columns import PACKED, PLACE
 from etl.fit.bake import Bake, baked_rows, fitted_of
-from etl.fit.statistics import class_counts, fit_all
+from etl.fit.statistics import class_counts, classes_of, fit_all
 from etl.petastorm.metadata import write_petastorm_metadata
 from etl.spark.errors import SameIdError, translated
 from etl.spark.session import at_once, bounded
@@ -23,16 +24,17 @@ from etl.split.assign import Assign
 from etl.split.counted import check_values, settle
 from etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
 from etl.split.sampling import balanced
-from etl.split.splits import SplitSpec, span_of
+from etl.split.splits import TRAIN, SplitSpec, span_of
 from etl.split.warnings import far_from_shares, label_lines, percent
 from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
 from etl.write.carried import CARRIED, Carried, Carry, place_carried
+from etl.write.chance import refuse_chance
 from etl.write.checks import Target, check_output, check_target
 from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.frame import named_repeats, prepared
 from etl.write.late import AssignLate, LateImages, write_late
 from etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
-from etl.write.shards import RUN_AGAIN, WriteShards, plan_shards, sizes_of, write_shards
+from etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
 from etl.write.staging import Staging, publish_beside
 from etl.write.staging import clean as clean_beside
 from lockstep.features.schema.sampled import Sampled
@@ -218,12 +220,13 @@ def write_dataset(
     `id_columns` identify a record; they must be unique unless `df` has `_source` (int) and `_position` (bigint), which
     say where a row comes from. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
     other arguments are those of WriteConfig. `df` may have `_occurrence` (bigint: which repetition of its id columns a
-    row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than
-    once and must give the same rows each time. `origin` says where the rows come from, for the manifest.
+    row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it may be read more
+    than once and must give the same rows each time. `origin` says where the rows come from, for the manifest.
 
     Nothing appears at `url` before the dataset is complete. Raises ExistsError for an existing output, ConfigError for
-    arguments and columns that do not fit, DataError if a split would be empty, a group or time would be in two splits,
-    or two records have one id (SameIdError).
+    arguments and columns that do not fit and for rows that depend on chance, DataError if `df` gave other rows when it
+    was read again, a split would be empty, a group or time would be in two splits, or two records have one id
+    (SameIdError).
 
     >>> import lockstep
     >>> with lockstep.spark_session("visits", "local[2]") as spark:
@@ -255,6 +258,7 @@ def write_frame(
 ) -> DatasetManifest:
     """write_dataset for a `config` whose output was checked and continues `parent`."""
     rows, schema = prepared(df, schema, id_columns, config.split_spec, label, _looked_at(config))
+    refuse_chance(df)
     target = check_target(config, schema, dict(rows.dtypes), parent)
     return _published(df, rows, Job(target, id_columns, origin or Origin()))
 
@@ -341,6 +345,7 @@ def _built(
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
     found = sizes_of(rows, c.class_field(schema))
+    _check_classes(rows, job, found.classes)
     sizes, dropped = found.splits, {**origin.dropped, **found.dropped}
     past, parent = dropped.pop(c.PAST, 0), job.target.parent
     if job.carry is not None and parent is not None:
@@ -369,14 +374,14 @@ def _built(
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks)
     # A record that comes back has the source -1.
     urls = urls_of(origin) if parent is None else (*urls_of(origin), parent.url)
-    compression = compression_of(config)
+    compression, keys = compression_of(config), found.keys
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression)
     if full is None:
-        splits, files = write_shards(staging.fs, paths, rows, table, write)
+        splits, files = write_shards(staging.fs, paths, rows, table, write, keys)
     else:
         assert job.late is not None
         assert isinstance(config, OutputConfig), "only jobs that read image files have late images"
-        late = write_late(staging.fs, paths, full, table, write, job.late, config, origin, stack)
+        late = write_late(staging.fs, paths, full, table, write, keys, job.late, config, origin, stack)
         splits, files = late.splits, late.files
         written -= late.origin.quarantined - origin.quarantined
         origin = late.origin
@@ -396,6 +401,26 @@ def _built(
             next_step=RUN_AGAIN,
         )
     return done
+
+
+def _check_classes(rows: DataFrame, job: Job, found: Mapping[str, Mapping[str, int]]) -> None:
+    """Raise DataError if the classes of `rows` are not those that the weights were computed for, in a pass of its own.
+    `found` are Sizes.classes.
+    """
+    if job.class_counts is None or job.target.parent is not None:  # an append has its parent's weights
+        return
+    assert job.schema.label is not None
+    names = [TRAIN] if TRAIN in found else list(found)
+    if all(found[name] for name in names):
+        counts = dict(sum((Counter(found[name]) for name in names), Counter[str]()))
+    else:  # more classes than sizes_of counts
+        counts = classes_of(rows, job.schema.label)
+    if counts != job.class_counts:
+        first = job.class_counts
+        name = min(name for name in {*counts, *first} if counts.get(name) != first.get(name))
+        raise other_rows(
+            f"{first.get(name, 0)} records of class `{name[:100]}` first, {counts.get(name, 0)} afterwards"
+        )
 
 
 def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ from etl.split.leakage import CONTENT, checks_of
 from etl.split.splits import SplitSpec
 from etl.write.config import OutputConfig
 from etl.write.quarantine import Origin, check_bad
-from etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, ordered, placed
+from etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, check_keys, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -222,8 +222,9 @@ class WriteLate:
         """Rows of _WRITTEN for the images of `partition`, the row of its shard first."""
         split = self.write.table.locate(partition)[0]
         with tempfile.TemporaryFile(prefix="lockstep-late-") as file, pa.ipc.new_stream(file, _WRITTEN) as written:
-            counts = {"rejected": 0, "rejected_bytes": 0}
+            counts = {"rejected": 0, "rejected_bytes": 0, "keys": 0}
             row = self.write.write(partition, self._made(batches, split, written, counts)).to_pylist()[0]
+            row["keys"] = counts.pop("keys")
             yield pa.RecordBatch.from_pylist([{"shard": {**row, **counts}}], schema=_WRITTEN)
             written.close()
             file.seek(0)
@@ -239,6 +240,8 @@ class WriteLate:
         encoder = RecordEncoder(self.write.schema)
         step = max(1, CHUNK_BYTES // self.late.size)
         for whole in batches:
+            # Of all rows, since those that are rejected here were counted before, too.
+            counts["keys"] ^= int(np.bitwise_xor.reduce(np.asarray(whole.column(c.KEY))))
             for start in range(0, whole.num_rows, step):
                 batch, bad = self.late.made(whole.slice(start, step))
                 if bad:
@@ -295,6 +298,7 @@ def write_late(
     rows: DataFrame,
     table: ShardTable,
     write: WriteShards,
+    keys: Mapping[str, int],
     late: LateImages,
     config: OutputConfig,
     origin: Origin,
@@ -303,7 +307,7 @@ def write_late(
     """Make the images of `rows` (of AssignLate, with images), write them, and rename each shard and index to its place.
 
     The results of the tasks stay cached until `stack` ends. Raises DataError if a split has only broken images, and
-    what check_bad raises for all rejected images.
+    what check_keys and check_bad raise for all rejected images.
     """
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
@@ -314,6 +318,7 @@ def write_late(
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _with_rejected(origin, found, results)
     assert whole.quarantine is not None and whole.read is not None
+    check_keys(results, table, keys)
     urls = [source.url for source in whole.sources]
     check_bad(config, whole.quarantine, urls, whole.quarantined, whole.read)
     splits, files = placed(fs, paths, results, table, write.fmt)

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from etl import columns as c
 from etl.spark.errors import SameIdError
@@ -111,6 +112,7 @@ RESULT = pa.schema(
         ("index_path", pa.string()),
         ("index_bytes", pa.int64()),
         ("index_sha256", pa.string()),
+        ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
     ]
 )
 
@@ -156,11 +158,12 @@ class WriteShards:
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the shard of `partition`; returns its row."""
         _, shard, count, block_records = self.table.locate(partition)
-        rows = self._checked(partition, shard, count, batches)
+        keys = np.zeros(1, np.int64)
+        rows = self._checked(partition, shard, count, batches, keys)
         tfrecord = self._write_tfrecord if self.compression is None else self._write_gzip
         write = tfrecord if self.fmt == "tfrecord" else self._write_parquet
         with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
-            result = {"shard": partition, **write(f"{partition:05d}", file, rows, block_records)}
+            result = {"shard": partition, **write(f"{partition:05d}", file, rows, block_records), "keys": int(keys[0])}
         return pa.RecordBatch.from_pylist([result], schema=RESULT)
 
     def _write_tfrecord(
@@ -215,13 +218,15 @@ class WriteShards:
         }
 
     def _checked(
-        self, partition: int, shard: int, count: int, batches: Iterable[pa.RecordBatch]
+        self, partition: int, shard: int, count: int, batches: Iterable[pa.RecordBatch], seen: NDArray[np.int64]
     ) -> Iterator[pa.RecordBatch]:
         last: tuple[int, int, int] | None = None
         for batch in batches:
             if not batch.num_rows:
                 continue
-            keys = np.asarray(batch.column(c.KEY)).view(np.uint64) ^ np.uint64(1 << 63)
+            stored = np.asarray(batch.column(c.KEY))
+            seen ^= np.bitwise_xor.reduce(stored)
+            keys = stored.view(np.uint64) ^ np.uint64(1 << 63)
             ends = [int(keys[0]), int(keys[-1])]  # keys are sorted, so the ends are enough
             inside = all(shard_of(key, count) == shard for key in ends)
             named = pc.min_max(batch.column(c.SHARD)).as_py()
@@ -263,7 +268,8 @@ MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of rows of etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the number of
-    rows by reason, `classes` the records of each class of the label by split.
+    rows by reason, `classes` the records of each class of the label by split, `keys` the exclusive or of the keys of
+    each split's records, by which those written are compared with those counted.
 
     Classes are texts. A split with several values of the label, of which some do not match FEW_CLASSES, has no classes.
     """
@@ -271,6 +277,7 @@ class Sizes:
     splits: Mapping[str, tuple[int, int]]
     dropped: Mapping[str, int]
     classes: Mapping[str, Mapping[str, int]]
+    keys: Mapping[str, int]
 
 
 def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
@@ -284,7 +291,9 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     few = f.when(value.rlike(FEW_CLASSES) if texts else number.between(0, MOST_CLASSES - 1), value).alias("few")
     sums = [f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")]
     ends = [f.min(number).alias("low"), f.max(number).alias("high"), f.count(value).alias("labelled")]
+    ends.append(f.bit_xor(c.KEY).alias("keys"))
     splits: dict[str, tuple[int, int]] = {}
+    keys = Counter[str]()
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
     with described(rows.sparkSession, RECORDS_STEP):
@@ -296,6 +305,7 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
             continue
         before = splits.get(name, (0, 0))
         splits[name] = before[0] + count, before[1] + row["bytes"]
+        keys[name] ^= row["keys"]
         if row["low"] == row["high"] and row["labelled"]:
             found = row["few"]
             if found is None:  # one value that is not among the few
@@ -306,7 +316,7 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
             many.add(name)
     names = sorted(splits)
     known = {name: {} if name in many else dict(sorted(classes[name].items())) for name in names if label is not None}
-    return Sizes({name: splits[name] for name in names}, dropped, known)
+    return Sizes({name: splits[name] for name in names}, dropped, known, keys)
 
 
 def plan_shards(
@@ -338,16 +348,39 @@ def block_records(records: int, encoded_bytes: int, block_bytes: int | None = No
 
 
 def write_shards(
-    fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards
+    fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards, keys: Mapping[str, int]
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
-    """Write the rows that are not dropped, and rename each shard and index to its place below `paths.root`."""
+    """Write the rows that are not dropped, and rename each shard and index to its place below `paths.root`. Raises
+    DataError unless they are the rows of `keys`, which are those of Sizes.
+    """
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
     if not table.total:
         return placed(fs, paths, [], table, write.fmt)
     with described(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
+    check_keys(results, table, keys)
     return placed(fs, paths, results, table, write.fmt)
+
+
+def check_keys(results: Sequence[Row], table: ShardTable, keys: Mapping[str, int]) -> None:
+    """Raise DataError unless the tasks (rows of RESULT) wrote the records that were counted."""
+    written = Counter[str]()
+    for row in results:
+        written[table.locate(row["shard"])[0]] ^= row["keys"]
+    for name, _, _ in table.splits:
+        if written[name] != keys[name]:
+            raise other_rows(f"other sample ids in split {name} than were counted")
+
+
+def other_rows(got: str) -> DataError:
+    """The error for an input that was computed twice, with other rows the second time."""
+    return DataError(
+        "the input gave other rows when it was read again",
+        got=got,
+        allowed="the same rows each time: statistics, weights and sizes are those of the rows that are written",
+        next_step="Write when no other program changes the input, or store its rows first, as a table or Parquet.",
+    )
 
 
 def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataFrame:

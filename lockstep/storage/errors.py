@@ -115,7 +115,15 @@ class StorageError(LockstepError):
 
 
 class DiskFullError(StorageError):
-    """A disk has no room left, or a user's quota is used up."""
+    """A disk or folder has no room left, or a quota is used up."""
+
+
+class DeniedError(StorageError):
+    """A file system does not let this user do it: permissions, or something that is read-only."""
+
+
+class LostWriteError(StorageError):
+    """What was just written is not there, or reads back as other bytes: it is to be written again."""
 
 
 class StorageTimeoutError(StorageError):

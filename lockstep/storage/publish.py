@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
@@ -13,6 +14,7 @@ from lockstep.storage.errors import (
     CorruptionError,
     ExistsError,
     LockstepError,
+    LostWriteError,
     NotFoundError,
     RetryableStorageError,
     StorageError,
@@ -50,20 +52,37 @@ def write_file(
 ) -> None:
     """Publish `data` at `url`: temporary name, write, sync, close, rename, read back.
 
-    `confirm` is as in `write_stream`. Raises ExistsError where `url` exists and `exclusive`; StorageError or
-    CorruptionError where it cannot be written.
+    `confirm` is as in `write_stream`. Raises ExistsError where `url` exists and `exclusive`; StorageError
+    where it cannot be written, or reads back as other bytes.
     """
     write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive, confirm=confirm)
     if not exclusive:
         return  # another writer may have replaced it since
-    written = fs.read_bytes(url)
+    with read_back(url):
+        written = fs.read_bytes(url)
     if written != data:
-        raise CorruptionError(
-            "a file does not read back as it was written",
-            file=url,
-            got=f"{len(written)} bytes, sha256 {sha256_hex(written)}",
-            allowed=f"{len(data)} bytes, sha256 {sha256_hex(data)}",
-        )
+        what, wanted = (f"{len(one)} bytes, sha256 {sha256_hex(one)}" for one in (written, data))
+        raise lost_write(url, what, wanted)
+
+
+def lost_write(url: str, got: str, allowed: str) -> LostWriteError:
+    """The error for a file that was just written and is not there, or has other bytes: it is the storage's fault."""
+    return LostWriteError(
+        f"{url} does not read back as it was written",
+        got=got,
+        allowed=allowed,
+        next_step="Run again: it is written again. If this repeats, look for dead DataNodes or disks that fail"
+        " (`hdfs dfsadmin -report`, `hdfs fsck`).",
+    )
+
+
+@contextmanager
+def read_back(url: str) -> Iterator[None]:
+    """A read of what was just written: that it is missing, short or torn becomes LostWriteError."""
+    try:
+        yield
+    except (CorruptionError, NotFoundError) as error:
+        raise lost_write(url, error.got or error.what, error.allowed or "the bytes that were written") from error
 
 
 def write_stream(

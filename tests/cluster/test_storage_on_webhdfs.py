@@ -47,8 +47,6 @@ def root(web: str) -> Iterator[str]:
 class TestWebHdfs(FileSystemContract):
     """The whole contract."""
 
-    durable_sync = False
-
 
 def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: str) -> None:
     assert isinstance(fs, WebHdfsFileSystem)

@@ -21,6 +21,12 @@ FOLDERS = [
 TYPES = (".py", ".md", ".toml", ".sh", ".ipynb")
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md")
+FILE = re.compile(
+    rf"(?<![\w/.$*{{}}<>-])((?:{'|'.join(FOLDERS)}|docs|data)/[\w./-]*\w\.(?:py|md|toml|sh|ipynb|java|sbt|txt))"
+)
+MODULE = re.compile(r"python -m ((?:jobs|benchmarks|training|tests|etl|lockstep)[\w.]*\w)")
+EXAMPLES = {"conf/my.toml", "benchmarks/NAME.py"}  # of a reader
+BY_HAND = "*Measured by hand: no script repeats it.*"
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -61,6 +67,38 @@ def test_code_names_only_pages_that_exist() -> None:
     named = {(page, str(path.relative_to(ROOT))) for path in files for page in NAMED.findall(path.read_text("utf-8"))}
     assert len(named) > 30
     assert sorted((page, path) for page, path in named if not (ROOT / page).exists()) == []
+
+
+RESULTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").rglob("*.md"))
+
+
+def gone(text: str) -> list[str]:
+    """The files and modules that a text names and that are not there."""
+    modules = [f"{module.replace('.', '/')}.py" for module in MODULE.findall(text)]
+    named = {name for name in (*FILE.findall(text), *modules) if name not in EXAMPLES}
+    return sorted(name for name in named if not ((ROOT / name).exists() or (ROOT / name).with_suffix("").is_dir()))
+
+
+@pytest.mark.parametrize("page", [page for page in (*PAGES, *RESULTS) if page != "CHANGELOG.md"])
+def test_files_and_modules_that_a_page_names_are_there(page: str) -> None:
+    assert gone((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    text = "see `tests/test_gone.py`, [x](docs/README.md) and `python -m benchmarks.gone --help`, `conf/my.toml`"
+    assert gone(text) == ["benchmarks/gone.py", "tests/test_gone.py"]
+
+
+def test_each_section_of_results_names_its_script_or_says_that_there_is_none() -> None:
+    """A figure that nobody can measure again is marked as one."""
+    scripts = "|".join(path.stem for path in (ROOT / "benchmarks").rglob("*.py"))
+    named = re.compile(rf"`[^`\n]*\b({scripts})\b[^`\n]*`|python -m |make \w|training/comm/cost|tests/\w")
+    unmarked = []
+    for page in (ROOT / "benchmarks" / "results").glob("*.md"):
+        for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            if bool(named.search(section)) == (BY_HAND in section) and re.search(r"[0-9]", section):
+                unmarked.append(f"{page.name}: {section.splitlines()[0]}")
+    assert unmarked == []
 
 
 def test_all_pages_are_in_the_index() -> None:

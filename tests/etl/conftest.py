@@ -54,6 +54,15 @@ def nasa_lines(count: int) -> bytes:
         return b"".join(line for line, _ in zip(file, range(count), strict=False))
 
 
+@pytest.fixture(scope="module")
+def few_partitions(spark: SparkSession) -> Iterator[None]:
+    """Shuffles of small data in few tasks."""
+    before = str(spark.conf.get("spark.sql.shuffle.partitions"))
+    spark.conf.set("spark.sql.shuffle.partitions", "2")
+    yield
+    spark.conf.set("spark.sql.shuffle.partitions", before)
+
+
 @pytest.fixture(scope="session")
 def small_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4,000 lines of the NASA day, four of them made unreadable."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from sklearn.metrics import silhouette_score
 
 from etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
 from lockstep.features.schema.fields import Field, sample_id_field
@@ -131,6 +132,32 @@ def test_each_kind_learns_what_decides_the_label(spark: SparkSession, folder: Pa
     with pytest.raises(ConfigError) as caught:
         train_and_predict(spark, config(folder, "counts", "logistic"))
     assert "numbers such as 0, 1, 2" in caught.value.got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kmeans", pytest.param("gaussian-mixture", marks=pytest.mark.soak)])
+def test_clusters_need_no_label(spark: SparkSession, tmp_path: Path, kind: str) -> None:
+    """Two clouds: each is a cluster, and the silhouette is scikit-learn's."""
+    rng, total = np.random.default_rng(3), sum(RECORDS.values())
+    cloud = np.arange(total) % 4 // 3  # a quarter of the rows
+    points = rng.normal(size=(total, 2)) + 12.0 * cloud[:, None]
+    fields = (sample_id_field(), Field(name="x", dtype="float64"), Field(name="y", dtype="float64"))
+    label = Field(name="price", dtype="float64", kind="label")
+    for name, schema in (("bare", Schema(fields)), ("priced", Schema((*fields, label)))):
+        values = [_ids(total), points[:, 0], points[:, 1], points.sum(axis=1)][: len(schema.arrow_schema())]
+        arrays = [pa.array(one, field.type) for one, field in zip(values, schema.arrow_schema(), strict=True)]
+        rows = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow_schema())
+        write_rows(str(tmp_path / name), schema, rows, RECORDS, "tfrecord", 1, 64, 0)
+    train, test = np.split(points, [RECORDS["train"]])
+    scaled = (test - train.mean(0)) / train.std(0, ddof=1)
+    expected = silhouette_score(scaled, cloud[RECORDS["train"] :], metric="sqeuclidean")
+    for name in ("bare", "priced") if kind == "kmeans" else ("bare",):
+        found = train_and_predict(spark, config(tmp_path, name, kind, "k=2"))
+        assert found.rows is None and found.classes is None
+        assert found.metrics == {"silhouette": pytest.approx(expected, rel=1e-9)}
+        assert sorted(found.about["cluster_rows"].values()) == [25, 75]
+    with pytest.raises(ConfigError, match="no label"):
+        check(config(tmp_path, "bare", "logistic"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +36,7 @@ from tests.etl.conftest import large_offsets, tree
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_partitions(spark: SparkSession) -> Iterator[None]:
-    """Shuffles of small data in few tasks."""
-    before = str(spark.conf.get("spark.sql.shuffle.partitions"))
-    spark.conf.set("spark.sql.shuffle.partitions", "2")
-    yield
-    spark.conf.set("spark.sql.shuffle.partitions", before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_partitions")]
 
 
 @pytest.fixture(scope="module")

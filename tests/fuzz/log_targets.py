@@ -13,7 +13,7 @@ from etl.input.files import Range, find_sources
 from etl.input.unpack import PLAIN, codec_of, unpacked
 from etl.logs.fields import Column, Form
 from etl.logs.json_lines import read_objects
-from etl.logs.parse import BAD, DIGEST, ROW, SUMMARY, LineParser, Work, parse_range
+from etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_range
 from etl.logs.plan import kinds_in, names_asked, names_in
 from etl.logs.records import RecordLines
 from etl.logs.server_log import seconds_of_text
@@ -26,6 +26,7 @@ from tests.fuzz.target import Take, Target, refused, scratch, verdict
 MAX_UNPACKED_BYTES = 8 << 20
 _CLF = b'host - - [09/Jul/1995:00:00:00 -0400] "GET /a?b HTTP/1.0" 200 6245'
 _COMBINED = _CLF + b' "http://from/" "Mozilla/5.0 (a \\"b\\")"'
+_ALB = b'http 2024-05-03T08:07:57.1Z app/lb 1.1.1.1:2817 - 0.1 0.1 0.1 200 200 0 57 "GET http://h:80/a?b HTTP/1.1" "x"'
 _NAMES = ("host", "time", "method", "url", "status", "n", "u", "x", "t", "on", "raw", "ns", "ss", "when")
 _KINDS = {
     "n": pa.int64(),
@@ -61,11 +62,12 @@ _FIELDS = (
 
 def parser_of(take: Take) -> tuple[LineParser, tuple[str, ...]]:
     """A parser of any log format, for web requests or for records, and the names of a line's fields."""
-    log_format = ("common", "combined", "tsv", "csv", "json")[take.number(5)]
+    log_format = ("common", "combined", "tsv", "csv", "json", "w3c", "alb")[take.number(7)]
     odd = take.number(8)
     form = Form(log_format, ("NA", "-") if odd & 1 else (), False, bool(odd & 2) and log_format == "csv")
-    if log_format in ("common", "combined") or odd & 4:
-        return WebLines(form), _NAMES
+    if log_format in ("common", "combined", "w3c", "alb") or odd & 4:
+        by_role = {"visitor": "host", "time": "time", "status": "status", "method": "method", "target": "url"}
+        return WebLines(form, by_role), _NAMES
     kinds = {**_KINDS, **(_LISTS if log_format == "json" else {})}
     columns = [Column(name, kind, nullable=name in ("x", "ns", "ss", "when")) for name, kind in kinds.items()]
     return RecordLines(form, tuple(columns), ("when",)), _NAMES
@@ -81,6 +83,8 @@ def web_logs(data: bytes) -> None:
         return
     url = scratch(body)
     whole = _parsed(parser, names, url, [(0, len(body))])
+    if parser.form.log_format == "w3c" and b"#" in body:
+        return  # a directive decides how later lines are read
     if not parser.form.quoted_newlines and 0 < cut < len(body):
         assert _parsed(parser, names, url, [(0, cut), (cut, len(body) - cut)]) == whole
     lines = body.removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -103,7 +107,7 @@ def _parsed(
         for batch in parse_range(Work(Range(0, url, start, length, PLAIN), names), parser):
             batch.validate(full=True)
             for row in batch.to_pylist():
-                if row["_kind"] == DIGEST:
+                if row["_kind"] in (DIGEST, SUFFIX):
                     continue
                 if row["_kind"] == SUMMARY:
                     lines += row["_lines"] or 0
@@ -134,6 +138,8 @@ def log_seeds() -> list[bytes]:
         *(bytes([3, odd, 9]) + tables[0] + b"\n" + tables[0].replace(b"text", b'"a,""b"') for odd in (0, 1, 2, 4)),
         *(bytes([4, odd, 9]) + _JSON + b"\n" + _JSON.replace(b"804571200", b'"09/Jul/1995:00:00:00 -0400"')
           for odd in (0, 4)),
+        bytes([5, 0, 9]) + b" ".join(_FIELDS) + b"\n#Fields: host time url method status\n\"a b\" 5 /a GET 200",
+        bytes([6, 0, 9]) + _ALB + b"\n" + _ALB[5:],
     ]  # fmt: skip
 
 
@@ -204,7 +210,7 @@ def headers(data: bytes) -> None:
         (source,) = find_sources([url])
         assert all(isinstance(name, str) for name in names_in(source, log_format, quoted))
         if log_format == "json":
-            kinds_in(source)
+            kinds_in([source])
 
 
 def times(data: bytes) -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -195,9 +195,64 @@ def test_a_manifest_that_cannot_be_written_takes_the_indexes_with_it(
 def test_a_second_attempt_does_not_meet_the_first(tmp_path: Path) -> None:
     write(tmp_path / "theirs")
     (tmp_path / "aside").mkdir()
-    scan = Scan(str(tmp_path / "theirs"), str(tmp_path / "aside"), 8, {})
+    scan = Scan(str(tmp_path / "theirs"), str(tmp_path / "aside"), 8, (("n", "int64", False),), {})
     first, second = scan.scan("a/c.tfrecord"), scan.scan("a/c.tfrecord")
-    assert first[:3] == second[:3] and first[3] != second[3]
+    assert replace(first, place=second.place) == second and first.place != second.place
+    assert first.columns == (("n", "int64", False), ("w", "bytes", True))
+
+
+class Late(NamedTuple):
+    """Records that come late in a file, and what the schema has for them."""
+
+    features: dict[str, Any]
+    column: tuple[str, str, bool] | None
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        Late({"n": 1, "promo": 5}, ("promo", "int64", False)),
+        Late({"n": 1, "promo": [0.5, 1.5]}, ("promo", "float32", True)),
+        Late({"n": [1, 2]}, ("n", "int64", True)),
+        Late({"n": 1, "t": b"\xff"}, ("t", "bytes", False)),
+        Late({"n": 0.5}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["one.tfrecord", "two.tfrecord"])
+def test_a_feature_that_comes_late_is_a_column(late: Late, name: str, tmp_path: Path) -> None:
+    before = [example({"n": n, "t": "text"}) for n in range(1200)]
+    (tmp_path / "one.tfrecord").write_bytes(b"".join(map(frame, before)))
+    with (tmp_path / name).open("ab") as file:
+        file.write(b"".join(frame(example(late.features)) for _ in range(100)))
+    if late.column is None:
+        with pytest.raises(DataError, match=r"`n`|no one schema fits") as caught:
+            index.main([str(tmp_path), "--sample-records", "1000"])
+        # Of a file in the sample the names of features are compared before its place is known.
+        assert name in str(caught.value) or "files after it" in str(caught.value)
+        assert "float" in caught.value.got
+        return
+    assert index.main([str(tmp_path), "--sample-records", "1000"]) == 0
+    manifest = manifest_of(tmp_path)
+    assert late.column in manifest.columns and manifest.sampled == 1300
+    rows = [
+        row for block in indexed_blocks(str(tmp_path), manifest) for batch in block.read() for row in batch.to_pylist()
+    ]
+    key = late.column[0]
+    wanted = [values_of(late.features[key])] * 100
+    assert [values for row in rows if (values := values_of(row[key]))][-100:] == wanted and len(rows) == 1300
+
+
+def example(features: dict[str, Any]) -> bytes:
+    """An Example with these features."""
+    dtypes = {int: "int64", float: "float32", str: "string", bytes: "bytes"}
+    found = {name: (values_of(value)[0], isinstance(value, list)) for name, value in features.items()}
+    fields = [foreign_field(name, dtypes[type(first)], many) for name, (first, many) in sorted(found.items())]
+    return encode_example(Columns(tuple(fields)), features)
+
+
+def values_of(value: Any) -> list[Any]:
+    """The values of a feature."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def test_a_gzip_file_is_held_against_the_manifest(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_missing_files_are_named() -> None:
 
 def outcome(value: float, bar: float) -> Outcome:
     counts = SimpleNamespace(read=10, written=7, quarantined=1, dropped={"censored": 2})
-    result = SimpleNamespace(steps=5, samples_per_s=9.6, run="r", model="m")
+    result = SimpleNamespace(
+        steps=5, epochs=0.5, epochs_asked=2, first_step_s=3.21, samples_per_s=9.6, run="r", model="m"
+    )
     evaluation: dict[str, Any] = {"metrics": {"auc": value}, "baseline": {"name": "rate:page", "metrics": {"auc": bar}}}
     return Outcome(
         name="log", manifest=cast(Any, SimpleNamespace(counts=counts)), result=cast(Any, result), metric="auc",

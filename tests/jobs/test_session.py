@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import psutil
 import pytest
 
 from jobs._session import LOG4J, ROOT, java_options, stop_session
@@ -39,7 +43,7 @@ def test_spark_prints_no_trace_while_a_session_ends_by_our_error_or_a_signal() -
     levels: list[str] = []
 
     class Session:
-        sparkContext = type("Context", (), {"setLogLevel": staticmethod(levels.append)})
+        sparkContext = type("Context", (), {"setLogLevel": staticmethod(levels.append), "_jvm": MagicMock()})
 
         def stop(self) -> None:
             levels.append("stop")
@@ -98,26 +102,68 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
         assert own["SPARK_SUBMIT_OPTS"] == f"{before} {quick}".strip()
 
 
+def signalled(
+    tmp_path: Path, number: int, sign: str, later_s: float, send: Callable[[int, int], None], pinned: str = "true"
+) -> None:
+    """An ETL job that gets a signal `later_s` after a file `sign` is there ends silently and leaves nothing."""
+    scratch, output = tmp_path / "scratch", tmp_path / "output"
+    scratch.mkdir()
+    output.mkdir()
+    call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
+    call += ["--output", str(output / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYSPARK_PIN_THREAD": pinned}
+    job = subprocess.Popen(
+        call, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    until(lambda: job.poll() is not None or any(tmp_path.glob(sign)))
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(later_s)
+    send(job.pid, number)
+    _, said = job.communicate(timeout=300)
+    if job.returncode == 0 and (output / "data" / "_manifest.json").exists():
+        return  # it was done
+    assert job.returncode == 128 + number, said
+    assert not any(word in said for word in ("Traceback", "Exception", "\tat ", "ERROR", "error:", "WARNING:jobs")), (
+        said
+    )
+    assert not list(output.iterdir()), "no staging folder stays"
+    until(lambda: not list(scratch.iterdir()))  # Java, which ends by itself, has files there too
+
+
+def to_all(leader: int, number: int) -> None:
+    """To every process of a job, as systemd and batch systems do that know its control group; the leader is last."""
+    for process in [*psutil.Process(leader).children(recursive=True), psutil.Process(leader)]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sign", "later_s", "pinned"),
+    ("sign", "later_s", "send", "pinned"),
     [
-        ("tmp*/", 0.0, "true"),  # pyspark's, while Java starts
-        ("lockstep-????????/*", 0.0, "true"),  # before its first Spark job
-        ("lockstep-????????/*", 2.0, "true"),  # in the middle of a call of Java
-        ("lockstep-????????/*", 2.0, "false"),  # of another kind of connection
+        ("scratch/tmp*/", 0.0, os.kill, "true"),  # pyspark's, while Java starts
+        ("scratch/lockstep-????????/*", 0.0, os.killpg, "true"),  # before its first Spark job
+        ("scratch/lockstep-????????/*", 2.0, os.kill, "false"),  # in the middle of a call, of another connection
+        ("output/_staging-*/", 1.0, os.killpg, "true"),  # while Spark works for the dataset
     ],
 )
-def test_sigterm_to_an_etl_job_leaves_no_temporary_file(tmp_path: Path, sign: str, later_s: float, pinned: str) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
-    call += ["--output", str(tmp_path / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
-    environment = {**os.environ, "TMPDIR": str(scratch), "PYSPARK_PIN_THREAD": pinned}
-    job = subprocess.Popen(call, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-    until(lambda: job.poll() is not None or any(scratch.glob(sign)))
-    time.sleep(later_s)
-    job.terminate()
-    _, said = job.communicate(timeout=300)
-    assert job.returncode == 128 + 15, said
-    until(lambda: not list(scratch.iterdir()))  # Java, which ends by itself, has files there too
+def test_sigterm_to_an_etl_job_or_to_its_group_is_silent_and_leaves_nothing(
+    tmp_path: Path, sign: str, later_s: float, send: Callable[[int, int], None], pinned: str
+) -> None:
+    """`timeout`, Airflow, a terminal and batch systems send it to the whole group: Java and Python's workers too."""
+    signalled(tmp_path, signal.SIGTERM, sign, later_s, send, pinned)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("send", [os.killpg, to_all])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_every_process_of_an_etl_job_at_any_moment(
+    tmp_path: Path, number: int, send: Callable[[int, int], None]
+) -> None:
+    moments = [("scratch/tmp*/", later_s) for later_s in (0.5, 3.0, 5.0, 7.0)]
+    moments += [("output/_staging-*/", later_s) for later_s in (0.0, 2.0, 4.0, 6.0, 8.0)]
+    moments += [("output/_staging-*/split=train/*", later_s) for later_s in (0.0, 0.3)]
+    for at, (sign, later_s) in enumerate(moments):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        signalled(folder, number, sign, later_s, send)

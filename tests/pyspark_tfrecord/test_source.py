@@ -30,6 +30,8 @@ from pyspark.sql.types import (
 )
 
 from jobs import index
+from lockstep.features.examples import encode_example
+from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.read import Lenient
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
 from lockstep.storage.formats.tfrecord import frame
@@ -52,8 +54,9 @@ def source(path: Path, **options: object) -> DefaultSource:
 
 def read(path: Path, schema: StructType | None = None, **options: object) -> tuple[list[dict[str, Any]], int]:
     """The rows, and in how many partitions they came; a reader crosses to its tasks as a pickle."""
-    schema = source(path, **options).schema() if schema is None else schema
-    reader = source(path, **options).reader(schema)
+    found = source(path, **options)
+    schema = found.schema() if schema is None else schema
+    reader = pickle.loads(pickle.dumps(found)).reader(schema)  # noqa: S301 - our own
     parts = list(reader.partitions())
     there: Any = pickle.loads(pickle.dumps(reader))  # noqa: S301 - our own
     batches = [batch for part in parts for batch in there.read(part)]
@@ -266,3 +269,21 @@ def test_records_without_features_are_told(tmp_path: Path) -> None:
             reads()
     with pytest.raises(DataError, match="no column to read"):
         Lenient(())
+
+
+def test_a_feature_that_the_schema_lacks_is_refused_unless_the_call_chooses(tmp_path: Path) -> None:
+    fields = (foreign_field("n", "int64", False), foreign_field("promo", "int64", False))
+    early = [encode_example(Columns(fields[:1]), {"n": n}) for n in range(1000)]
+    late = [encode_example(Columns(fields), {"n": n, "promo": 7}) for n in range(1000, 1100)]
+    path = tmp_path / "late.tfrecord"
+    path.write_bytes(b"".join(map(frame, early + late)))
+    for columns in ("n", '["n"]'):
+        with pytest.raises(DataError, match="record 1000 of the batch has a feature that the schema lacks") as caught:
+            read(path, columns=columns)
+        assert caught.value.got == "`promo`" and "jobs.index" in caught.value.next_step
+    with pytest.raises(DataError, match="has a feature that the schema lacks"):
+        read(path)
+    rows, _ = read(path, sampleRecords="1001")
+    assert [row["promo"] for row in rows] == [None] * 1000 + [7] * 100
+    rows, _ = read(path, struct(n=LongType()))
+    assert [row["n"] for row in rows] == list(range(1100))

@@ -1,4 +1,4 @@
-"""Keras' `fit` under a strategy of TensorFlow, or none; prints the losses of its epochs.
+"""Keras' `fit`, `evaluate` and `predict` under a strategy of TensorFlow, or none; prints the losses.
 
 Arguments: none, mirrored, multi or server, then the faults of Keras that it mends itself: build, reduce.
 """
@@ -39,11 +39,12 @@ x = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
 y = (x[:, 0] > 0).astype(np.int64)
 with scope:
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss=loss, jit_compile=False)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss=loss)
+    if "build" in sys.argv:
+        model.build((None, 8))
 if "build" in sys.argv:  # it makes one example of a whole batch, part by part of its structure
-    model.build((None, 8))
     model._maybe_symbolic_build = lambda **_: None
 if "reduce" in sys.argv:  # it adds up what replicas return, along axis 0, which numbers do not have
     from keras.src.backend.tensorflow import trainer
@@ -55,8 +56,11 @@ if "reduce" in sys.argv:  # it adds up what replicas return, along axis 0, which
     trainer.reduce_per_replica = reduce_per_replica
 batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(2)
 try:
-    history = model.fit(batches, epochs=2, steps_per_epoch=4, verbose=0)
-    print("losses", json.dumps(history.history["loss"]), flush=True)
+    history = model.fit(batches, epochs=2, steps_per_epoch=4, verbose=0, validation_data=(x[:128], y[:128]))
+    printed = [*history.history["loss"], *history.history["val_loss"]]
+    if how != "server":
+        printed += [float(model.evaluate(x, y, verbose=0)), float(np.abs(model.predict(x[:128], verbose=0)).sum())]
+    print("losses", json.dumps(printed), flush=True)
 except Exception:
     traceback.print_exc()
     sys.stderr.flush()

@@ -355,6 +355,19 @@ def sleepy(signature: Signature, options: ModelOptions) -> tuple[keras.Model, li
     return logistic(signature, options), [SleepsOnRankOne(0.15)]
 
 
+class SleepsAlways(keras.callbacks.Callback):
+    """Sleeps before each step."""
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called before each step."""
+        time.sleep(0.05)
+
+
+def slowly(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression, at most 20 steps a second."""
+    return logistic(signature, options), [SleepsAlways()]
+
+
 class SleepsByRow(keras.callbacks.Callback):
     """Sleeps before each step for each of the rank's rows, on rank 1 twice as long."""
 

@@ -127,7 +127,7 @@ class Communicator(ABC):
         """Release all resources, those of its groups too. Safe to call twice."""
 
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
-        """Reduce like `all_reduce`, but return only this rank's part: a view, `part_of(buf, rank)`.
+        """Reduce like `all_reduce`, with its bits, but return only this rank's part: a view, `part_of(buf, rank)`.
 
         The rest of `buf` (n,) is undefined afterwards.
         """

@@ -36,7 +36,7 @@ BACKENDS = ("tcp", "shm", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPlan:
-    """The algorithm of all_reduce at each size, for one layout of the ranks."""
+    """The algorithm of all_reduce and reduce_scatter at each size, for one layout of the ranks."""
 
     layout: Layout
     """As found, after trying shared memory."""

@@ -115,6 +115,10 @@ class LauncherGoneError(LauncherError):
     """Spark's Java process has ended, so this process cannot launch ranks again."""
 
 
+class ApplicationEndedError(LauncherGoneError):
+    """The cluster has ended Spark's application, and all its executors with it."""
+
+
 class MemoryKillError(LauncherError):
     """An executor was killed for its memory, and its ranks with it."""
 
@@ -152,6 +156,7 @@ class RankFailedError(TrainingFailedError):
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
         self.tail, self.reading, self.weight = list(state.tail), state.reading, failure.weight
         self.process_code = state.exit_code
+        self.stepped = state.marks.first_step_at is not None
 
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none arrived)"

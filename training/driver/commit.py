@@ -15,7 +15,7 @@ from lockstep.storage.documents import canonical_bytes, seal, unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
+from lockstep.storage.publish import MANIFEST_NAME, lost_write, publish_directory, read_back, write_file
 from lockstep.storage.urls import join
 from training.control.protocol import Tag
 from training.control.server import Handler
@@ -196,7 +196,8 @@ class CommitHandler:
         try:
             publish_directory(self._fs, staged, target)
             where = join(target, MANIFEST_NAME)
-            unseal(self._fs.read_bytes(where), where)
+            with read_back(where):
+                unseal(self._fs.read_bytes(where), where)
         finally:
             # A driver that was paused before the rename has left an orphan, or found its uploads swept away: it must
             # not continue with retention or a result.
@@ -207,8 +208,10 @@ class CommitHandler:
         for file in (file for report in reports for file in report.get("audit", [])):
             path = safe_relative(file["path"], where=self._paths.root)
             url, found[path] = join(self._paths.root, path), _digest(file)
-            if self._fs.stat(url).size_bytes != found[path]["bytes"]:
-                raise CorruptionError("an audit file differs from its rank's report", file=url, got="another length")
+            with read_back(url):
+                size = self._fs.stat(url).size_bytes
+            if size != found[path]["bytes"]:
+                raise lost_write(url, f"{size} bytes", f"{found[path]['bytes']} bytes, which its rank has reported")
         return found
 
     def _check_uploads(self, staged: str, files: dict[str, dict[str, Any]]) -> None:
@@ -218,11 +221,10 @@ class CommitHandler:
             there = {}
         for name, info in files.items():
             if there.get(name) != info["bytes"]:
-                raise CorruptionError(
-                    "a rank's upload differs from its report",
-                    file=join(staged, name),
-                    got=f"{there.get(name, 'no')} bytes",
-                    allowed=f"{info['bytes']} bytes",
+                raise lost_write(
+                    join(staged, name),
+                    f"{there.get(name, 'no')} bytes",
+                    f"{info['bytes']} bytes, which its rank has reported",
                 )
 
 

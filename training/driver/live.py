@@ -13,10 +13,14 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.storage.errors import LockstepError
+from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Pace, Progress
 from training.config import TrainConfig
 from training.rules import VALIDATION
+from training.run.epochs import epochs_trained, steps_in_epoch
 from training.run.metrics import read_history
+from training.run.paths import RunPaths
+from training.run.run_json import read_run
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
@@ -78,9 +82,13 @@ class InNotebook:
     def __enter__(self) -> InNotebook:
         try:
             history = read_history(self._run)
+            of_epoch = steps_in_epoch(read_run(filesystem(self._run), RunPaths(self._run))["plan"])
         except LockstepError:
             pass  # the run's earlier curves are missing; a damaged file must not keep it from training
         else:
+            if of_epoch is not None:  # --max-steps may end the run before the epochs that were asked for
+                steps, asked = self._curves.steps, self._curves.epochs
+                self._curves = Curves(steps, epochs_trained(steps, of_epoch, int(asked)))
             for row in [*history.steps, *history.epochs]:
                 self._curves.add(row)
                 self._done = max(self._done, row["step"])
@@ -160,8 +168,8 @@ def progress_line(state: str, done: int, steps: int, note: str, rate: float, bat
 class Curves:
     """The curves of a run of `steps` steps in `epochs` epochs: its loss, and each metric at the end of an epoch."""
 
-    def __init__(self, steps: int, epochs: int) -> None:
-        self.steps, self._epochs = steps, epochs
+    def __init__(self, steps: int, epochs: float) -> None:
+        self.steps, self.epochs = steps, epochs
         self._points = max(1, min(POINTS, steps))
         self._losses: dict[int, tuple[float, int]] = {}  # by point: the sum of its steps' losses, and their number
         self._metrics: dict[int, tuple[int, dict[str, float]]] = {}  # by epoch: its last step, and its metrics
@@ -188,14 +196,14 @@ class Curves:
         """
         found: dict[str, dict[str, list[tuple[float, float]]]] = {}
         if self._losses:
-            width = self._epochs / self._points
+            width = self.epochs / self._points
             line = [((point + 1) * width, total / n) for point, (total, n) in sorted(self._losses.items())]
             found["loss"] = {"each step": line}
         for _, (last, metrics) in sorted(self._metrics.items()):
             for name, value in metrics.items():
                 line_name = "validation" if name.startswith(VALIDATION) else "training"
                 lines = found.setdefault(name.removeprefix(VALIDATION), {})
-                lines.setdefault(line_name, []).append((last * self._epochs / self.steps, value))
+                lines.setdefault(line_name, []).append((last * self.epochs / self.steps, value))
         return found
 
     def png(self) -> str:
@@ -214,7 +222,7 @@ class Curves:
                 marker = None if line_name == "each step" else "o"
                 axes.plot(*zip(*points, strict=True), label=line_name, color=COLOURS[line_name], marker=marker)
             axes.set_title(name, parse_math=False)
-            axes.set_xlim(0, self._epochs * 1.03)
+            axes.set_xlim(0, self.epochs * 1.03)
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
         figure.supxlabel("epochs")

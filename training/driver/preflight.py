@@ -229,8 +229,10 @@ def check_validation(config: TrainConfig, split: str) -> None:
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> RunResult | None:
     """The result that counts, if it was asked for as many epochs and steps as the configuration asks for."""
     done = find_result(fs, paths)
-    if done is None or int(done["epochs"]) < config.epochs:
+    if done is None or int(done["epochs_asked"]) < config.epochs:
         return None
-    if steps_asked(plan, int(done["epochs"]), done["max_steps"]) < steps_asked(plan, config.epochs, config.max_steps):
+    if steps_asked(plan, int(done["epochs_asked"]), done["max_steps"]) < steps_asked(
+        plan, config.epochs, config.max_steps
+    ):
         return None
     return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})

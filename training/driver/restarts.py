@@ -9,15 +9,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.storage.errors import LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.errors import (
+    CommunicationError,
+    ConfigError,
+    DataError,
+    DeniedError,
+    DiskFullError,
+    LockstepError,
+    StorageError,
+    TrainingFailedError,
+)
 from lockstep.storage.urls import join
 from training.batches.decode import batch_row, record_words, steps_decoded
 from training.config import TrainConfig, lane_groups
-from training.control.failures import RankFailedError, Weight
+from training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
+from training.driver.stop import EndedByCallerError
 from training.plan.client_plan import RunPlan
 from training.plan.datasets import open_mixture, open_parts
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan, Plan
+from training.run.lineage import SupersededError
 
 log = logging.getLogger(__name__)
 HOUR_S = 3600.0
@@ -26,6 +37,65 @@ SHOWN_RECORDS = 8
 # Sent from outside, as by the kernel when memory ends: they say nothing about the batch.
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, 128 + signal.SIGTERM}
 _AGAIN = "start again with the same flags: the run resumes from its last checkpoint."
+
+
+INCURABLE: tuple[tuple[type[LockstepError], str], ...] = (
+    (SupersededError, "another driver has taken the run over"),
+    (EndedByCallerError, "the caller has ended the run"),
+    (ApplicationEndedError, "no executor comes back in an application that has ended"),
+    (LauncherGoneError, "nothing is launched without Spark's Java process"),
+    (ConfigError, "flags, paths and models stay as they are: a missing file, a model that cannot be imported"),
+    (DataError, "bytes that are wrong stay wrong"),
+    (DiskFullError, "a full disk and a quota that is used up stay so; steps since the checkpoint would be lost again"),
+    (DeniedError, "permissions stay as they are"),
+)
+"""Errors that no restart cures, each with its reason. A rank's error counts as the driver's own."""
+RESUMED_LATER = (ApplicationEndedError, DiskFullError, DeniedError)
+"""Those of them after which, once their cause is removed, the same call resumes: the error says from where."""
+
+
+def incurable(error: LockstepError) -> LockstepError | None:
+    """The error with which a run must end at once, since no restart cures it; None if one may.
+
+    What no restart cures because it has happened before, RestartPolicy knows.
+    """
+    cause = error.__cause__ if isinstance(error, RankFailedError) else None
+    for found in (error, cause):
+        if isinstance(found, LockstepError) and any(isinstance(found, kind) for kind, _ in INCURABLE):
+            return found
+    return error if isinstance(error, RankFailedError) and error.alike else None
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """An error of ranks outside of a batch; equal to another one if a restart would meet it again."""
+
+    what: str
+    """Its first line, or how the ranks' weights part."""
+    phase: str
+    step: int
+
+    @property
+    def where(self) -> str:
+        """When it came, in words."""
+        return f"in phase {self.phase} at step {self.step}"
+
+
+def repeat_of(error: LockstepError, num_ranks: int) -> Repeat | None:
+    """What may come again of the failure of `num_ranks` ranks: an error before the first step, in a validation or an
+    export, or weights that part. None for an error in a batch (`deaths_of`), and for a failure of the machine.
+    """
+    if not isinstance(error, RankFailedError) or error.rank >= num_ranks or error.process_code in _FROM_OUTSIDE:
+        return None
+    if (step := getattr(error.__cause__, "diverged_at", None)) is not None:
+        return Repeat("the weights of ranks differ", "train", int(step))
+    if (
+        error.phase == "train"
+        or error.weight not in (Weight.ENDED, Weight.RAISED)
+        or isinstance(error.__cause__, StorageError | CommunicationError)
+    ):
+        return None
+    return Repeat(error.got.splitlines()[0], error.phase, error.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +135,7 @@ def deaths_of(
         or error.weight not in (Weight.ENDED, Weight.RAISED)
         or error.process_code in _FROM_OUTSIDE
         or isinstance(error.__cause__, StorageError)
+        or getattr(error.__cause__, "diverged_at", None) is not None  # see repeat_of
         or error.rank >= num_ranks  # a parameter server
     ):
         return []
@@ -85,6 +156,7 @@ class RestartPolicy:
         self._in_a_row = 0  # without a new checkpoint
         self._recent: deque[float] = deque()  # when generations failed within the last hour
         self._before: list[Death] = []
+        self._repeat: Repeat | None = None  # of the last failure
 
     @property
     def suspect(self) -> int | None:
@@ -109,6 +181,12 @@ class RestartPolicy:
         deaths = deaths_of(error, self._plan, lane_groups(config), num_ranks, shares)
         again = next((death for death in deaths if death in self._before), None)
         self._before = deaths
+        last, self._repeat = self._repeat, repeat_of(error, num_ranks)
+        if self._repeat is not None and self._repeat == last:
+            error.what += f", twice {self._repeat.where} with the same error, which no restart cures"
+            then = getattr(error.__cause__, "next_step", "") or "Read its last log lines below."
+            error.next_step = f"{then} Mend the cause and {_AGAIN}"
+            raise error
         if again is not None:
             assert isinstance(error, RankFailedError)
             self._name(again, error, samples.get(again.rank, ()))

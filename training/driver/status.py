@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,7 @@ from training.driver.live import RunProgress
 from training.driver.stop import StopRequest
 from training.driver.stragglers import NETWORK, WELL, times_a_step
 from training.run import requests, status
+from training.run.epochs import epochs_trained
 from training.run.lineage import CheckpointRef, Claim, SupersededError
 from training.run.metrics import BAD_RECORD, STRAGGLER, USAGE
 from training.run.paths import RunPaths
@@ -117,6 +119,7 @@ class Board:
         stop: StopRequest,
         *,
         confirm: Callable[[], None],
+        of_epoch: Fraction | None = None,
         application: str | None = None,
         on_event: OnEvent | None = None,
         every_s: float = WRITE_EVERY_S,
@@ -134,6 +137,7 @@ class Board:
             steps=steps,
             epochs=config.epochs,
         )
+        self._of_epoch = of_epoch
         self._tip: Callable[[], CheckpointRef | None] = lambda: None
         self._times: dict[int, deque[dict[str, float]]] = {}
         self._usage: dict[int, Mapping[str, Any]] = {}
@@ -316,6 +320,7 @@ class Board:
                 written_at=now_utc().isoformat(timespec="milliseconds"),
                 samples_per_s=round(rate * self._batch, 3) if rate else None,
                 left_s=None if left_s is None else round(left_s, 1),
+                epochs_trained=epochs_trained(found.step, self._of_epoch, found.epochs) if self._of_epoch else None,
                 checkpoint=str(tip) if tip else None,
                 ranks=[self._of_rank(rank) for rank in range(found.num_ranks)],
                 slow=self._slow_now(),

@@ -7,23 +7,26 @@ import math
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 from lockstep.storage.documents import seal
+from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
+from training.launch.signals import is_new, signals_counted
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
 
 EXIT_STOPPED = 75
 """Of a driver that was stopped in good order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""
 FORMAT_VERSION = 1
-ONE_SIGNAL_S = 1.0
-"""A terminal and a launcher may pass the same signal on, each once: together they count as one."""
+
+
+class EndedByCallerError(LockstepError):
+    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 class StoppedRun(KeyboardInterrupt):
@@ -43,7 +46,6 @@ class StopRequest:
         """Who asked for the stop: SIGTERM, SIGINT, or a rank that got one of them; None before."""
         self.last_line: str | None = None
         """What was saved, and how to resume; printed last."""
-        self._at = -math.inf
         self._waits = False
 
     @contextmanager
@@ -57,7 +59,8 @@ class StopRequest:
         for number in taken:
             signal.signal(number, self._take)
         try:
-            yield self
+            with signals_counted():
+                yield self
         finally:
             for number in taken:
                 signal.signal(number, previous[number])
@@ -80,14 +83,15 @@ class StopRequest:
         raise SystemExit(EXIT_STOPPED)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        if not is_new():
+            return
         if self.by is None:
-            self.by, self._at = signal.Signals(number).name, now
+            self.by = signal.Signals(number).name
             if not self._waits:
                 self.leave()
-        elif now - self._at > ONE_SIGNAL_S:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
             raise SystemExit(128 + number)
 
 

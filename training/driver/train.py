@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import (
     ConfigError,
-    DiskFullError,
     LockstepError,
     RetryableStorageError,
     StorageAwayError,
@@ -25,7 +24,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from training.comm.options import CommOptions
 from training.config import TrainConfig, lane_groups
-from training.control.failures import LauncherGoneError, MemoryKillError, PreemptedError, RankFailedError
+from training.control.failures import MemoryKillError, PreemptedError
 from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
 from training.driver.balance import Balancer
@@ -34,12 +33,13 @@ from training.driver.elastic import Slots
 from training.driver.live import OnTerminal, RunProgress
 from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from training.driver.preflight import CheckedRun, preflight
-from training.driver.restarts import RestartPolicy
+from training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.driver.status import Board, OnEvent
-from training.driver.stop import StopRequest, write_stopped
+from training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from training.launch.executors import ExecutorMemory
-from training.launch.session import Launch, Launches, SessionLauncher, ended_in_order
+from training.launch.session import Launch, Launches, SessionLauncher
+from training.launch.signals import ended_in_order
 from training.models import may_follow_length
 from training.plan.client_plan import RunPlan
 from training.plan.epoch_plan import EpochPlan
@@ -47,6 +47,7 @@ from training.plan.mixture import MixedPlan, steps_asked
 from training.plan.privacy import privacy_of
 from training.run import notes
 from training.run.comm_plans import read_plans
+from training.run.epochs import epochs_trained, steps_in_epoch
 from training.run.lineage import (
     Checkpoint,
     CheckpointRef,
@@ -65,10 +66,6 @@ from training.run.weights_source import located
 log = logging.getLogger(__name__)
 ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
-
-
-class EndedByCallerError(LockstepError):
-    """`Hooks.ended` has ended a run before its end; the same configuration resumes it from its last checkpoint."""
 
 
 def task_of(config: TrainConfig, plan: RunPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
@@ -175,6 +172,7 @@ def train(
             steps,
             stop,
             confirm=ownership.confirm,
+            of_epoch=steps_in_epoch(plan.identity()),
             application=launch.application() if isinstance(launch, SessionLauncher) else None,
             on_event=on_event,
             every_s=hooks.lease_every_s,
@@ -301,14 +299,10 @@ class _Driver:
                 if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
                     print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
                     self._stopped(claim, commits.tip, saved=False)
-                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError | EndedByCallerError):
-                    raise
-                if isinstance(error, RankFailedError) and error.alike:
-                    raise
-                full = error.__cause__ if isinstance(error, RankFailedError) else error
-                if isinstance(full, DiskFullError):  # a restart would lose the steps since the checkpoint, and meet it
-                    full.next_step += f" It resumes from {commits.tip or 'the start'}."
-                    raise full from None
+                if (last := incurable(error)) is not None:
+                    if isinstance(last, RESUMED_LATER):
+                        last.next_step += f" It resumes from {commits.tip or 'the start'}."
+                    raise last from (None if last is not error else error.__cause__)
                 if isinstance(error, MemoryKillError):
                     if killed_before:
                         raise self._memory_too_small(error, commits.tip) from error
@@ -378,6 +372,11 @@ class _Driver:
     def _steps(self) -> int:
         return steps_asked(self._plan, self._config.epochs, self._config.max_steps)
 
+    def _epochs(self, steps: int) -> float:
+        of_epoch = steps_in_epoch(self._plan.identity())
+        assert of_epoch is not None, "a plan counts records and batches"
+        return epochs_trained(steps, of_epoch, self._config.epochs)
+
     def _leave(self, num_ranks: int) -> float | None:
         if self._stop.by is not None:
             return self._stop.grace_s
@@ -443,17 +442,19 @@ class _Driver:
         )
 
     def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
-        generation, seconds = claim.generation, float(first["seconds"])
+        generation = claim.generation
         model = self._paths.model(generation)
         result = RunResult(
             run=self._paths.root,
             generation=generation,
             steps=int(first["steps"]),
-            epochs=self._config.epochs,
+            epochs=self._epochs(int(first["steps"])),
+            epochs_asked=self._config.epochs,
             metrics=dict(first["metrics"]),
             samples=int(first["samples"]),
-            seconds=seconds,
-            samples_per_s=round(int(first["samples"]) / seconds, 3) if seconds > 0 else 0.0,
+            seconds=float(first["seconds"]),
+            samples_per_s=first.get("samples_per_s"),
+            first_step_s=first.get("first_step_s"),
             restarts=len(self._launches.restarts),
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,

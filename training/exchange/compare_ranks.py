@@ -130,6 +130,9 @@ MAX_NAMED = 10
 class DivergedError(LockstepError):
     """Ranks' weights are not equal bit for bit; a restart resumes from a checkpoint, whose weights were compared."""
 
+    diverged_at: int | None = None
+    """The step; it reaches the driver with the error."""
+
 
 class WeightCheck:
     """Compares `variables` (Keras, in one order on all ranks) every COMPARE_EVERY steps and before each checkpoint.
@@ -189,7 +192,7 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
     first = next(i for i in range(len(paths)) if any(rows[rank][i] != common[i] for rank in odd))
     values = ", ".join(f"{rows[rank][first]:08x} on rank {rank}" for rank in odd[:MAX_NAMED])
     count = sum(any(rows[rank][i] != common[i] for rank in odd) for i in range(len(paths)))
-    return DivergedError(
+    error = DivergedError(
         what,
         got=f"{paths[first]} and {count - 1} more of {len(paths)} variables; CRC32C of the first: {values}, "
         f"{common[first]:08x} elsewhere",
@@ -197,6 +200,8 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         next_step="A restart resumes from the last checkpoint. If it happens again on one host, test its memory; if at "
         "the same step, look for a layer or callback that changes weights by data that only one rank has.",
     )
+    error.diverged_at = step
+    return error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,13 +6,12 @@ import logging
 import os
 import re
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from training.control.failures import (
@@ -26,6 +25,7 @@ from training.control.failures import (
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.devices import of_runs, shares_of_host
+from training.launch.application import ENDS_S, check_application
 from training.launch.executors import (
     EXECUTOR_GPUS,
     GPU,
@@ -44,6 +44,7 @@ from training.launch.executors import (
 )
 from training.launch.process import SupervisorSpec
 from training.launch.session import Session, SessionLauncher
+from training.launch.signals import signals_of_java
 from training.launch.spares import Spare, close_all
 from training.launch.supervisor import supervise
 
@@ -142,7 +143,11 @@ def tasks_on_gpus(gpus: float, per_task: float) -> int:
 
 
 def slots_now(context: SparkContext) -> int:
-    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them."""
+    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them.
+
+    Raises ApplicationEndedError if the cluster has ended the application.
+    """
+    check_application(context)
     scala = context._jsc.sc()  # neither pyspark nor its Java API has a public accessor for this count
     profile, profiles = rank_profile(context), scala.resourceProfileManager()
     of_ranks = profiles.defaultResourceProfile() if profile is None else profile._java_resource_profile
@@ -269,10 +274,17 @@ class BarrierSession(Session):
             raise
 
     def _explain(self, error: RankFailedError | LauncherError) -> None:
-        """Add to `error` why Spark lost executors since the stage began; raise MemoryKillError if for memory."""
-        if in_driver(self._master) or self._stage is None or self._roster is None or not self._roster.gone():
+        """Add to `error` why Spark lost executors since the stage began; raise MemoryKillError if for memory, and
+        ApplicationEndedError if it has lost all with the application.
+        """
+        gone = set() if self._roster is None else self._roster.gone()
+        if self._stage is not None and gone and not in_driver(self._master):
+            self._stage.join(REASON_S)
+        with jvm_lives():
+            everyone = self._master == "yarn" and len(gone) == self.num_ranks
+            check_application(self._context, ENDS_S if everyone else 0.0)
+        if in_driver(self._master) or self._stage is None or not gone:
             return  # every supervisor is connected, so its executor lives too
-        self._stage.join(REASON_S)
         with jvm_lives():
             lost = lost_executors(self._context, self._group)
             memory = executor_memory(self._context, self.num_ranks)
@@ -383,8 +395,8 @@ class OnSpark(SessionLauncher):
         return memory
 
     def signals(self) -> AbstractContextManager[None]:
-        """As `signals_of_submit`."""
-        return signals_of_submit(classic_context(self.spark))
+        """`signals_of_java` for the session's Java process."""
+        return signals_of_java(classic_context(self.spark)._gateway)
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors in the tasks of one barrier stage, which begins with the first run."""
@@ -430,43 +442,6 @@ def other_resources(settings: Mapping[str, str]) -> list[str]:
     """Resources that Spark gives to tasks and that ranks do not use: all but `gpu`."""
     found = (_TASK_RESOURCE.fullmatch(name) for name in settings)
     return sorted({match[1] for match in found if match} - {GPU})
-
-
-class _PassedOn:
-    """A signal handler of Spark's Java process, which sends SIGTERM to this one."""
-
-    def handle(self, _signal: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    class Java:
-        implements: ClassVar[list[str]] = ["sun.misc.SignalHandler"]
-
-
-@contextmanager
-def signals_of_submit(context: SparkContext) -> Iterator[None]:
-    """Under spark-submit, whose Java process is this one's parent, let this one decide what its signals mean.
-
-    Meanwhile Java passes SIGTERM on, and ignores Ctrl-C, which a terminal sends to both: else it would end the
-    executors at once.
-    """
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        yield
-        return
-    from pyspark.java_gateway import ensure_callback_server_started
-
-    with jvm_lives():
-        gateway = context._gateway
-        assert gateway is not None, "a context has one"
-        ensure_callback_server_started(gateway)
-        java = gateway.jvm.sun.misc
-        handlers = {"TERM": _PassedOn(), "INT": java.SignalHandler.SIG_IGN}
-        before = {name: java.Signal.handle(java.Signal(name), handler) for name, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        with suppress(LauncherGoneError), jvm_lives():
-            for name, handler in before.items():
-                java.Signal.handle(java.Signal(name), handler)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.launch.output import OutputPrinter, Which
 from training.launch.script_rank import Script
-from training.launch.session import Launch, Launches, ended_in_order
+from training.launch.session import Launch, Launches
+from training.launch.signals import ended_in_order
 
 log = logging.getLogger(__name__)
 

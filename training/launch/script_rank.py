@@ -26,6 +26,7 @@ from training.control import context as current
 from training.control.client import ControlClient
 from training.control.context import RankContext
 from training.control.protocol import SCRIPT, Tag, error_to_json
+from training.launch.keras_fit import mend_keras_when_imported
 from training.world import World
 
 
@@ -194,6 +195,7 @@ def main(context: RankContext) -> dict[str, Any]:
     for name, value in {**QUIET, **_threads(world), **_interface(context.host)}.items():
         os.environ.setdefault(name, value)
     current.set_context(context)
+    mend_keras_when_imported()
     with _script_file(script) as path:
         _run(path, script, control)
     return {}

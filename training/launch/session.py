@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.storage.errors import ConfigError
@@ -187,7 +186,7 @@ class SessionLauncher(ABC):
         return 0
 
     def signals(self) -> AbstractContextManager[None]:
-        """While this is open, signals to a process that has started this one are passed on to it."""
+        """While this is open, signals to this process's Java do not end Java: this process decides."""
         return nullcontext()
 
     def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
@@ -408,72 +407,3 @@ class Launches(AbstractContextManager["Launches"]):
             session, self._session = self._session, None
         if session is not None:
             session.__exit__(type(error) if error else None, error, None)
-
-
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-AGAIN_S = 0.05
-
-
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP (a closed terminal) raise SystemExit with the code that a shell reports.
-
-    A signal that is ignored already (nohup) stays ignored. Python handles signals only in the main thread; in another
-    one this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous = {number: signal.getsignal(number) for number in ENDING}
-    taken = [number for number in ENDING if previous[number] not in (signal.SIG_IGN, None)]
-    for number in taken:
-        signal.signal(number, leave)
-    try:
-        with _no_end_ignored():
-            yield
-    finally:
-        for number in taken:
-            signal.signal(number, previous[number])
-
-
-@contextmanager
-def _no_end_ignored() -> Iterator[None]:
-    """Raise the end that a signal asked for again, if it came to a callback of a weak reference or a `__del__`.
-
-    Python ignores what these raise, and py4j talks to Java in them: the process would continue.
-    """
-    before, timers, ends = sys.unraisablehook, list[threading.Timer](), list[BaseException]()
-
-    def ignored(what: sys.UnraisableHookArgs) -> None:
-        end = what.exc_value
-        main = threading.main_thread()
-        if not isinstance(end, SystemExit | KeyboardInterrupt) or threading.current_thread() is not main:
-            before(what)
-            return
-
-        ends.append(end)
-
-        def again(number: int, frame: FrameType | None) -> None:
-            timer.cancel()
-            ends.clear()
-            signal.signal(signal.SIGTERM, handler)
-            raise end
-
-        handler = signal.signal(signal.SIGTERM, again)
-        timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main.ident, signal.SIGTERM))
-        timers.append(timer)
-        timer.start()
-
-    sys.unraisablehook = ignored
-    try:
-        yield
-        if ends:  # the block has ended sooner than the timer
-            raise ends[0]
-    finally:
-        sys.unraisablehook = before
-        for timer in timers:
-            timer.cancel()

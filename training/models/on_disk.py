@@ -25,7 +25,7 @@ from lockstep.storage.documents import canonical_bytes, parse_canonical, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_stream
+from lockstep.storage.publish import MANIFEST_NAME, file_digest, lost_write, read_back, write_stream
 from lockstep.storage.urls import join, parent
 from training import models
 from training.config import TrainConfig, lane_groups
@@ -97,13 +97,10 @@ def upload(path: Path, directory: str, name: str, *, exclusive: bool = True) -> 
 
     write_stream(fs, url, produce, exclusive=exclusive)
     size, digest = file_digest(filesystem(str(path)), str(path))
-    if (written := file_digest(fs, url)) != (size, digest):
-        raise CorruptionError(
-            "a model was not read back as it was written",
-            file=url,
-            got=f"{written[0]} bytes, sha256 {written[1]}",
-            allowed=f"{size} bytes, sha256 {digest}",
-        )
+    with read_back(url):
+        written = file_digest(fs, url)
+    if written != (size, digest):
+        raise lost_write(url, f"{written[0]} bytes, sha256 {written[1]}", f"{size} bytes, sha256 {digest}")
     return {"name": name, "bytes": size, "sha256": digest}
 
 

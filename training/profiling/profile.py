@@ -18,7 +18,8 @@ from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.preflight import open_and_plan
 from training.driver.train import limits_of
-from training.launch.session import SessionLauncher, ended_in_order
+from training.launch.session import SessionLauncher
+from training.launch.signals import ended_in_order
 from training.profiling.verdict import (
     CACHED,
     COLD,

@@ -276,7 +276,7 @@ class Fit(AbstractContextManager["Fit"]):
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
         compare_start(self._comm, self._share, model.optimizer, model.weights)
         self._saver.make_ready()
-        began_at, began = self._progress.step, time.monotonic()
+        began_at, began = self._progress.step, time.perf_counter()
         control.beat(began_at, "train")
         try:
             while self._progress.step < self._steps and not self._progress.stopped:
@@ -284,7 +284,7 @@ class Fit(AbstractContextManager["Fit"]):
         except _Left:
             return {"left": True, "steps": self._progress.step}
         validation_s = 0.0 if self._validation is None else self._validation.seconds
-        seconds = time.monotonic() - began - validation_s
+        seconds = time.perf_counter() - began - validation_s
         self._strategy.end()
         self._checkpoints.finish(self._progress)
         self._clock.flush()
@@ -301,10 +301,11 @@ class Fit(AbstractContextManager["Fit"]):
             left_over = self._left_over(step)
         return {
             "steps": step,
-            "epochs": plan.epoch_of_step(step - 1) + 1,
             "metrics": json_safe(self._progress.metrics),
             "samples": self._samples(began_at, step),
             "seconds": seconds,
+            "first_step_s": self._clock.first_step_s(began),
+            "samples_per_s": self._samples_per_s(step),
             "validation_s": validation_s,
             "stopped_by": self._stopped_by(),
             "left_over": left_over,
@@ -324,6 +325,11 @@ class Fit(AbstractContextManager["Fit"]):
     def _samples(self, first: int, last: int) -> int:
         """Samples that all ranks trained on in steps first + 1 to last."""
         return (last - first) * self._plan.global_batch
+
+    def _samples_per_s(self, step: int) -> float | None:
+        first, seconds = self._clock.steady()
+        samples = self._samples(first, step) if first is not None else 0
+        return round(samples / seconds, 3) if samples and seconds > 0 else None
 
     def _left_over(self, step: int) -> list[str]:
         return left_over_ids(self._split, self._lane_plan, step)

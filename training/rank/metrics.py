@@ -76,6 +76,8 @@ class StepClock:
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
         self._steps = self._last_step = 0
+        self._first: tuple[int, float] | None = None  # the first step, and when it ended
+        self._last_ended = self._set_apart_s = self._apart_at_last_s = 0.0  # since then: checkpoints, validations
         self._sent: int | None = None  # before the first step: what ranks sent to join and to restore is no step's
         self._start_row()
 
@@ -94,6 +96,9 @@ class StepClock:
         if begun is None:  # the loop did not call `begins`
             return
         self._begun = None
+        if self._first is None:
+            self._first, self._set_apart_s = (step, now), 0.0
+        self._last_ended, self._apart_at_last_s = now, self._set_apart_s
         ready = self._ready.pop(step - 1, begun)
         data = min(max(0.0, ready - begun), now - begun)
         exchange = min(self._exchange.waited_s, now - begun - data)
@@ -126,6 +131,20 @@ class StepClock:
         finally:
             self._sums[part] += self._now() - began
             self._apart += self._now() - began
+            self._set_apart_s += self._now() - began
+
+    def first_step_s(self, began: float) -> float | None:
+        """Seconds from `began` to the end of this process's first step; None before it."""
+        return None if self._first is None else round(self._first[1] - began, 3)
+
+    def steady(self) -> tuple[int | None, float]:
+        """This process's first step, and the seconds from its end to that of the last step: without checkpoints and
+        validations, and without the compilation that the first step begins with. (None, 0) before the first step.
+        """
+        if self._first is None:
+            return None, 0.0
+        step, ended = self._first
+        return step, self._last_ended - ended - self._apart_at_last_s
 
     def _send_pace(self, step: int, now: float) -> None:
         waited_s = now - self._pace_sent

@@ -31,7 +31,7 @@ from training.reading.bad_records import BadRecords, Skipped
 from training.reading.reader import SplitReader
 from training.results.audit_clients import check_clients
 from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
-from training.run.metrics import read_history
+from training.run.metrics import BAD_RECORD, read_rows
 from training.run.paths import RunPaths, audit_step_of
 from training.run.run_json import read_run
 
@@ -100,7 +100,7 @@ class AuditReport:
 def check_audit(
     plan: Plan,
     readers: SplitReader | Sequence[SplitReader],
-    audits: Iterable[str | tuple[str, bytes]],
+    audits: Iterable[str | tuple[str, bytes] | Rows],
     *,
     steps: int,
     epochs: int,
@@ -108,28 +108,37 @@ def check_audit(
 ) -> AuditReport:
     """Check the audits of a run against its dataset, or against each dataset of a mixture.
 
-    `audits` are the URLs (or name and content) of all ranks' audit files along the chain of checkpoints, oldest first;
+    `audits` are the URLs (or name and content, or rows, which are changed) of all ranks' audit files along the chain of
+    checkpoints, oldest first. One is held at a time, besides two bytes for each sample of each epoch.
     `steps` are the steps at the tip of the chain, `epochs` those of the whole run. Sample ids are read from the shards,
     so the check depends on the plan only for the samples that are left over; `stand_ins` are those of `stand_ins_of`.
     For the datasets of a mixture after the first, it checks the epochs that have begun.
     """
-    rows = np.concatenate([np.zeros(0, dtype=ROW), *(_load(audit) for audit in audits)])
-    replaced = translate(rows, stand_ins)
     readers = [readers] if isinstance(readers, SplitReader) else readers
-    if not isinstance(plan, MixedPlan):
-        return replace(_check(plan, readers[0], rows, steps, epochs), replaced=replaced)
-    strange = rows[rows["dataset"] >= len(plan.parts)]
-    reports = []
-    for number, (part, reader) in enumerate(zip(plan.parts, readers, strict=True)):
-        passes = epochs if number == 0 else plan.epochs_begun(number, steps)
-        suffix = f" of dataset {number + 1}"
-        reports.append(_check(part, reader, rows[rows["dataset"] == number], steps, passes, suffix))
+    parts: tuple[EpochPlan, ...] = plan.parts if isinstance(plan, MixedPlan) else (plan,)
+    mixed, passes = isinstance(plan, MixedPlan), [epochs]
+    if isinstance(plan, MixedPlan):
+        passes += [plan.epochs_begun(number, steps) for number in range(1, len(parts))]
+    tallies = [
+        _Tally(part, reader, steps, each, f" of dataset {number + 1}" if mixed else "")
+        for number, (part, reader, each) in enumerate(zip(parts, readers, passes, strict=True))
+    ]
+    replaced = samples = 0
+    strange: list[tuple[int, str]] = []
+    for audit in audits:
+        rows = _load(audit)
+        samples, replaced = samples + len(rows), replaced + translate(rows, stand_ins)
+        for number, tally in enumerate(tallies):
+            tally.add(rows[rows["dataset"] == number] if mixed else rows)
+        if mixed:
+            strange += _names(rows[rows["dataset"] >= len(parts)], " of no dataset")
+    reports = [tally.report() for tally in tallies]
     return AuditReport(
         steps=steps,
-        samples=len(rows),
+        samples=samples,
         missing=tuple(sample for report in reports for sample in report.missing),
         repeated=tuple(sample for report in reports for sample in report.repeated),
-        unknown=(*(sample for report in reports for sample in report.unknown), *_names(strange, " of no dataset")),
+        unknown=(*(sample for report in reports for sample in report.unknown), *strange),
         short_steps=tuple(sorted({step for report in reports for step in report.short_steps})),
         left_over=reports[0].left_over,
         replaced=replaced,
@@ -162,33 +171,48 @@ def all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
     return np.concatenate([sample_ids(reader, run) for run in blocks])
 
 
-def _check(plan: EpochPlan, reader: SplitReader, rows: Rows, steps: int, epochs: int, suffix: str = "") -> AuditReport:
-    ids = all_ids(reader)
-    everything = np.sort(ids)
-    # Samples are counted in cells (epoch, index of the id among all sorted ids).
-    place = np.minimum(np.searchsorted(everything, rows["id"]), len(everything) - 1)
-    known = (everything[place] == rows["id"]) & (rows["epoch"] < epochs) & (rows["step"] >= 1) & (rows["step"] <= steps)
-    counts = np.zeros((epochs, len(everything)), dtype=np.int64)
-    np.add.at(counts, (rows["epoch"][known], place[known]), 1)
-    planned = np.zeros_like(counts)
-    left: list[tuple[int, int, int]] = []
-    for epoch, positions, records in _left_records(plan, reader, epochs, steps):
-        planned[epoch, np.searchsorted(everything, ids[records])] = 1
-        left += ((epoch, *cell) for cell in zip(positions.tolist(), ids[records].tolist(), strict=True))
-    a_step = np.bincount(rows["step"][known], minlength=steps + 1)[1 : steps + 1]
+class _Tally:
+    """Counts the samples of one dataset in cells (epoch, index of the id among all sorted ids)."""
 
-    def named(cells: npt.NDArray[np.bool_]) -> tuple[tuple[int, str], ...]:
-        return tuple((int(e), sample_hex(int(everything[s])) + suffix) for e, s in zip(*np.nonzero(cells), strict=True))
+    def __init__(self, plan: EpochPlan, reader: SplitReader, steps: int, epochs: int, suffix: str) -> None:
+        self._plan, self._steps, self._epochs, self._suffix = plan, steps, epochs, suffix
+        self._ids = all_ids(reader)
+        self._sorted = np.sort(self._ids)
+        self._counts = np.zeros((epochs, len(self._sorted)), np.uint16)
+        self._a_step = np.zeros(steps + 1, np.int64)
+        self._unknown: list[tuple[int, str]] = []
+        self._samples = 0
 
-    return AuditReport(
-        steps=steps,
-        samples=len(rows),
-        missing=named(counts + planned < 1),
-        repeated=named(counts + planned > 1),
-        unknown=_names(rows[~known], suffix),
-        short_steps=tuple((np.flatnonzero(a_step != plan.global_batch) + 1).tolist()),
-        left_over=tuple((epoch, sample_hex(sample) + suffix) for epoch, _, sample in sorted(left)),
-    )
+    def add(self, rows: Rows) -> None:
+        """Count the rows of a file."""
+        place = np.minimum(np.searchsorted(self._sorted, rows["id"]), len(self._sorted) - 1)
+        step, epoch = rows["step"], rows["epoch"]
+        known = (self._sorted[place] == rows["id"]) & (epoch < self._epochs) & (step >= 1) & (step <= self._steps)
+        np.add.at(self._counts, (epoch[known], place[known]), 1)
+        np.add.at(self._a_step, step[known], 1)
+        self._unknown += _names(rows[~known], self._suffix)
+        self._samples += len(rows)
+
+    def report(self) -> AuditReport:
+        """What is wrong, and left over as planned."""
+        left: list[tuple[int, int, int]] = []
+        for epoch, positions, records in _left_records(self._plan, self._epochs, self._steps):
+            self._counts[epoch, np.searchsorted(self._sorted, self._ids[records])] += 1
+            cells = zip(positions.tolist(), self._ids[records].tolist(), strict=True)
+            left += ((epoch, *cell) for cell in cells)
+        return AuditReport(
+            steps=self._steps,
+            samples=self._samples,
+            missing=self._named(self._counts < 1),
+            repeated=self._named(self._counts > 1),
+            unknown=tuple(self._unknown),
+            short_steps=tuple((np.flatnonzero(self._a_step[1:] != self._plan.global_batch) + 1).tolist()),
+            left_over=tuple((epoch, sample_hex(sample) + self._suffix) for epoch, _, sample in sorted(left)),
+        )
+
+    def _named(self, cells: npt.NDArray[np.bool_]) -> tuple[tuple[int, str], ...]:
+        found = zip(*np.nonzero(cells), strict=True)
+        return tuple((int(epoch), sample_hex(int(self._sorted[place])) + self._suffix) for epoch, place in found)
 
 
 def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
@@ -196,7 +220,7 @@ def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
 
 
 def _left_records(
-    plan: EpochPlan, reader: SplitReader, epochs: int, steps: int
+    plan: EpochPlan, epochs: int, steps: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """(epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64; records
     are numbered over all shards."""
@@ -215,7 +239,9 @@ def _records_at(plan: EpochPlan, epoch: int, positions: npt.NDArray[np.int64]) -
     return np.concatenate(records)[positions - first]
 
 
-def _load(audit: str | tuple[str, bytes]) -> Rows:
+def _load(audit: str | tuple[str, bytes] | Rows) -> Rows:
+    if isinstance(audit, np.ndarray):
+        return audit
     if isinstance(audit, str):
         return parse_audit(filesystem(audit).read_bytes(audit), file=audit)
     return parse_audit(audit[1], file=audit[0])
@@ -243,85 +269,98 @@ class Part:
     rows: Rows
 
 
-def misplaced(
-    plan: Plan, groups: int | None, ids: npt.NDArray[np.int64], spans: Sequence[Span], parts: Sequence[Part]
-) -> list[str]:
-    """The faults of the parts, a line each; at most one of a kind for each part.
+class Places:
+    """The faults of audit files, a line each; at most one of a kind for each file. Memory: four bytes a step of a rank.
 
     `groups` are the run's lane groups, `ids` (n,) the sample ids of the split in file order. For a mixture, the number
     of rows is checked, but not the order of samples.
     """
-    planned = None if isinstance(plan, MixedPlan) else _planned(plan, ids, spans)
-    return [line for span in spans for line in _of_span(plan, groups, planned, span, parts)]
 
+    def __init__(self, plan: Plan, groups: int | None, ids: npt.NDArray[np.int64], spans: Sequence[Span]) -> None:
+        self._plan, self._groups, self._ids, self._spans = plan, groups, ids, {span.generation: span for span in spans}
+        self._files: list[str] = []
+        self._too_many: dict[int, list[str]] = {span.generation: [] for span in spans}
+        self._found: dict[tuple[int, int], list[str]] = {}
+        self._where: dict[tuple[int, int], npt.NDArray[np.int32]] = {}  # of each step 1 + the number of its file, or 0
+        for span in spans:
+            for rank in range(span.num_ranks):
+                self._found[span.generation, rank] = []
+                self._where[span.generation, rank] = np.zeros(span.last - span.first + 1, np.int32)
 
-def _of_span(
-    plan: Plan, groups: int | None, planned: npt.NDArray[np.int64] | None, span: Span, parts: Sequence[Part]
-) -> list[str]:
-    mine = [part for part in parts if part.generation == span.generation]
-    had = f"generation {span.generation} had {span.num_ranks} ranks"
-    found = [f"{part.url}: {had}" for part in mine if part.rank >= span.num_ranks]
-    for rank in range(span.num_ranks):
-        lanes = plan.rank_lanes(rank, span.num_ranks, groups, span.shares)
-        each = plan.global_batch // plan.lanes
-        columns = slice(lanes.start * each, lanes.stop * each)
-        where: dict[int, str] = {}
-        for part in mine:
-            if part.rank == rank:
-                found += _of_part(part, span, columns, planned, where)
-        missing = [step for step in range(span.first, span.last + 1) if step not in where]
-        found += [
-            f"generation {span.generation}, rank {rank}: {_steps(first, last)} in none of its parts"
-            for first, last in _ranges(missing)
-        ]
-    return found
+    def add(self, part: Part) -> None:
+        """Compare a file with the plan."""
+        span = self._spans.get(part.generation)
+        if span is None:
+            return
+        if part.rank >= span.num_ranks:
+            had = f"generation {span.generation} had {span.num_ranks} ranks"
+            self._too_many[span.generation].append(f"{part.url}: {had}")
+            return
+        self._found[span.generation, part.rank] += self._of_part(part, span)
 
-
-def _of_part(
-    part: Part, span: Span, columns: slice, planned: npt.NDArray[np.int64] | None, where: dict[int, str]
-) -> list[str]:
-    """The faults of one part; adds the steps of the part to `where`."""
-    found: list[str] = []
-    steps, starts, counts = np.unique(part.rows["step"], return_index=True, return_counts=True)
-    strange = [step for step in steps.tolist() if not span.first <= step <= span.last]
-    if strange:
-        did = f"generation {span.generation} did {_steps(span.first, span.last)}"
-        found.append(f"{part.url}, row {_row(part, strange[0])}: step {strange[0]}, but {did}")
-    twice = [step for step in steps.tolist() if step in where]
-    if twice:
-        found.append(f"{part.url}, row {_row(part, twice[0])}: step {twice[0]} is in {where[twice[0]]} too")
-    where |= {step: part.url for step in steps.tolist() if step not in where}
-    rows = columns.stop - columns.start
-    for step, start, count in zip(steps.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        if step in strange:
-            continue
-        if count != rows:
-            found.append(f"{part.url}, row {start + 1}: step {step} has {count} rows of {rows}")
-            break
-        if planned is None:
-            continue
-        right, mine = planned[step - 1, columns], part.rows["id"][start : start + count]
-        wrong = np.flatnonzero((right != mine) | (part.rows["step"][start : start + count] != step))
-        if len(wrong):
-            at = int(wrong[0])
-            difference = f"sample {sample_hex(int(mine[at]))} where the plan has {sample_hex(int(right[at]))}"
-            found.append(f"{part.url}, row {start + at + 1}: step {step}, {difference}")
-            break
-    return found
-
-
-def _planned(plan: Plan, ids: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.int64]:
-    """(steps, G): the sample ids of each global batch, lane after lane."""
-    assert not isinstance(plan, MixedPlan)
-    steps = max((span.last for span in spans), default=0)
-    each = plan.global_batch // plan.lanes
-    table = np.zeros((steps, plan.lanes, each), np.int64)
-    for lane in range(plan.lanes):
+    def faults(self) -> list[str]:
+        """Those of all files, and the steps that none has."""
         found = []
-        for epoch, positions in plan.lane_positions(lane, 0, steps * each):
-            found.append(ids[_records_at(plan, epoch, positions)])
-        table[:, lane] = np.concatenate(found).reshape(steps, each)
-    return table.reshape(steps, plan.global_batch)
+        for span in self._spans.values():
+            found += self._too_many[span.generation]
+            for rank in range(span.num_ranks):
+                found += self._found[span.generation, rank]
+                missing = (np.flatnonzero(self._where[span.generation, rank] == 0) + span.first).tolist()
+                found += [
+                    f"generation {span.generation}, rank {rank}: {_steps(first, last)} in none of its parts"
+                    for first, last in _ranges(missing)
+                ]
+        return found
+
+    def _of_part(self, part: Part, span: Span) -> list[str]:
+        """The faults of one part; notes its steps."""
+        found: list[str] = []
+        steps, starts, counts = np.unique(part.rows["step"], return_index=True, return_counts=True)
+        inside = (steps >= span.first) & (steps <= span.last)
+        if not inside.all():
+            strange, did = int(steps[~inside][0]), f"generation {span.generation} did {_steps(span.first, span.last)}"
+            found.append(f"{part.url}, row {_row(part, strange)}: step {strange}, but {did}")
+        steps, starts, counts = steps[inside], starts[inside], counts[inside]
+        where = self._where[span.generation, part.rank]
+        earlier = where[steps - span.first]
+        if earlier.any():
+            twice = int(steps[np.flatnonzero(earlier)[0]])
+            other = self._files[int(earlier[earlier > 0][0]) - 1]
+            found.append(f"{part.url}, row {_row(part, twice)}: step {twice} is in {other} too")
+        self._files.append(part.url)
+        where[steps[earlier == 0] - span.first] = len(self._files)
+        lanes = self._plan.rank_lanes(part.rank, span.num_ranks, self._groups, span.shares)
+        rows = len(lanes) * (self._plan.global_batch // self._plan.lanes)
+        planned: npt.NDArray[np.int64] | None = None
+        if not isinstance(self._plan, MixedPlan) and len(steps):
+            planned = _planned(self._plan, self._ids, lanes, int(steps[0]), int(steps[-1]))
+        for step, start, count in zip(steps.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            if count != rows:
+                found.append(f"{part.url}, row {start + 1}: step {step} has {count} rows of {rows}")
+                break
+            if planned is None:
+                continue
+            right, mine = planned[step - int(steps[0])], part.rows["id"][start : start + count]
+            wrong = np.flatnonzero((right != mine) | (part.rows["step"][start : start + count] != step))
+            if len(wrong):
+                at = int(wrong[0])
+                difference = f"sample {sample_hex(int(mine[at]))} where the plan has {sample_hex(int(right[at]))}"
+                found.append(f"{part.url}, row {start + at + 1}: step {step}, {difference}")
+                break
+        return found
+
+
+def _planned(plan: EpochPlan, ids: npt.NDArray[np.int64], lanes: range, first: int, last: int) -> npt.NDArray[np.int64]:
+    """(steps, rows): the sample ids of these lanes in the global batches of steps first..last, lane after lane."""
+    each = plan.global_batch // plan.lanes
+    table = np.zeros((last - first + 1, len(lanes), each), np.int64)
+    for column, lane in enumerate(lanes):
+        found = [
+            ids[_records_at(plan, epoch, positions)]
+            for epoch, positions in plan.lane_positions(lane, (first - 1) * each, last * each)
+        ]
+        table[:, column] = np.concatenate(found).reshape(-1, each)  # (steps * each,) -> (steps, each)
+    return table.reshape(len(table), -1)
 
 
 def _row(part: Part, step: int) -> int:
@@ -408,18 +447,18 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
-    skipped = [bad for row in read_history(run_url).bad_records if (bad := BadRecords.of_row(row)) is not None]
+    skipped = [bad for _, row in read_rows(run_url, BAD_RECORD)[1] if (bad := BadRecords.of_row(row)) is not None]
     if skipped or config.get("on_bad_record") == "skip":
         for reader in opened.readers:
             reader.skip_bad_records(Skipped(lambda bad: None))
     stand_ins = stand_ins_of(opened.readers, skipped)
     files = audit_files(fs, paths, tip.ref)
-    contents = [(url, fs.read_bytes(url)) for url in files]
-    parts, spans = [_part(url, parse_audit(data, file=url)) for url, data in contents], audit_spans(fs, paths, tip.ref)
-    for part in parts:
-        translate(part.rows, stand_ins)
+    spans = audit_spans(fs, paths, tip.ref)
     ids = all_ids(opened.readers[0])
     if clients is not None:
+        parts = [_part(fs, url) for url in files]
+        for part in parts:
+            translate(part.rows, stand_ins)
         faults = check_clients(clients, read_table(opened.readers[0], clients.clients), ids, spans, parts)
         count = sum(len(part.rows) for part in parts)
         words = f"{count} samples in {tip.ref.step} rounds, as planned; each client on one rank"
@@ -427,13 +466,21 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     assert plan is not None
     # Only the epochs that the steps have reached, and one more: memory is proportional to their number.
     epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
-    report = check_audit(plan, opened.readers, contents, steps=tip.ref.step, epochs=epochs, stand_ins=stand_ins)
-    groups = LANE_GROUPS if config["batchnorm"] == "ghost" else None
-    return replace(report, places=tuple(misplaced(plan, groups, ids, spans, parts)))
+    places = Places(plan, LANE_GROUPS if config["batchnorm"] == "ghost" else None, ids, spans)
+
+    def audits() -> Iterator[Rows]:
+        for url in files:
+            part = _part(fs, url)
+            yield part.rows  # which puts in what stand-ins stood for
+            places.add(part)
+
+    report = check_audit(plan, opened.readers, audits(), steps=tip.ref.step, epochs=epochs, stand_ins=stand_ins)
+    return replace(report, places=tuple(places.faults()))
 
 
-def _part(url: str, rows: Rows) -> Part:
+def _part(fs: FileSystem, url: str) -> Part:
     generation, rank, _ = url.split("/")[-3:]
+    rows = parse_audit(fs.read_bytes(url), file=url)
     return Part(url, int(generation.removeprefix("g")), int(rank.removeprefix("rank-")), rows)
 
 

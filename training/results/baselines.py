@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +18,8 @@ from lockstep.storage.urls import basename, join
 from training.control.protocol import json_safe
 from training.run.paths import RunPaths
 from training.scoring.scores import (
-    Estimate,
     OutputForm,
     RowMetric,
-    class_counts,
-    means,
     output_columns,
     sorted_rows,
     with_row_metrics,
@@ -43,13 +39,13 @@ def scores_of(
     training kept.
     """
     labels, outputs = rows[:, 0], rows[:, 1:]
-    if classes is None:
-        return json_safe(_of_numbers(sorted_rows(rows))) | {"class_counts": class_counts(labels, None)}
-    form = OutputForm(logits=False, width=outputs.shape[1], kept=None if kept is None else tuple(kept))
+    of_training = None if kept is None else tuple(kept)
+    form = OutputForm(logits=False, width=outputs.shape[1], kept=of_training, numbers=classes is None)
     columns = output_columns(labels, outputs, form)
     assert columns is not None
     table = sorted_rows(np.concatenate([labels[:, None], np.ones((len(rows), 1)), columns], axis=1))
-    asked = [RowMetric("accuracy", "accuracy", threshold=0.5 if probabilities else 0.0)] if form.binary else []
+    yes_or_no = form.binary and classes is not None
+    asked = [RowMetric("accuracy", "accuracy", threshold=0.5 if probabilities else 0.0)] if yes_or_no else []
     number = None if classes == 2 else classes
     found = with_row_metrics({"metrics": {}, "baseline": None}, table, asked, form, number)
     parts = {name: found[name] for name in ("metrics", "intervals", "class_counts")}
@@ -57,27 +53,6 @@ def scores_of(
         for name in ("log_loss", "corrected_log_loss"):
             parts["metrics"].pop(name, None), parts["intervals"].pop(name, None)
     return dict(json_safe(parts))
-
-
-def _of_numbers(rows: NDArray[np.float64]) -> dict[str, Any]:
-    """Metrics of numbers, by Keras' names; the intervals are those of mean errors."""
-    labels, errors, ones = rows[:, 0], rows[:, 1] - rows[:, 0], np.ones(len(rows))
-    found = means(np.stack([errors**2, np.abs(errors)]), ones)
-    names = ("mean_squared_error", "mean_absolute_error")
-    estimates = {
-        name: Estimate.normal(float(found.values[number]), float(found.covariance[number, number]), 0.0)
-        for number, name in enumerate(names)
-    }
-    squared = estimates["mean_squared_error"]
-    interval = None if squared.interval is None else (math.sqrt(squared.interval[0]), math.sqrt(squared.interval[1]))
-    estimates["root_mean_squared_error"] = Estimate(math.sqrt(squared.value), interval)
-    metrics = {name: one.value for name, one in estimates.items()}
-    variance = float(labels.var())
-    metrics["r2"] = 1 - squared.value / variance if variance else math.nan
-    return {
-        "metrics": metrics,
-        "intervals": {name: one.interval for name, one in estimates.items() if one.interval is not None},
-    }
 
 
 def store(run: str, baseline: Mapping[str, Any], model: Mapping[str, Any]) -> str:

@@ -12,9 +12,8 @@ from markupsafe import Markup
 from training.results.pages import DARK, FOLLOWED, LIGHT, OTHER, WIDTH, Line, axes_of, lines_of, svg
 from training.rules import VALIDATION
 from training.run.metrics import PARTS, History
+from training.run.summary import SMOOTHED_STEPS
 
-SMOOTHED_STEPS = 20  # of the dark line: the loss of a single batch says little
-POINTS = 400  # of a line over steps; more would only make the page larger
 TIME_WORDS = {
     "data_s": "waiting for data",
     "compute_s": "computing",
@@ -29,15 +28,9 @@ Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
 
 def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:
-    """(steps, losses, means of the last SMOOTHED_STEPS losses) of the steps whose loss is a number."""
+    """(steps, losses, means of the last SMOOTHED_STEPS losses) of the steps of a summary whose loss is a number."""
     rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    means, total = [], 0.0
-    for number, loss in enumerate(losses):
-        total += loss - (losses[number - SMOOTHED_STEPS] if number >= SMOOTHED_STEPS else 0.0)
-        means.append(total / min(number + 1, SMOOTHED_STEPS))
-    every = max(1, len(steps) // POINTS)
-    return steps[::every], losses[::every], means[::every]
+    return [row["step"] for row in rows], [row["loss"] for row in rows], [row["mean"] for row in rows]
 
 
 def epoch_steps(history: History) -> float | None:

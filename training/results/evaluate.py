@@ -67,6 +67,7 @@ def evaluate(
     batch: int = BATCH_ROWS,
     baseline: str | None = None,
     slices: Sequence[str] = (),
+    clusters: str | None = None,
     checkpoint: Which | str | None = None,
     earlier: bool = False,
 ) -> dict[str, Any]:
@@ -76,8 +77,9 @@ def evaluate(
 
     `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
-    COLUMN:day or COLUMN:hour. With `earlier`, the rows of all datasets that `dataset` continues are evaluated too, and
-    the result names them as `earlier`, nearest first.
+    COLUMN:day or COLUMN:hour. Rows of one value of the stored column `clusters` (by default that of a split by group)
+    depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
+    continues are evaluated too, and the result names them as `earlier`, nearest first.
 
     Returns {run, dataset, split, model, samples, left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
@@ -92,6 +94,7 @@ def evaluate(
     require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
     dataset = absolute(dataset)
     manifest = checked_dataset(dataset, split, slices)
+    grouped, stored = clusters_of(manifest, clusters)
     datasets = [url for url, _ in load_chain(dataset)] if earlier else [dataset]
     models = [_Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
     require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
@@ -117,6 +120,7 @@ def evaluate(
         "batch": batch,
         "baseline": baseline,
         "slices": list(slices),
+        "clusters": stored,
     }
     tls = any(model.config.tls == "on" for model in models)  # as the runs were trained
     found = launch(RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls), num_ranks)[0]
@@ -127,7 +131,9 @@ def evaluate(
     result = {**named, "dataset": dataset, "split": split, **found}
     if earlier:
         result["earlier"] = datasets[1:]
-    notes.show(_doubts(result, find_result(filesystem(first.run), RunPaths(first.run)), first.kept))
+    trained = find_result(filesystem(first.run), RunPaths(first.run))
+    thinned = thinned_of(manifest, split)
+    notes.show([*_doubts(result, trained, first.kept, thinned), *notes.of_groups(grouped if stored is None else None)])
     return result
 
 
@@ -153,6 +159,32 @@ def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetM
     rows_of(manifest, split)
     slices_of(slices, Schema.from_json(manifest.schema))
     return manifest
+
+
+def clusters_of(manifest: DatasetManifest, asked: str | None) -> tuple[str | None, str | None]:
+    """(The column by whose groups the dataset is split, the stored column whose rows count as clusters: `asked`, or
+    that one if it is stored). Raises ConfigError for a column that is not stored.
+    """
+    schema = Schema.from_json(manifest.schema)
+    stored = {field.name for field in schema if field.shape == ()}
+    if asked is not None and asked not in stored:
+        raise ConfigError(
+            f"the dataset has no column `{asked}` for clusters",
+            got=asked,
+            allowed=", ".join(sorted(stored)),
+            next_step="Correct --clusters, or store the column when the dataset is made.",
+        )
+    kind, _, rest = str(manifest.created_by["config"].get("split", "")).partition(":")
+    grouped = rest.rpartition(":")[0] if kind == "group" else rest.partition(":")[2] if kind == "kfold" else ""
+    return grouped or None, asked or (grouped if grouped in stored else None)
+
+
+def thinned_of(manifest: DatasetManifest, split: str) -> tuple[float, ...] | None:
+    """The share of each class that --sample kept of `split`; None if it kept all rows or a class has none."""
+    sampled = sampled_of(manifest)
+    if sampled is None or split not in sampled.splits:
+        return None
+    return shares_of_classes(sampled, Schema.from_json(manifest.schema).label)
 
 
 def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[float, ...] | None:
@@ -181,19 +213,29 @@ def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
     check_baseline(baseline, Schema.from_json(trained_on.schema))
 
 
-def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None, kept: Sequence[float] | None) -> list[str]:
+def _doubts(
+    result: Mapping[str, Any],
+    trained: Mapping[str, Any] | None,
+    kept: Sequence[float] | None,
+    thinned: Sequence[float] | None,
+) -> list[str]:
     baseline, split = result["baseline"], result["split"]
-    trained_on = baseline["class_counts"] if baseline else (trained or {}).get("class_counts")
-    if trained_on and kept:  # the counts before --sample
-        trained_on = [round(rows / share) for rows, share in zip(trained_on, kept, strict=True)]
+    trained_on = _before(baseline["class_counts"] if baseline else (trained or {}).get("class_counts"), kept)
     return [
         *notes.of_left_out(result["left_out"], split),
         *notes.of_classes(result["class_counts"], f"split `{split}`"),
         *notes.of_classes(trained_on, "what the run was trained on"),
-        *notes.of_base_rates(trained_on, result["class_counts"], split),
+        *notes.of_base_rates(trained_on, _before(result["class_counts"], thinned), split),
         *notes.of_metrics(result["metrics"], f"the metrics of split `{split}`"),
         *notes.of_baseline(result),
     ]
+
+
+def _before(counts: Sequence[int] | None, shares: Sequence[float] | None) -> Sequence[int] | None:
+    """The rows of each class before --sample."""
+    if not counts or not shares:
+        return counts
+    return [round(rows / share) for rows, share in zip(counts, shares, strict=True)]
 
 
 def summary(result: Mapping[str, Any]) -> str:
@@ -204,6 +246,8 @@ def summary(result: Mapping[str, Any]) -> str:
     if counts is not None:
         classes = ", ".join(f"{rows} of {number}" for number, rows in enumerate(counts[:SHOWN_CLASSES]))
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")
+    if result.get("clusters"):
+        head += f"; intervals count {result['clusters']['clusters']} values of {result['clusters']['column']}, not rows"
     table = [["metric", f"mean of {len(members)}" if members else "model", "95 % interval"]]
     if baseline:
         table[0] += [baseline["name"], "difference", "95 % interval"]
@@ -243,9 +287,11 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     if calibration is None:
         return []
     error, brier, bins = calibration["expected_error"], calibration["brier"], calibration["bins"]
+    chance = calibration["error_by_chance"]
     rows = [[name, *(f"{each[name]:.3f}" for each in bins)] for name in ("predicted", "observed")]
     of = f"calibration of {calibration['of']}"
-    return [f"{of}: expected error {error:.4f}, Brier score {brier:.4f}, bins of equal count", *aligned(rows)]
+    errors = f"expected error {error:.4f} (by chance alone {chance:.4f}), Brier score {brier:.4f}"
+    return [f"{of}: {errors}, bins of equal count", *aligned(rows)]
 
 
 def _confusion(confusion: Mapping[str, Any] | None) -> list[str]:

@@ -57,7 +57,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
             trained_on = trained_on.skipping_bad_records(lambda bad: None)
         baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
-    details = Details(slices_of(payload["slices"], first.split.encoder.schema), _class_names(first.split.manifest))
+    slices = slices_of(payload["slices"], first.split.encoder.schema)
+    details = Details(slices, _class_names(first.split.manifest), payload["clusters"])
 
     def scored(
         model: keras.Model, of: _Member, outputs: Outputs | None = None, members: Sequence[tuple[str, Outputs]] = ()

@@ -23,7 +23,8 @@ from training.control.task import RankTask
 from training.driver.ownership import staging_folder
 from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
-from training.launch.session import Launch, ended_in_order
+from training.launch.session import Launch
+from training.launch.signals import ended_in_order
 from training.plan.datasets import held_out
 from training.rank import runtime
 from training.reading.open import load_fitted

@@ -41,6 +41,7 @@ def follow(
     batch: int = 512,
     baseline: str | None = None,
     slices: Sequence[str] = (),
+    clusters: str | None = None,
     start_delay_s: float = 0.0,
     throttle_s: float = 0.0,
     look_s: float = LOOK_S,
@@ -51,16 +52,17 @@ def follow(
 
     Options are those of `evaluate`. The first look is after `start_delay_s`, and while the run trains an evaluation
     begins `throttle_s` or more after the one before it. Each result is published in RUN/evaluations, in a directory of
-    this dataset, split, baseline and slices: another call continues there. A checkpoint that retention removed first is
-    left out, which `show` reports. Returns {step, generation, result} of each checkpoint, by step; `result` is that of
-    `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign of life for `idle_s`.
+    this dataset, split, baseline, slices and clusters: another call continues there. A checkpoint that retention
+    removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint, by step;
+    `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign
+    of life for `idle_s`.
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):
         require(0 <= seconds <= MAX_WAIT_S, name, f"{seconds} s", f"0 to {MAX_WAIT_S:.0f} s")
     run, dataset = absolute(run), absolute(dataset)
     fs, paths = filesystem(run), RunPaths(run)
     digest = checked_dataset(dataset, split, slices).digest
-    key = {"dataset": digest, "split": split, "baseline": baseline, "slices": list(slices)}
+    key = {"dataset": digest, "split": split, "baseline": baseline, "slices": list(slices), "clusters": clusters}
     folder = paths.evaluations(f"{split}-{sha256_hex(canonical_bytes(key))[:12]}")
     skipped: set[CheckpointRef] = set()
     driver, begun = _Driver(fs, paths, idle_s), -math.inf
@@ -82,7 +84,7 @@ def follow(
         try:
             result = evaluate(
                 run, dataset, split, launch,
-                num_ranks=num_ranks, batch=batch, baseline=baseline, slices=slices, checkpoint=url,
+                num_ranks=num_ranks, batch=batch, baseline=baseline, slices=slices, clusters=clusters, checkpoint=url,
             )  # fmt: skip
         except LockstepError:
             if fs.exists(url):

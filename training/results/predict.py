@@ -24,7 +24,8 @@ from training.control.protocol import is_final
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.ownership import staging_folder
-from training.launch.session import Launch, Launches, ended_in_order
+from training.launch.session import Launch, Launches
+from training.launch.signals import ended_in_order
 from training.plan.datasets import rows_of
 from training.rank import runtime
 from training.results.export_run import Which, check_output, weights_of

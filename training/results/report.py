@@ -42,11 +42,13 @@ from training.results.state import STOPPED, WORDS, read_stopped, state_of
 from training.rules import VALIDATION
 from training.run import notes
 from training.run.command import command_of
-from training.run.lineage import Claim, chain_of, read_claims
-from training.run.metrics import History, read_history
+from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
+from training.run.lineage import Claim, chain_of, epochs_asked, read_claims
+from training.run.metrics import History
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
+from training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
 
@@ -59,7 +61,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     damaged file of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
-    history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
+    history, document, claims = read_summary(run), read_run(fs, paths), read_claims(fs, paths)
     if not claims:
         raise NotFoundError(
             f"{run} has nothing to report",
@@ -69,11 +71,11 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         )
     newest, result = max(claims), find_result(fs, paths)
     done = result if result is not None and result["generation"] == newest else None
-    url = paths.report(newest)
+    url, so_far = paths.report(newest), _epochs_so_far(document, claims, history)
     content = render(
         run,
         about_run(document, claims, done or {"generation": newest}),
-        _result_rows(done, history) if done else _unfinished_rows(fs, paths, history),
+        _result_rows(done, history) if done else _unfinished_rows(fs, paths, history, so_far),
         history,
         _data_rows(document, url),
         reported_evaluation(fs, paths, newest) if evaluation is None else _keep(fs, paths, newest, evaluation),
@@ -306,11 +308,16 @@ def _data_rows(document: Mapping[str, Any], url: str) -> Rows:
 def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
     return [
         ("steps", result["steps"]),
-        ("epochs", result["epochs"]),
+        ("epochs", epochs_words(result["epochs"], result["epochs_asked"])),
         *([("ended early by", result["stopped_by"])] if result.get("stopped_by") else []),
         *([("validation", f"{result['validation_s']:.1f} s")] if result.get("validation_s") else []),
         *([("rows left out of validation", left_out)] if (left_out := _left_out(history)) else []),
-        ("samples/s", f"{result['samples_per_s']:.0f}"),
+        *(
+            []
+            if (first := result.get("first_step_s")) is None
+            else [("time to the end of the first step", f"{first:.1f} s")]
+        ),
+        *([] if (rate := result["samples_per_s"]) is None else [("samples/s after it", f"{rate:.0f}")]),
         ("samples left over (they fill no last global batch)", len(result["left_over"])),
         *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
@@ -338,7 +345,15 @@ def _left_out(history: History) -> int:
     return int(last.get("left_out", {}).get("samples", 0))
 
 
-def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:
+def _epochs_so_far(document: Mapping[str, Any], claims: Mapping[int, Claim], history: History) -> str:
+    of_epoch, steps = steps_in_epoch(document["plan"]), history.steps[-1]["step"] if history.steps else 0
+    asked = epochs_asked(claims)
+    if of_epoch is None:  # a plan of another version
+        return str(len(history.epochs))
+    return epochs_words(epochs_trained(steps, of_epoch, asked), asked)
+
+
+def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History, epochs: str) -> Rows:
     metrics = history.epochs[-1]["metrics"] if history.epochs else {}
     state = state_of(fs, paths)
     stopped = read_stopped(fs, paths) if state == STOPPED else None
@@ -351,7 +366,7 @@ def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:
         ("state", f"not finished, {state}: {WORDS[state]}"),
         *([] if stopped is None else [("stopped", _stopped_words(stopped))]),
         ("steps so far", history.steps[-1]["step"] if history.steps else 0),
-        ("epochs so far", len(history.epochs)),
+        ("epochs so far", epochs),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(metrics.items())),
         ("newest checkpoint", checkpoint),
     ]

@@ -20,11 +20,12 @@ from training.results.pages import printable
 from training.results.report import reported_evaluation
 from training.results.state import ELSEWHERE, TRAINING, state_of, state_without_driver
 from training.rules import VALIDATION
+from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
 from training.run.lineage import epochs_asked, read_claims
-from training.run.metrics import read_history
 from training.run.paths import RunPaths
 from training.run.result import find_result
-from training.run.run_json import read_run, steps_in_epoch
+from training.run.run_json import read_run
+from training.run.summary import read_summary
 
 MOST_DEPTH = 3  # folders below the one that was named: FOLDER/SEARCH/trials/0001
 LOOK_S = REWRITE_EVERY_S + 1.5  # in which a living driver of another host rewrites its lease
@@ -57,6 +58,8 @@ class ListedRun:
     steps: int = 0
     steps_asked: int | None = None
     steps_in_epoch: float | None = None
+    epochs: float | None = None
+    """That were trained until now (training.run.epochs); those asked for are in `config`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last epoch, `val_METRIC` of a validation among them, and SPLIT_METRIC of an evaluation in its report."""
     evaluated: str = ""
@@ -88,7 +91,7 @@ class ListedRun:
     def fields(self) -> dict[str, Any]:
         """What --where and --sort name: the configuration, the metrics, and the columns of a listing."""
         columns = {name: getattr(self, name) for name in ("name", "state", "digest", "begun", "ranks", "steps")}
-        return {**self.config, **self.metrics, **columns}
+        return {**self.config, **self.metrics, **columns, "epochs_trained": self.epochs}
 
 
 def read_runs(urls: Sequence[str], look_s: float = LOOK_S) -> list[ListedRun]:
@@ -171,7 +174,7 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
     if result is not None and result["generation"] == newest:
         state, metrics, steps = FINISHED, result["metrics"], result["steps"]
     else:
-        history = read_history(paths.root)
+        history = read_summary(paths.root)
         metrics = history.epochs[-1]["metrics"] if history.epochs else {}
         steps = history.steps[-1]["step"] if history.steps else 0
         state = state_of(fs, paths)
@@ -191,6 +194,7 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
         steps=steps,
         steps_asked=steps_asked,
         steps_in_epoch=None if of_epoch is None else float(of_epoch),
+        epochs=None if of_epoch is None else epochs_trained(steps, of_epoch, asked),
         metrics={str(key): float(value) for key, value in metrics.items() if _is_number(value)},
         evaluated=evaluated,
         stopped_by=str((result or {}).get("stopped_by") or "") if state == FINISHED else "",
@@ -316,7 +320,7 @@ def metric_names(runs: Sequence[ListedRun], by: str = "") -> list[str]:
 def listing(runs: Sequence[ListedRun], by: str = "") -> list[list[str]]:
     """Head and rows of a table with a row for each run, with up to SHOWN_METRICS metrics: `by` first."""
     metrics = metric_names(runs, metric_of(by))[:SHOWN_METRICS]
-    rows = [["run", "state", "model", "ranks", "step", *metrics, "begun", "dataset", "digest"]]
+    rows = [["run", "state", "model", "ranks", "step", "epochs", *metrics, "begun", "dataset", "digest"]]
     for run in runs:
         if run.state == DAMAGED:
             rows.append([run.name, f"{DAMAGED}: {run.problem}", *[""] * (len(rows[0]) - 2)])
@@ -325,7 +329,9 @@ def listing(runs: Sequence[ListedRun], by: str = "") -> list[list[str]]:
         values = [number(run.metrics.get(name)) for name in metrics]
         datasets = ", ".join(basename(one) for one in run.datasets)
         model, digest = str(run.config.get("model")), short_digest(run.digest)
-        rows.append([run.name, run.state, model, str(run.ranks), step, *values, run.begun, datasets, digest])
+        asked = run.config.get("epochs")
+        epochs = str(asked) if run.epochs is None or asked is None else epochs_words(run.epochs, asked)
+        rows.append([run.name, run.state, model, str(run.ranks), step, epochs, *values, run.begun, datasets, digest])
     return rows
 
 
@@ -333,7 +339,15 @@ def comparison(runs: Sequence[ListedRun]) -> list[list[str]]:
     """Head and rows of the options that differ, and of all metrics, of the runs that are not damaged."""
     whole = [run for run in runs if run.state != DAMAGED]
     metrics = metric_names(whole)
-    columns = [{**run.config, "dataset_digest": short_digest(run.digest), "num_ranks": run.ranks} for run in whole]
+    columns = [
+        {
+            **run.config,
+            "epochs trained": _trained(run),
+            "dataset_digest": short_digest(run.digest),
+            "num_ranks": run.ranks,
+        }
+        for run in whole
+    ]
     for each in columns:
         each.pop("run", None)
     keys = dict.fromkeys(key for each in columns for key in each)
@@ -343,6 +357,10 @@ def comparison(runs: Sequence[ListedRun]) -> list[list[str]]:
         values = [number(run.metrics.get(name)) for name in metrics]
         rows.append([run.name, *(value_text(each.get(key)) for key in differing), *values])
     return rows
+
+
+def _trained(run: ListedRun) -> str:
+    return "-" if run.epochs is None else epochs_words(run.epochs, 0).partition(" ")[0]
 
 
 def value_text(value: Any) -> str:

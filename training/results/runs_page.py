@@ -15,8 +15,9 @@ from training.results.pages import Line, Section, figures, lines_of, link, page,
 from training.results.report import describe_page
 from training.results.runs import DAMAGED, FINISHED, ListedRun, comparison, listing, short_digest
 from training.rules import VALIDATION
-from training.run.metrics import History, read_history
+from training.run.metrics import History
 from training.run.paths import RunPaths
+from training.run.summary import read_summary
 
 MOST_CURVES = 10  # runs with a colour of their own; more would look alike
 MUCH_LONGER = 8  # times the median run: then the others would be a few pixels at the left
@@ -53,7 +54,7 @@ def _histories(runs: Sequence[ListedRun]) -> tuple[dict[str, History], dict[str,
     for run in runs:
         if run.state != DAMAGED:
             try:
-                history = read_history(run.url)
+                history = read_summary(run.url)
             except LockstepError as error:
                 problems[run.url] = error.what
                 continue

@@ -22,6 +22,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute, basename, join
 from training.rules import VALIDATION
+from training.run.epochs import epochs_words
 from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
 from training.run.result import find_result
@@ -211,6 +212,8 @@ class MLflow(Tracker):
         with _refused(self._server):
             if result is not None:
                 self._client.set_tag(self._id, "lockstep.model", str(result["model"]))
+                epochs = epochs_words(result["epochs"], result["epochs_asked"])
+                self._client.set_tag(self._id, "lockstep.epochs", epochs)
                 self._client.set_tag(self._id, "lockstep.restarts", str(result["restarts"]))
             status = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}[state]
             self._client.set_terminated(self._id, status)

@@ -19,7 +19,7 @@ from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.files.local import whole_pages
 from lockstep.storage.formats.safetensors import DTYPES, LENGTH_BYTES, head_bytes, parse_header
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import MANIFEST_NAME, write_file, write_stream
+from lockstep.storage.publish import MANIFEST_NAME, lost_write, read_back, write_file, write_stream
 from lockstep.storage.urls import join, parent
 from training.run.paths import checkpoint_name, rank_name
 
@@ -88,7 +88,7 @@ def tensors_in(file: NDArray[np.uint8], where: str) -> dict[str, NDArray[Any]]:
 def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
     """Publish the file durably and compare it with what reads back, without a second copy in memory.
 
-    Raises what lockstep.storage.publish.write_stream does, and CorruptionError if other bytes read back.
+    Raises what lockstep.storage.publish.write_stream does, and LostWriteError if other bytes read back.
     """
 
     def produce(writer: Writer) -> None:
@@ -97,18 +97,12 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
 
     write_stream(fs, url, produce)
     done, same, piece = 0, True, whole_pages(PIECE_BYTES)
-    with fs.open_uncached(url) as back:
+    with read_back(url), fs.open_uncached(url) as back:
         while same and (count := back.readinto(piece.data)):  # type: ignore[attr-defined] # all have it
             same = count <= file.size - done and not _memcmp(piece.ctypes.data, file[done:].ctypes.data, count)
             done += count if same else 0
     if not same or done != file.size:
-        raise CorruptionError(
-            "a file reads back with other bytes than were written",
-            file=url,
-            offset=done,
-            got=f"other bytes from {done} on",
-            allowed=f"{file.size} bytes as written",
-        )
+        raise lost_write(url, f"other bytes from {done} on", f"{file.size} bytes as written")
 
 
 def sha256_of(file: NDArray[np.uint8]) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,20 +146,16 @@ class History:
 
 def read_history(run: str) -> History:
     """Read the metrics of the run at URL `run`. Raises NotFoundError without a run, CorruptionError for a bad part."""
-    fs, paths = filesystem(run), RunPaths(run)
-    if not fs.exists(paths.run_json):
-        raise no_run(fs, paths)
     kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, CHECKPOINT: {}, RATE: {}}
     kinds = ("time", NON_FINITE, READING, USAGE, STRAGGLER, BAD_RECORD)
     listed: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    generations = sorted(claimed(fs, paths))
-    for generation in generations:
-        for row in _rows(paths.metrics(generation)):
-            if row["kind"] in listed:
-                listed[row["kind"]].append({**row, "generation": generation} if row["kind"] == READING else row)
-            else:
-                kept[row["kind"]][row[_counted(row["kind"])]] = row
-    steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
+    generations, rows = read_rows(run)
+    for generation, row in rows:
+        if row["kind"] in listed:
+            listed[row["kind"]].append({**row, "generation": generation} if row["kind"] == READING else row)
+        else:
+            kept[row["kind"]][row[_counted(row["kind"])]] = row
+    steps, epochs, checkpoints, rates = ([found[step] for step in sorted(found)] for found in kept.values())
     rate = rates[-1] if rates else None
     return History(
         steps,
@@ -181,18 +177,31 @@ def _counted(kind: str) -> str:
     return "epoch" if kind == "epoch" else "step"
 
 
-def _rows(directory: str) -> list[dict[str, Any]]:
+def read_rows(run: str, kind: str = "") -> tuple[list[int], Iterator[tuple[int, dict[str, Any]]]]:
+    """The generations of a run, and each row of its metrics with its generation, a part at a time; only those of `kind`
+    if it is given, which parses no others. Raises NotFoundError without a run, CorruptionError at a bad part.
+    """
+    fs, paths = filesystem(run), RunPaths(run)
+    if not fs.exists(paths.run_json):
+        raise no_run(fs, paths)
+    generations = sorted(claimed(fs, paths))
+    return generations, (
+        (generation, row) for generation in generations for row in _rows(paths.metrics(generation), kind.encode())
+    )
+
+
+def _rows(directory: str, kind: bytes) -> Iterator[dict[str, Any]]:
     fs = filesystem(directory)
     try:
         parts = [part for part in fs.list(directory) if part.name.endswith(".jsonl")]
     except NotFoundError:
-        return []  # a generation that failed before its first step has no metrics
-    rows = []
+        return  # a generation that failed before its first step has no metrics
     for part in parts:
         for number, line in enumerate(fs.read_bytes(part.url).splitlines()):
-            if not (line.startswith(b"[") and line.endswith(f"{_DROPPED}]".encode())):
-                rows.append(_row(line, part.url, number))
-    return rows
+            if kind in line and not (line.startswith(b"[") and line.endswith(f"{_DROPPED}]".encode())):
+                row = _row(line, part.url, number)
+                if not kind or row["kind"].encode() == kind:
+                    yield row
 
 
 def _row(line: bytes, url: str, number: int) -> dict[str, Any]:

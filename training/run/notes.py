@@ -97,6 +97,16 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
     ]
 
 
+def of_groups(column: str | None) -> list[str]:
+    """Rows of one group that depend on each other where the dataset does not say which they are."""
+    if column is None:
+        return []
+    return [
+        f"intervals take rows for independent, but the dataset is split by `{column}`, whose rows depend on each "
+        f"other, so they are too narrow; next: store `{column}`, or give --clusters a stored column that stands for it"
+    ]
+
+
 def of_baseline(result: Mapping[str, Any]) -> list[str]:
     """A model that is not clearly better than its baseline; `result` as from training.results.evaluate."""
     baseline, name = result["baseline"], result["compared_by"]

@@ -11,6 +11,7 @@ from lockstep.storage import documents
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from training.run.epochs import epochs_words
 from training.run.lineage import CheckpointRef, read_claims
 from training.run.paths import RunPaths
 
@@ -24,14 +25,18 @@ class RunResult:
     run: str
     generation: int
     steps: int
-    epochs: int
+    epochs: float
+    """That were trained, by `training.run.epochs.epochs_trained`; a whole number unless one was cut."""
+    epochs_asked: int
     metrics: dict[str, Any]
     """Of the last epoch."""
     samples: int
     """Trained on by this generation."""
     seconds: float
     """Training time of this generation."""
-    samples_per_s: float
+    samples_per_s: float | None
+    """From the end of this generation's first step to that of its last one, without validations and the stalls of
+    checkpoints; None for a single step."""
     restarts: int
     """By this driver."""
     checkpoint: str | None
@@ -52,6 +57,8 @@ class RunResult:
     """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds} of a run with noise on clients."""
     validation_s: float = 0.0
     """Time of this generation's validations, which is no part of `seconds`."""
+    first_step_s: float | None = None
+    """The part of `seconds` up to the end of the first step: compilation and the first batches. None without a step."""
     bad_records: dict[str, Any] = field(default_factory=lambda: {"samples": 0, "first": []})
     """{samples, first} of those that this driver's ranks skipped: their number, and the first 20 by file and record."""
 
@@ -67,18 +74,32 @@ class RunResult:
     def summary(self) -> str:
         """The result in a few lines."""
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items() if isinstance(value, float))
+        epochs = epochs_words(self.epochs, self.epochs_asked)
         return (
-            f"{self.run}: {self.steps} steps, {self.epochs} epochs, {self.samples_per_s:.0f} samples/s, "
+            f"{self.run}: {self.steps} steps, {epochs} epochs, {speed_words(self.first_step_s, self.samples_per_s)}"
             f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
-            f"{f'ended early by {self.stopped_by}{chr(10)}' if self.stopped_by else ''}"
+            f"{self._early_words()}"
             f"{self._privacy_words()}last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
+
+    def _early_words(self) -> str:
+        if self.stopped_by is None:
+            return ""
+        last = "; the model has the weights of the last step: --keep-best keeps the best ones"
+        return f"ended early by {self.stopped_by}{last if self.stopped_by.startswith('--early-stop') else ''}\n"
 
     def _privacy_words(self) -> str:
         if self.privacy is None:
             return ""
         epsilon, delta = self.privacy["epsilon"], self.privacy["delta"]
         return f"differential privacy of each client: epsilon {epsilon:.4f} at delta {delta:g}\n"
+
+
+def speed_words(first_step_s: float | None, samples_per_s: float | None) -> str:
+    """The configured parts of `first step after 3.2 s, then 1204 samples/s, `; a single step has no rate."""
+    first = "" if first_step_s is None else f"first step after {first_step_s:.1f} s, "
+    then = "then " if first else ""
+    return first + ("" if samples_per_s is None else f"{then}{samples_per_s:.0f} samples/s, ")
 
 
 IN_PLACE, NEW_SUPERVISORS = 1, 2
@@ -131,12 +152,16 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
 
 def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, Any]:
     """A result with each field of the right type. Raises DataError or CorruptionError naming file and field."""
-    for name in ("generation", "steps", "epochs", "samples", "restarts"):
+    result = {"epochs_asked": result.get("epochs"), "first_step_s": None, **result}  # absent in older versions' results
+    for name in ("generation", "steps", "epochs_asked", "samples", "restarts"):
         documents.count(result.get(name), where=f"{where}: {name}")
     if result["generation"] != generation:
         raise CorruptionError("a result that contradicts its name", file=where, got=f"generation {generation}")
-    for name in ("seconds", "samples_per_s"):
+    for name in ("epochs", "seconds"):
         documents.number(result.get(name), where=f"{where}: {name}")
+    for name in ("samples_per_s", "first_step_s"):
+        if result.get(name) is not None:
+            documents.number(result[name], where=f"{where}: {name}")
     for name in ("checkpoint", "model"):
         if result.get(name) is not None:
             documents.string(result[name], where=f"{where}: {name}")

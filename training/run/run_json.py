@@ -6,7 +6,6 @@ import datetime
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -159,19 +158,6 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     for name in ("plan", "config"):
         documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")
     return found
-
-
-def steps_in_epoch(plan: Mapping[str, Any]) -> Fraction | None:
-    """The steps of an epoch by the `plan` of run.json; None for one that has not their number. They are no whole number
-    where the last samples of an epoch fill no batch: the next epoch begins with them.
-    """
-    if "client_fraction" in plan:
-        return Fraction(1)
-    part = plan["parts"][0] if "parts" in plan else plan  # of a mix, an epoch is a pass over the first dataset
-    records, batch = part.get("records"), part.get("global_batch")
-    if isinstance(records, int) and isinstance(batch, int) and batch > 0:
-        return Fraction(records, batch)
-    return None
 
 
 def open_run(

@@ -16,6 +16,7 @@ from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, read_replaced
 from lockstep.storage.urls import join
+from training.run.epochs import epochs_words
 from training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
@@ -68,6 +69,9 @@ class RunStatus:
     steps: int = 0
     epochs_done: int = 0
     epochs: int = 0
+    """Asked for."""
+    epochs_trained: float | None = None
+    """By the steps so far (training.run.epochs); None in a file of an older version."""
     samples_per_s: float | None = None
     left_s: float | None = None
     """Until the last step, at this rate."""
@@ -190,7 +194,11 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
 def _headline(status: RunStatus) -> str:
     percent = f" ({status.step / status.steps:.0%})" if status.steps else ""
     parts = [f"{status.state}, step {status.step} of {status.steps}{percent}"]
-    parts.append(f"epoch {min(status.epochs_done + 1, status.epochs)} of {status.epochs}")
+    done = status.epochs_done if status.epochs_trained is None else status.epochs_trained
+    if status.state == FINISHED:
+        parts.append(f"{epochs_words(done, status.epochs)} epochs")
+    else:
+        parts.append(f"epoch {min(int(done) + 1, status.epochs)} of {status.epochs}")
     if status.state == TRAINING and status.samples_per_s:
         parts.append(f"{status.samples_per_s:,.0f} samples/s")
         if status.left_s is not None:

@@ -2,11 +2,13 @@
 
 Bins have equal counts: a row's bin follows from its rank. Rows of equal predictions share the bin of their middle rank,
 so that no bin depends on the order of rows. The expected calibration error is the mean distance between a bin's mean
-prediction and its observed rate, weighted by the bins' rows.
+prediction and its observed rate, weighted by the bins' rows. Weights of rows do not count, as they do not in the ROC
+curve and in the other metrics of this project. In a sampled split, a row counts 1 / the share of its class.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.sampled import corrected
-from training.scoring.scores import LABEL, OUTPUTS, WEIGHT, Floats, OutputForm, class_counts, class_shares
+from training.scoring.estimates import Floats
+from training.scoring.scores import LABEL, OUTPUTS, OutputForm, class_counts, class_shares
 
 BINS = 10
 MOST_CLASSES = 100  # of a confusion matrix
@@ -47,21 +50,29 @@ def yes_shares(outputs: Floats, form: OutputForm) -> Floats | None:
     return shares if form.kept is None else corrected(shares, form.kept)
 
 
-def calibration(predicted: Floats, happened: Floats, squared: Floats) -> dict[str, Any]:
-    """{bins: [{samples, predicted, observed}], expected_error, brier} of probabilities (n,), outcomes 0 or 1 (n,), and
-    each row's squared error (n,).
+def calibration(predicted: Floats, happened: Floats, squared: Floats, stands: Floats | None = None) -> dict[str, Any]:
+    """{bins: [{samples, predicted, observed}], expected_error, error_by_chance, brier} of probabilities (n,), outcomes
+    0 or 1 (n,), and each row's squared error (n,); a row `stands` for so many (n,), by default one.
+
+    `error_by_chance` is the expected error that these predictions would show if they were right.
     """
+    if stands is None:
+        stands = np.ones(len(predicted))
     _, inverse, counts = np.unique(predicted, return_inverse=True, return_counts=True)
     middles = np.cumsum(counts) - (counts + 1) / 2  # of ranks from 0
     bins = np.floor(middles * BINS / len(predicted)).astype(np.int64)[inverse]
     rows = np.bincount(bins, minlength=BINS)
     there = rows > 0
-    means = [np.bincount(bins, values, BINS)[there] / rows[there] for values in (predicted, happened)]
+    total = np.bincount(bins, stands, BINS)[there]
+    means = [np.bincount(bins, values * stands, BINS)[there] / total for values in (predicted, happened)]
+    # A sum of rows, each a yes by its own probability, is so far from its mean on average (by the normal distribution).
+    spread = np.sqrt(np.bincount(bins, stands**2 * predicted * (1 - predicted), BINS)[there])
     found = zip(rows[there].tolist(), means[0].tolist(), means[1].tolist(), strict=True)
     return {
         "bins": [{"samples": samples, "predicted": mean, "observed": rate} for samples, mean, rate in found],
-        "expected_error": float((np.abs(means[0] - means[1]) * rows[there]).sum() / len(predicted)),
-        "brier": float(squared.mean()),
+        "expected_error": float((np.abs(means[0] - means[1]) * total).sum() / stands.sum()),
+        "error_by_chance": float(math.sqrt(2 / math.pi) * spread.sum() / stands.sum()),
+        "brier": float((squared * stands).sum() / stands.sum()),
     }
 
 
@@ -76,11 +87,14 @@ def calibration_of(rows: Floats, details: Floats, form: OutputForm) -> dict[str,
         return None
     if form.binary:
         shares = yes_shares(rows[:, OUTPUTS], form)
-        return None if shares is None else {"of": "yes", **calibration(shares, labels, (shares - labels) ** 2)}
+        if shares is None:
+            return None
+        return {"of": "yes", **calibration(shares, labels, (shares - labels) ** 2, form.stands_for(labels))}
     if np.isnan(details).any():
         return None
     right = (details[:, PREDICTED] == labels).astype(np.float64)
-    return {"of": "the predicted class", **calibration(details[:, CONFIDENCE], right, details[:, SQUARED_ERROR])}
+    found = calibration(details[:, CONFIDENCE], right, details[:, SQUARED_ERROR], form.stands_for(labels))
+    return {"of": "the predicted class", **found}
 
 
 def confusion_of(
@@ -110,24 +124,25 @@ def confusion_of(
 
 def roc_of(rows: Floats, form: OutputForm) -> dict[str, list[list[float]]] | None:
     """The ROC curve of yes-or-no labels: {model: points, baseline: points if `rows` have one}, each point [share of no
-    above a threshold, share of yes above it], weighted, from [0, 0] to [1, 1]. None unless there are a yes and a no.
+    above a threshold, share of yes above it], from [0, 0] to [1, 1]: of `roc_auc`, which counts each row once. None
+    unless there are a yes and a no.
     """
-    labels, weights = rows[:, LABEL], rows[:, WEIGHT]
+    labels = rows[:, LABEL]
     if not form.binary or not len(rows) or class_counts(labels, None) is None:
         return None
-    if not (weights[labels == 1].sum() > 0 and weights[labels == 0].sum() > 0):
+    if not ((labels == 1).any() and (labels == 0).any()):
         return None
     columns = zip(("model", "baseline"), range(OUTPUTS, rows.shape[1]), strict=False)
-    return {name: _roc(labels, rows[:, column], weights) for name, column in columns}
+    return {name: _roc(labels, rows[:, column]) for name, column in columns}
 
 
-def _roc(labels: Floats, scores: Floats, weights: Floats) -> list[list[float]]:
+def _roc(labels: Floats, scores: Floats) -> list[list[float]]:
     """Points at up to ROC_POINTS thresholds, evenly spaced along the curve."""
     order = np.argsort(-scores, kind="stable")
     last = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of rows with equal scores
     shares = []
     for label in (0, 1):
-        sums = np.cumsum(weights[order] * (labels[order] == label))[last]
+        sums = np.cumsum(labels[order] == label)[last]
         shares.append(np.concatenate([[0.0], sums / sums[-1]]))
     along = shares[0] + shares[1]
     chosen = np.unique(np.searchsorted(along, np.linspace(0, 2, ROC_POINTS)).clip(0, len(along) - 1))

@@ -16,6 +16,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.features.encode.encoder import Encoded, Encoder
+from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from training.batches.augmenting import soft_labels
@@ -31,9 +32,10 @@ from training.run.notes import NAMED
 from training.scoring.baseline import Baseline
 from training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
 from training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
+from training.scoring.estimates import Floats
 from training.scoring.scores import (
     OUTPUTS,
-    Floats,
+    Kind,
     OutputForm,
     RowMetric,
     compared,
@@ -41,11 +43,17 @@ from training.scoring.scores import (
     output_columns,
     with_row_metrics,
 )
-from training.scoring.slices import SliceBy, SliceColumn, metrics_of_slices
+from training.scoring.slices import ClusterColumn, SliceBy, SliceColumn, metrics_of_slices
 from training.steps import model_state
 from training.steps.patching import swapped
 
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
+_KINDS: dict[type, Kind] = {
+    keras.metrics.MeanAbsoluteError: "mean_absolute_error",
+    keras.metrics.MeanSquaredError: "mean_squared_error",
+    keras.metrics.RootMeanSquaredError: "root_mean_squared_error",
+    keras.metrics.R2Score: "r2",
+}
 
 
 def open_split(datasets: str | Sequence[str], split: str, config: TrainConfig) -> OpenSplit:
@@ -95,8 +103,13 @@ def score(
     watched = _Watched(split, skip_bad_images)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
     slices = [SliceColumn(by) for by in details.slices] if details is not None else []
-    share = _Share(batches, watched, baseline, signature, slices)
+    together = ClusterColumn(details.clusters) if details is not None and details.clusters is not None else None
+    share = _Share(batches, watched, baseline, signature, slices if together is None else [*slices, together])
     outputs = outputs or Outputs(model, kept, details is not None)
+    sampled = sampled_of(split.manifest)
+    thinned = shares_of_classes(sampled, split.encoder.schema.label)
+    if sampled is None or split.reader.split not in sampled.splits:
+        thinned = None
     outputs.begin(model)
     model.reset_metrics()
     start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
@@ -130,7 +143,7 @@ def score(
     if regularisation := outputs.regularisation(comm):
         metrics[DATA_LOSS] = metrics[LOSS] - regularisation
     result = {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}
-    form = outputs.agreed_form(comm, share.samples)
+    form = replace(outputs.agreed_form(comm, share.samples), thinned=thinned)
     columns = [share.labels_and_weights()]
     if form.width is not None:
         columns.append(outputs.columns(form))
@@ -144,6 +157,8 @@ def score(
         columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
     measured, sliced = sum(part.shape[1] for part in columns), [column.agreed(comm) for column in slices]
     columns += [outputs.details(form, len(columns[0])), *(values[:, None] for values, _ in sliced)]
+    if together is not None:
+        columns.append(together.values()[:, None])
     alike = form.width is not None and all(
         one.agreed_form(comm, share.samples).width == form.width for _, one in members
     )
@@ -151,12 +166,14 @@ def score(
     table = gathered_on_first(np.concatenate([*columns, *others], axis=1), comm, measured)
     if comm.rank:
         return {}
-    asked, classes = (
-        _row_metrics(model, binary=form.binary, weighted=signature.weight is not None),
-        signature.num_classes,
-    )
+    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
+    classes = signature.num_classes
     rows, rest, theirs = np.split(table, [measured, sum(part.shape[1] for part in columns)], axis=1)
-    found = with_row_metrics(result, rows, asked, form, classes)
+    clusters = None
+    if together is not None:
+        rest, clusters = rest[:, :-1], rest[:, -1]
+        result["clusters"] = {"column": together.column, "clusters": len(np.unique(clusters))}
+    found = with_row_metrics(result, rows, asked, form, classes, clusters)
     if details is not None:
         of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
         found["calibration"] = calibration_of(rows, of_classes, form)
@@ -164,12 +181,12 @@ def score(
         found["confusion"] = confusion_of(rows, of_classes, form, classes, details.class_names)
         name = None if baseline is None else baseline.name
         found["slices"] = {
-            by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name)
+            by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name, clusters)
             for by, values, (_, names) in zip(details.slices, by_column, sliced, strict=True)
         }
     if members:
         mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
-        found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form) if others else []
+        found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form, clusters) if others else []
     return json_safe(found)
 
 
@@ -179,6 +196,8 @@ class Details:
 
     slices: tuple[SliceBy, ...] = ()
     class_names: tuple[str, ...] | None = None
+    clusters: str | None = None
+    """A stored column: rows of one value depend on each other, and the intervals say so."""
 
 
 class _Watched(Encoder):
@@ -295,7 +314,7 @@ class _Share:
         watched: _Watched,
         baseline: Baseline | None,
         signature: Signature,
-        slices: Sequence[SliceColumn],
+        slices: Sequence[SliceColumn | ClusterColumn],
     ) -> None:
         self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
         self._slices = slices
@@ -399,6 +418,8 @@ def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[Ro
             found.append(RowMetric(name, "roc_auc" if roc else "average_precision", by_weight))
         elif binary and type(metric) is keras.metrics.BinaryAccuracy:
             found.append(RowMetric(name, "accuracy", by_weight, metric.get_config()["threshold"]))
+        elif binary and (kind := _KINDS.get(type(metric))) and not getattr(metric, "num_regressors", 0):
+            found.append(RowMetric(name, kind, by_weight))
         elif not binary and type(metric) in (
             keras.metrics.SparseCategoricalAccuracy,
             keras.metrics.CategoricalAccuracy,

@@ -4,60 +4,36 @@ A row is a label, a weight and one prediction of each of k predictors (the model
 share of pairs of a yes and a no that are ranked correctly, ties counting half: by ranks, not by thresholds. Results
 depend only on the rows, not on their order: `sorted_rows` sorts them first, and every sum follows that order.
 
-Intervals: AUC and differences of AUCs by DeLong, DeLong and Clarke-Pearson (Biometrics 44, 1988), with placements by
-midranks (Sun and Xu, IEEE Signal Processing Letters 21, 2014); accuracy by Wilson's score interval (JASA 22, 1927);
-means of rows' losses, and differences of means, by the normal approximation, paired. With weights each variance is the
-linearised one, sum of (w * deviation)^2 / (sum of w)^2, which is the plain one where all weights are 1, and Wilson's
-interval takes Kish's effective number of rows, (sum of w)^2 / sum of w^2.
+Intervals are those of training.scoring.estimates. Rows of one cluster, such as those of one visitor, depend on each
+other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.sampled import corrected
 from training.comm.base import Communicator
+from training.scoring.estimates import (
+    Estimate,
+    Estimates,
+    Floats,
+    average_precision,
+    means,
+    roc_auc,
+    shares,
+    squared_errors,
+)
 
 BATCH_ROWS = 512  # scored at a time
-Floats = NDArray[np.float64]
-Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # log losses clip probabilities this far from 0 and 1
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A metric's value and its 95 % interval; None if the rows are too few or too alike for one."""
-
-    value: float
-    interval: tuple[float, float] | None = None
-
-    @classmethod
-    def normal(cls, value: float, variance: float, low: float = -math.inf, high: float = math.inf) -> Self:
-        """value +- 1.96 standard errors, within low..high; without an interval if the variance is not finite."""
-        if not math.isfinite(variance):
-            return cls(value)
-        margin = Z95 * math.sqrt(max(float(variance), 0.0))
-        return cls(value, (max(low, value - margin), min(high, value + margin)))
-
-
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """One metric of k predictors on the same rows: values (k,) and the covariance (k, k) of their errors."""
-
-    values: Floats
-    covariance: Floats
-
-    def difference(self, of: int, less: int) -> Estimate:
-        """One predictor's value less another's, paired."""
-        variance = self.covariance[of, of] + self.covariance[less, less] - 2 * self.covariance[of, less]
-        return Estimate.normal(float(self.values[of] - self.values[less]), float(variance))
 
 
 def sorted_rows(rows: Floats, measured: int | None = None) -> Floats:
@@ -68,70 +44,6 @@ def sorted_rows(rows: Floats, measured: int | None = None) -> Floats:
     """
     columns = rows.T
     return rows[np.lexsort([*columns[measured:], *columns[:measured]] if measured else columns)] if len(rows) else rows
-
-
-def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
-    """Area under the ROC curve: labels (n,) of 0 and 1, scores (k, n), weights (n,).
-
-    NaN if a class is missing or a score of this predictor is NaN; no covariance below two rows of each class.
-    """
-    yes, no = (labels == 1) & (weights > 0), (labels == 0) & (weights > 0)
-    yes_weights, no_weights = weights[yes], weights[no]
-    total = float(yes_weights.sum()) * float(no_weights.sum())
-    if not total:
-        return _unknown(len(scores))
-    of_yes, of_no, values = [], [], []
-    for row in scores:
-        # Twice the weight of the other class that is below (above) each row, ties counting half: whole numbers stay
-        # whole.
-        below = _weight_below(row[yes], row[no], no_weights)
-        above = 2 * float(yes_weights.sum()) - _weight_below(row[no], row[yes], yes_weights)
-        values.append(math.nan if np.isnan(row).any() else float((yes_weights * below).sum()) / (2 * total))
-        of_yes.append(below / (2 * no_weights.sum()))
-        of_no.append(above / (2 * yes_weights.sum()))
-    found = np.array(values)
-    covariance = _covariance_of_means(np.array(of_yes), yes_weights, found)
-    return Estimates(found, covariance + _covariance_of_means(np.array(of_no), no_weights, found))
-
-
-def average_precision(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
-    """Area under the precision-recall curve as the mean precision at each rise of recall, without interpolation.
-
-    Shapes as in `roc_auc`. NaN if there is no yes; no covariance.
-    """
-    values = []
-    for row in scores:
-        order = np.argsort(-row, kind="stable")
-        ends = np.append(np.flatnonzero(np.diff(row[order])), len(row) - 1)  # the last row of each distinct score
-        yes = np.cumsum((weights * (labels == 1))[order])[ends] if len(row) else np.zeros(0)
-        all_ = np.cumsum(weights[order])[ends] if len(row) else np.zeros(0)
-        if not len(yes) or not yes[-1] or np.isnan(row).any():
-            values.append(math.nan)
-            continue
-        precision = np.divide(yes, all_, out=np.zeros_like(yes), where=all_ > 0)
-        values.append(float((np.diff(yes, prepend=0.0) * precision).sum() / yes[-1]))
-    return Estimates(np.array(values), np.full((len(values), len(values)), math.nan))
-
-
-def means(quantities: Floats, weights: Floats) -> Estimates:
-    """Weighted means over rows of quantities (k, n), such as losses, or 1 for a correct row; NaN without a weight."""
-    if not weights.sum():
-        return _unknown(len(quantities))
-    kept = weights > 0
-    quantities, weights = quantities[:, kept], weights[kept]
-    values = (quantities * weights).sum(axis=1) / weights.sum()
-    return Estimates(values, _covariance_of_means(quantities, weights, values))
-
-
-def wilson(share: float, weights: Floats) -> Estimate:
-    """A share of rows, such as an accuracy, with Wilson's interval."""
-    squares = float((weights * weights).sum())
-    if not squares or math.isnan(share):
-        return Estimate(share)
-    rows = float(weights.sum()) ** 2 / squares
-    middle = (share + Z95**2 / (2 * rows)) / (1 + Z95**2 / rows)
-    margin = Z95 / (1 + Z95**2 / rows) * math.sqrt(share * (1 - share) / rows + Z95**2 / (4 * rows**2))
-    return Estimate(share, (max(0.0, middle - margin), min(1.0, middle + margin)))
 
 
 def binary_log_losses(labels: Floats, outputs: Floats, *, logits: bool) -> Floats | None:
@@ -164,43 +76,29 @@ def class_log_losses(labels: NDArray[np.int64], outputs: NDArray[Any], *, logits
     return losses
 
 
-def _weight_below(values: Floats, others: Floats, weights: Floats) -> Floats:
-    """Twice the weight of `others` (m,) below each of `values` (n,), those equal to it counting half."""
-    order = np.argsort(others, kind="stable")
-    sums = np.concatenate([[0.0], np.cumsum(weights[order])])
-    ranked = others[order]
-    return sums[np.searchsorted(ranked, values, "left")] + sums[np.searchsorted(ranked, values, "right")]
-
-
-def _covariance_of_means(quantities: Floats, weights: Floats, values: Floats) -> Floats:
-    """Covariance (k, k) of the weighted means `values` (k,) of quantities (k, n), each of positive weight."""
-    rows = quantities.shape[1]
-    if rows < 2:
-        return np.full((len(values), len(values)), math.nan)
-    deviations = (quantities - values[:, None]) * weights
-    covariance: Floats = np.array([[(one * other).sum() for other in deviations] for one in deviations])
-    return covariance / weights.sum() ** 2 * (rows / (rows - 1))
-
-
-def _unknown(predictors: int) -> Estimates:
-    return Estimates(np.full(predictors, math.nan), np.full((predictors, predictors), math.nan))
-
-
-Kind = Literal["roc_auc", "average_precision", "log_loss", "corrected_log_loss", "accuracy"]
+Kind = Literal[
+    "roc_auc", "average_precision", "log_loss", "corrected_log_loss", "accuracy",
+    "mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2",
+]  # fmt: skip
 BINARY: tuple[Kind, ...] = ("roc_auc", "average_precision", "log_loss", "corrected_log_loss")  # added to a model's own
 CLASSES: tuple[Kind, ...] = ("accuracy", "log_loss", "corrected_log_loss")
+NUMBERS: tuple[Kind, ...] = ("mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2")
+BOTH: tuple[Kind, ...] = ("accuracy", *NUMBERS)  # of one output a row, if they are asked for
 LABEL, WEIGHT, OUTPUTS = 0, 1, 2  # columns; of OUTPUTS each predictor has one (yes or no) or three (classes)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
     """The form of a model's outputs: log-odds or logarithms (`logits`) or probabilities, and their number a row
-    (`width`, None for another form); `kept` is the share of each class that training kept, None for all.
+    (`width`, None for another form); `kept` is the share of each class that training kept, `thinned` that of the split
+    that is scored, each None for all. `numbers` says that labels are numbers, also where they happen to be 0 and 1.
     """
 
     logits: bool
     width: int | None = None
     kept: tuple[float, ...] | None = None
+    thinned: tuple[float, ...] | None = None
+    numbers: bool = False
 
     @property
     def binary(self) -> bool:
@@ -211,6 +109,12 @@ class OutputForm:
     def columns(self) -> int:
         """Columns for each predictor."""
         return 1 if self.binary else 3
+
+    def stands_for(self, labels: Floats) -> Floats:
+        """How many rows each row (n,) stands for: 1, in a thinned split 1 / the share of its class that was kept."""
+        if self.thinned is None:
+            return np.ones(len(labels))
+        return 1 / np.asarray(self.thinned)[labels.astype(np.int64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,41 +194,53 @@ def class_counts(labels: Floats, classes: int | None) -> list[int] | None:
     return [int(count) for count in np.bincount(labels.astype(np.int64), minlength=classes or 2)]
 
 
-def measure(rows: Floats, asked: Sequence[RowMetric], form: OutputForm) -> dict[str, Measured]:
-    """By name, the metrics `asked` and those of BINARY or CLASSES that are not among them; rows from
-    `gathered_on_first`.
+def measure(
+    rows: Floats, asked: Sequence[RowMetric], form: OutputForm, clusters: NDArray[Any] | None = None
+) -> dict[str, Measured]:
+    """By name, the metrics `asked` and those of BINARY, CLASSES or NUMBERS that are not among them; rows from
+    `gathered_on_first`, and the cluster of each row (n,) if rows of one depend on each other.
 
-    Empty for labels that are numbers; no log loss for outputs that are not probabilities; a corrected one only if
-    training has not kept all rows.
+    No log loss for outputs that are not probabilities. A corrected one if training or the split has not kept all rows:
+    predictions are corrected for training, and a row of a sampled split counts 1 / the share of its
+    class that was kept. Metrics that were not asked for count each row once.
     """
     labels, weights = rows[:, LABEL], rows[:, WEIGHT]
-    if form.width is None or (form.binary and class_counts(labels, None) is None):
+    if form.width is None:
         return {}
-    ones, each = np.ones(len(rows)), form.columns
+    are_numbers = form.binary and (form.numbers or class_counts(labels, None) is None)
+    each = form.columns
     outputs = [np.ascontiguousarray(rows[:, OUTPUTS + i :: each].T) for i in range(each)]  # (predictors, n) each
-    there = {(metric.kind, metric.weighted) for metric in asked}
-    names = {metric.name for metric in asked} | ({"corrected_log_loss"} if form.kept is None else set())
-    standard = BINARY if form.binary else CLASSES
+    standard = NUMBERS if are_numbers else BINARY if form.binary else CLASSES
+    of_labels = [metric for metric in asked if metric.kind in (*standard, *(BOTH if form.binary else ()))]
+    there = {(metric.kind, metric.weighted) for metric in of_labels}
+    names = {metric.name for metric in asked} | (set() if form.kept or form.thinned else {"corrected_log_loss"})
     added = [RowMetric(kind, kind) for kind in standard if (kind, False) not in there and kind not in names]
-    compute: Callable[..., Estimates | None] = _binary if form.binary else _of_classes
     found = {}
-    for metric in [*asked, *added]:
-        counted = weights if metric.weighted else ones
-        estimates = compute(metric, labels, outputs, counted, form)
+    for metric in [*of_labels, *added]:
+        counted = weights if metric.weighted else np.ones(len(rows))
+        if metric.kind == "corrected_log_loss":
+            counted = counted * form.stands_for(labels)
+        compute = _binary if form.binary else _of_classes
+        estimates = compute(metric, labels, outputs, counted, form, clusters)
         if estimates is not None:
-            found[metric.name] = _measured(metric, estimates, counted)
+            found[metric.name] = _measured(metric, estimates)
     return found
 
 
 def with_row_metrics(
-    result: dict[str, Any], rows: Floats, asked: Sequence[RowMetric], form: OutputForm, classes: int | None
+    result: dict[str, Any],
+    rows: Floats,
+    asked: Sequence[RowMetric],
+    form: OutputForm,
+    classes: int | None,
+    clusters: NDArray[Any] | None = None,
 ) -> dict[str, Any]:
     """A result {metrics, baseline, ...} with exact metrics, and intervals, class_counts, difference and compared_by.
 
-    `classes` are those of the signature.
+    `classes` are those of the signature, `clusters` (n,) as in `measure`.
     """
     baseline = result["baseline"]
-    found = measure(rows, asked, form)
+    found = measure(rows, asked, form, clusters)
     result = {**result, **_parts(found, 0, result["metrics"])}
     result["class_counts"] = class_counts(rows[:, LABEL], classes)
     result["difference"], result["compared_by"] = {}, None
@@ -334,13 +250,19 @@ def with_row_metrics(
     return result
 
 
-def compared(rows: Floats, names: Sequence[str], asked: Sequence[RowMetric], form: OutputForm) -> list[dict[str, Any]]:
+def compared(
+    rows: Floats,
+    names: Sequence[str],
+    asked: Sequence[RowMetric],
+    form: OutputForm,
+    clusters: NDArray[Any] | None = None,
+) -> list[dict[str, Any]]:
     """Differences {of, less, difference: {metric: {value, interval}}} of predictors on the same rows, paired: of
     names[0] less the best other one by AUC or accuracy, then of each two others. Empty for labels that are numbers.
 
     `rows` are the columns of `measure`, with a predictor for each of `names`.
     """
-    found = measure(rows, asked, form)
+    found = measure(rows, asked, form, clusters)
     decisive = _decisive(found, form)
     if decisive is None:
         return []
@@ -368,32 +290,46 @@ def _parts(found: dict[str, Measured], predictor: int, metrics: dict[str, Any]) 
 
 
 def _binary(
-    metric: RowMetric, labels: Floats, outputs: list[Floats], weights: Floats, form: OutputForm
+    metric: RowMetric,
+    labels: Floats,
+    outputs: list[Floats],
+    weights: Floats,
+    form: OutputForm,
+    clusters: NDArray[Any] | None,
 ) -> Estimates | None:
     scores = outputs[0]
     if metric.kind == "roc_auc":
-        return roc_auc(labels, scores, weights)
+        return roc_auc(labels, scores, weights, clusters)
     if metric.kind == "average_precision":
-        return average_precision(labels, scores, weights)
+        return average_precision(labels, scores, weights, clusters)
     if metric.kind == "accuracy":
         right = ((scores > metric.threshold) == (labels == 1)).astype(np.float64)
-        return means(right, weights)
+        return shares(right, weights, clusters)
+    if metric.kind == "mean_absolute_error":
+        return means(np.abs(scores - labels), weights, clusters)
+    if metric.kind in NUMBERS:
+        return squared_errors(labels, scores, weights, clusters)[metric.kind]
     losses = binary_log_losses(labels, scores, logits=form.logits)
     if losses is not None and metric.kind == "corrected_log_loss" and form.kept is not None:
         probabilities = 1 / (1 + np.exp(-scores)) if form.logits else scores
         without_sampling = np.stack([corrected(row, form.kept) for row in probabilities])
         losses = binary_log_losses(labels, without_sampling, logits=False)
-    return None if losses is None else means(losses, weights)
+    return None if losses is None else means(losses, weights, clusters)
 
 
 def _of_classes(
-    metric: RowMetric, labels: Floats, outputs: list[Floats], weights: Floats, form: OutputForm
+    metric: RowMetric,
+    labels: Floats,
+    outputs: list[Floats],
+    weights: Floats,
+    form: OutputForm,
+    clusters: NDArray[Any] | None,
 ) -> Estimates | None:
     losses, without_sampling, right = outputs
     if metric.kind == "accuracy":
-        return means(right, weights)
+        return shares(right, weights, clusters)
     losses = without_sampling if metric.kind == "corrected_log_loss" else losses
-    return None if np.isinf(losses).any() else means(losses, weights)
+    return None if np.isinf(losses).any() else means(losses, weights, clusters)
 
 
 def _softmax(logarithms: NDArray[Any]) -> Floats:
@@ -402,12 +338,7 @@ def _softmax(logarithms: NDArray[Any]) -> Floats:
     return shares
 
 
-def _measured(metric: RowMetric, found: Estimates, weights: Floats) -> Measured:
-    values, variances = found.values.tolist(), np.diagonal(found.covariance).tolist()
-    if metric.kind == "accuracy":
-        estimates = tuple(wilson(value, weights) for value in values)
-    else:
-        high = 1.0 if metric.kind in ("roc_auc", "average_precision") else math.inf
-        pairs = zip(values, variances, strict=True)
-        estimates = tuple(Estimate.normal(value, variance, 0.0, high) for value, variance in pairs)
-    return Measured(metric.kind, estimates, found)
+def _measured(metric: RowMetric, found: Estimates) -> Measured:
+    low = -math.inf if metric.kind == "r2" else 0.0
+    high = 1.0 if metric.kind in ("roc_auc", "average_precision", "accuracy", "r2") else math.inf
+    return Measured(metric.kind, tuple(found.one(number, low, high) for number in range(len(found.values))), found)

@@ -6,9 +6,10 @@ frequent ones. So slices are exact, and the same at any number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,12 @@ from numpy.typing import NDArray
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from training.comm.base import Communicator
+from training.scoring.estimates import Floats
 from training.scoring.scores import (
     LABEL,
-    OUTPUTS,
-    Estimate,
-    Floats,
     OutputForm,
     RowMetric,
     class_counts,
-    means,
     with_row_metrics,
 )
 
@@ -119,6 +117,32 @@ class SliceColumn:
             )
 
 
+class ClusterColumn:
+    """Collects which of this rank's rows belong together: those of one value of a stored column."""
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._parts: list[Floats] = []
+        self._numbers: dict[str, float] = {}
+
+    def take(self, rows: pa.RecordBatch) -> None:
+        """Add a batch of raw rows."""
+        texts: Any = rows.column(self.column).cast(pa.string())
+        found = texts.dictionary_encode(null_encoding="encode")
+        numbers = [self._number(value) for value in found.dictionary.to_pylist()]
+        self._parts.append(np.array(numbers, np.float64)[found.indices.to_numpy(zero_copy_only=False)])
+
+    def values(self) -> Floats:
+        """The cluster of each row (n,), a number that is the same on all ranks: 52 bits of a hash of the value."""
+        return np.concatenate([np.empty(0), *self._parts])
+
+    def _number(self, value: str | None) -> float:
+        text = "\0null" if value is None else value
+        if text not in self._numbers:
+            self._numbers[text] = float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) >> 4)
+        return self._numbers[text]
+
+
 def rows_of_slices(by: SliceBy, values: Floats, names: Sequence[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """(Name, rows (n,)) of each slice of a column's `values` (n,) and `names` from `SliceColumn.agreed`, none empty.
 
@@ -169,35 +193,20 @@ def metrics_of_slices(
     form: OutputForm,
     classes: int | None,
     baseline: str | None,
+    clusters: NDArray[Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Of each slice {value, samples, metrics, intervals, class_counts, baseline, difference}.
 
-    `rows` are the columns of `scores.measure`. Where labels are numbers, the metrics are mean absolute and mean squared
-    error.
+    `rows` are the columns of `scores.measure`, and `clusters` theirs.
     """
-    are_numbers = classes is None and class_counts(rows[:, LABEL], None) is None
+    if classes is None and class_counts(rows[:, LABEL], None) is None:
+        form = replace(form, numbers=True)
     found = []
     for name, mask in rows_of_slices(by, values, names):
         part = rows[mask]
         of_baseline = None if baseline is None else {"name": baseline, "metrics": {}}
         empty: dict[str, Any] = {"metrics": {}, "intervals": {}, "baseline": of_baseline}
-        scored = empty | _errors(part, form) if are_numbers else with_row_metrics(empty, part, asked, form, classes)
+        scored = with_row_metrics(empty, part, asked, form, classes, None if clusters is None else clusters[mask])
         scored.pop("compared_by", None)
         found.append({"value": name, "samples": len(part), **scored})
     return found
-
-
-def _errors(rows: Floats, form: OutputForm) -> dict[str, Any]:
-    if not form.binary:
-        return {}
-    wrong = rows[:, OUTPUTS] - rows[:, LABEL]
-    found = means(np.stack([np.abs(wrong), wrong * wrong]), np.ones(len(rows)))
-    names = ("mean_absolute_error", "mean_squared_error")
-    each = [
-        Estimate.normal(float(v), float(c), 0.0)
-        for v, c in zip(found.values, np.diagonal(found.covariance), strict=True)
-    ]
-    return {
-        "metrics": {name: one.value for name, one in zip(names, each, strict=True)},
-        "intervals": {name: one.interval for name, one in zip(names, each, strict=True) if one.interval is not None},
-    }

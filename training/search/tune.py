@@ -21,8 +21,10 @@ from training.config import TrainConfig
 from training.control.failures import LauncherGoneError
 from training.driver.ownership import Lease
 from training.driver.preflight import preflight
-from training.driver.train import EndedByCallerError, Hooks, train
-from training.launch.session import Launch, SessionLauncher, ended_in_order
+from training.driver.stop import EndedByCallerError
+from training.driver.train import Hooks, train
+from training.launch.session import Launch, SessionLauncher
+from training.launch.signals import ended_in_order
 from training.rules import check_metric
 from training.run.lineage import SupersededError
 from training.run.metrics import read_history

@@ -7,7 +7,7 @@ docs/decisions/067-tfrecord-source.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -34,28 +34,34 @@ _Places = NDArray[np.int64]
 
 
 def decode_foreign_frames(
-    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
+    fields: Iterable[Field],
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    *,
+    context_only: bool = False,
+    known: Collection[str] | None = None,
 ) -> pa.RecordBatch:
     """Rows from any Examples: a column for each of `fields`, in their order.
 
     The records are framed and their checksums already checked: `offsets` (n + 1,) from record_offsets. Other features
-    are skipped. A feature that is missing, or present without a value, is null in a nullable field and empty in a list.
-    Raises DataError naming record and field for a missing value in any other field, a list of another type, several
-    values in a scalar, text that is not UTF-8, a tensor of another length, and bytes that are not an Example. Unless
-    `context_only`, it also refuses SequenceExamples, which would silently lose their feature lists.
+    are skipped; with `known`, the names of all features that there should be, others are refused. A feature that is
+    missing, or present without a value, is null in a nullable field and empty in a list. Raises DataError naming record
+    and field for a missing value in any other field, a list of another type, several values in a scalar, text that is
+    not UTF-8, a tensor of another length, and bytes that are not an Example. Unless `context_only`, it also refuses
+    SequenceExamples, which would silently lose their feature lists.
     """
     asked = tuple(fields)
 
     def read(some: _Places) -> pa.RecordBatch | None:
-        return fast_records(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
+        return fast_records(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES, known)
 
-    found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
+    found = in_runs(offsets, rows_at_once(_CELL_BYTES * max(len(asked), len(known or ()))), read)
     if found is not None:
         return found
     records = records_between(data, offsets)
     if not context_only:
         refuse_sequences(records)
-    return decode_foreign(asked, records)
+    return decode_foreign(asked, records, known)
 
 
 def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
@@ -65,21 +71,27 @@ def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list
 
 
 def fast_records(
-    asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places
+    asked: tuple[Field, ...],
+    data: NDArray[np.uint8],
+    starts: _Places,
+    ends: _Places,
+    known: Collection[str] | None = None,
 ) -> pa.RecordBatch | None:
     """The records by the kernels; None if a kernel refuses one."""
     from lockstep.features.examples import foreign_kernels as kernel
 
-    names = [field.name.encode() for field in asked]
+    others = sorted(set(known or ()) - {field.name for field in asked})
+    names = [*(field.name.encode() for field in asked), *(name.encode() for name in others)]
     name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
-    kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
-    found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
+    kinds = np.array([*(list_tag(field) >> 3 for field in asked), *(kernel.ABSENT for _ in others)], dtype=np.int64)
+    found = np.empty((len(names), len(starts), 2), dtype=np.int64)
     base = data.ctypes.data
     raw_names = np.frombuffer(b"".join(names) or b"\0", dtype=np.uint8)
-    if not kernel.split(starts + base, ends + base, raw_names.ctypes.data, name_ends, kinds, found):
+    closed = known is not None
+    if not kernel.split(starts + base, ends + base, raw_names.ctypes.data, name_ends, kinds, closed, found):
         return None
     columns = []
-    for field, kind, places in zip(asked, kinds.tolist(), found, strict=True):
+    for field, kind, places in zip(asked, kinds.tolist(), found, strict=False):  # without the others
         column = _column(field, kind, places)
         if column is None:
             return None
@@ -142,10 +154,14 @@ def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Arr
     return checked_text(array_of(item, len(sizes), None, offsets, data))
 
 
-def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
+def decode_foreign(
+    fields: Iterable[Field], records: Sequence[BytesLike], known: Collection[str] | None = None
+) -> pa.RecordBatch:
     """decode_foreign_frames in plain Python, for records of any kind without their frames."""
     asked = tuple(fields)
     names = {field.name.encode() for field in asked}
+    if known is not None:
+        _refuse_others(records, {name.encode() for name in known})
     parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
     columns = []
     for field in asked:
@@ -154,6 +170,19 @@ def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.
         columns.append(pa.array(values, type=field.arrow_type))
     schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _refuse_others(records: Iterable[BytesLike], known: set[bytes]) -> None:
+    for number, record in enumerate(records):
+        for name in _lists_of(bytes(record), number, None):
+            if name not in known:
+                raise DataError(
+                    f"record {number} of the batch has a feature that the schema lacks",
+                    got=f"`{name.decode(errors='replace')}`",
+                    allowed=", ".join(sorted(one.decode(errors="replace") for one in known))[:500],
+                    next_step="Index the directory (again): python -m jobs.index reads the names in all records. Or"
+                    " infer the schema from more, by option sampleRecords, or name the columns: .schema(...).",
+                )
 
 
 def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
@@ -258,6 +287,17 @@ def _converted(field: Field, value: Any, number: int) -> Any:
 
 def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
     """The features of an Example that are in `names` (None: all) and have a list."""
+    try:
+        return {
+            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
+            for name, (kind, spans) in _lists_of(record, number, names).items()
+        }
+    except (IndexError, struct.error):
+        raise _malformed(number) from None
+
+
+def _lists_of(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Lists]:
+    """The same without values, but where they are."""
     found: dict[bytes, _Lists] = {}
     try:
         for tag, wire, start, end in message_fields(record, 0, len(record)):
@@ -265,12 +305,13 @@ def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, 
                 for entry_tag, entry_wire, at, stop in message_fields(record, start, end):
                     if entry_tag == 1 and entry_wire == _LENGTH:
                         _entry(record, at, stop, names, found)
-        return {
-            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
-            for name, (kind, spans) in found.items()
-        }
-    except (IndexError, struct.error):
-        raise _bad(number, None, "bytes in another form", "a serialised tf.train.Example") from None
+    except IndexError:
+        raise _malformed(number) from None
+    return found
+
+
+def _malformed(number: int) -> DataError:
+    return _bad(number, None, "bytes in another form", "a serialised tf.train.Example")
 
 
 def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Lists]) -> None:

@@ -113,12 +113,13 @@ def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
 
 
 @_kernel
-def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found: Any) -> Any:
+def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, closed: Any, found: Any) -> Any:
     """Find each requested feature's list in the records between the addresses `starts` and `ends`, (n,) int64.
 
-    `names` is the address of the fields' names end to end, `kinds` (k,) are the kinds of list that they must have.
-    Start and end addresses are written to `found` (k, n, 2) int64, 0 for a missing list. Returns False for records of a
-    rare form, with lists of other kinds, and for SequenceExamples with feature lists.
+    `names` is the address of the fields' names end to end, `kinds` (k,) are the kinds of list that they must have, 0
+    for any. Start and end addresses are written to `found` (k, n, 2) int64, 0 for a missing list. Returns False for
+    records of a rare form, with lists of other kinds, with a list of another name if they are `closed`, and for
+    SequenceExamples with feature lists.
     """
     found[:] = 0
     guesses = np.zeros(_REMEMBERED, dtype=np.int64)
@@ -140,9 +141,11 @@ def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found:
                 if field == -2:
                     return False
                 if field < 0:
+                    if closed and kind != ABSENT:
+                        return False
                     continue
                 guesses[place] = field
-                if kind != ABSENT and kind != kinds[field]:
+                if kind != ABSENT and kinds[field] != ABSENT and kind != kinds[field]:
                     return False
                 found[field, row, 0], found[field, row, 1] = list_start, list_end
     return True

@@ -66,7 +66,8 @@ def indexed_fields(manifest: IndexedManifest) -> tuple[Field, ...]:
 
 def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
     """The blocks of the indexed files at `url`; a gzip file is one block."""
-    fs, decode = filesystem(url), Lenient(indexed_fields(manifest))
+    fields = indexed_fields(manifest)
+    fs, decode = filesystem(url), Lenient(fields, [field.name for field in fields])
     found: list[Block] = []
     for file in manifest.files:
         place = join(url, file.path)

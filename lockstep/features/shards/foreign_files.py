@@ -26,6 +26,7 @@ from lockstep.storage.urls import basename, parent
 MAX_RECORD_BYTES = 2 << 30  # protobuf reads no larger message
 SAMPLED_FILES = 8
 _GZIP_MAGIC = b"\x1f\x8b\x08"
+InferredColumn = tuple[str, str, bool]  # name, dtype, whether it is a list
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
@@ -225,6 +226,22 @@ def _records(source: BinaryIO, url: str) -> Iterator[bytes]:
     for piece in _pieces(source, url, _whole_records):
         views = parse_records(piece.data.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset)
         yield from map(bytes, views)
+
+
+def all_columns(columns: Sequence[InferredColumn], more: Sequence[InferredColumn], where: str) -> list[InferredColumn]:
+    """The columns of two samples, by name. Raises DataError for a feature of two types; `where` names `more`'s file."""
+    found = {name: (dtype, is_list) for name, dtype, is_list in columns}
+    for name, dtype, is_list in more:
+        before, was_list = found.get(name, (dtype, False))
+        if before != dtype and {before, dtype} != {"string", "bytes"}:
+            raise DataError(
+                f"feature `{name}` has two types",
+                got=f"{dtype} in {where}, {before} in records before",
+                allowed="one type in all records",
+                next_step="Write those records with one type, or move them to a directory of their own.",
+            )
+        found[name] = (dtype if before == dtype else "bytes", is_list or was_list)
+    return [(name, *found[name]) for name in sorted(found, key=str.encode)]
 
 
 def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> list[tuple[str, str, bool]]:

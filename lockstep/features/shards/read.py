@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -44,10 +44,10 @@ class Lenient:
     """A decoder for any Examples, into a column for each of `fields`.
 
     RecordDecoder decodes records in our own form. From the first piece that has others, decode_foreign_frames decodes
-    all. Raises DataError for no fields.
+    all; `known` is for it. Raises DataError for no fields.
     """
 
-    def __init__(self, fields: Sequence[Field]) -> None:
+    def __init__(self, fields: Sequence[Field], known: Collection[str] | None = None) -> None:
         if not fields:
             raise DataError(
                 "there is no column to read",
@@ -55,7 +55,7 @@ class Lenient:
                 allowed="a column or more",
                 next_step="Look at what wrote these files; index them again.",
             )
-        self._fields, self._decoder = fields, RecordDecoder(Columns(tuple(fields)))
+        self._fields, self._known, self._decoder = fields, known, RecordDecoder(Columns(tuple(fields)))
         self._ours = True
 
     def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
@@ -70,7 +70,7 @@ class Lenient:
         framed = np.frombuffer(data, dtype=np.uint8)
         offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
         with placed(file, first_record):
-            return decode_foreign_frames(self._fields, framed, offsets)
+            return decode_foreign_frames(self._fields, framed, offsets, known=self._known)
 
 
 def check_block_bytes(url: str, start: int, stop: int) -> None:

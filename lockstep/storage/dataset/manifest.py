@@ -21,6 +21,7 @@ from lockstep.storage.dataset.manifest_entries import (
     read_parent,
     read_source,
     read_split,
+    source_json,
     split_json,
 )
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal
@@ -180,7 +181,7 @@ class DatasetManifest:
                 "dropped": dict(counts.dropped),
             },
             "leakage": self.leakage,
-            "source": [{"url": item.url, "bytes": item.bytes, "sha256": item.sha256} for item in self.source],
+            "source": [source_json(item) for item in self.source],
             "parent": self.parent,
             "digest": self.digest,
             **({} if self.compression is None else {"compression": self.compression}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +174,28 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """One input file: URL, length in bytes and SHA-256 (hex) as it was read."""
+    """One input file: URL, length in bytes and SHA-256 (hex) as it was read. `path` is how the ids of its records name
+    it, None if they do not; then length and CRC-32C (hex) of its content, unpacked, None where they are not known.
+    """
 
     url: str
     bytes: int
     sha256: str
+    path: str | None = None
+    content_bytes: int | None = None
+    content_crc32c: str | None = None
+
+
+def source_json(source: SourceInfo) -> dict[str, Any]:
+    """An input file as the manifest has it."""
+    return {
+        "url": source.url,
+        "bytes": source.bytes,
+        "sha256": source.sha256,
+        **({} if source.path is None else {"path": source.path}),
+        **({} if source.content_bytes is None else {"content_bytes": source.content_bytes}),
+        **({} if source.content_crc32c is None else {"content_crc32c": source.content_crc32c}),
+    }
 
 
 def read_file(path: str, value: Any, where: str) -> FileInfo:
@@ -234,9 +251,19 @@ def read_created_by(value: Any, where: str) -> dict[str, Any]:
 def read_source(value: Any, where: str) -> SourceInfo:
     """One input file."""
     place = f"{where}: source"
-    doc = documents.obj(value, ("url", "bytes", "sha256"), where=place)
-    url = documents.string(doc["url"], where=f"{place}: url")
-    return SourceInfo(url, documents.count(doc["bytes"], where=place), documents.sha256(doc["sha256"], where=place))
+    optional: dict[str, Callable[..., Any]] = {
+        "path": documents.string,
+        "content_bytes": documents.count,
+        "content_crc32c": documents.crc32c,
+    }
+    there = [name for name in optional if isinstance(value, dict) and name in value]
+    doc = documents.obj(value, ("url", "bytes", "sha256", *there), where=place)
+    return SourceInfo(
+        documents.string(doc["url"], where=f"{place}: url"),
+        documents.count(doc["bytes"], where=place),
+        documents.sha256(doc["sha256"], where=place),
+        **{name: optional[name](doc[name], where=f"{place}: {name}") for name in there},
+    )
 
 
 def read_leakage(value: Any, where: str) -> dict[str, Any] | None:

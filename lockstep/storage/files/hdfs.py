@@ -20,7 +20,8 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import Unanswered, given_up, with_retries
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer, short_file
+from lockstep.storage.files.hdfs_cures import cured, first_line
+from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Writer, short_file
 from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
     RemoteFileSystem,
@@ -54,13 +55,8 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return taken(what, text)
     if java == "ParentNotDirectoryException" or "(is not a directory" in text:
         return below_a_file(what, verb, text)
-    if java == "AccessControlException":
-        return StorageError(
-            f"{what}: permission denied",
-            got=text,
-            allowed="a user with the right to do so",
-            next_step="Set HADOOP_USER_NAME, or ask for the permission; under Kerberos run kinit.",
-        )
+    if (known := cured(what, java, text)) is not None:
+        return known
     if java == "SecretManager$InvalidToken":  # a newer one may be on its way
         return RetryableStorageError(
             f"{what}: the delegation token is not valid any more",
@@ -132,7 +128,7 @@ def _parts(error: BaseException) -> tuple[str, str]:
     if "All DataNodes failed" in text and (tried := _DATANODE.findall(text)):
         text = f"All DataNodes failed: {', '.join(f'{host}:{port}' for host, port in tried)}"
     # Inside RPCError the text is a Rust literal, so its line ends are written out.
-    return java, without_secrets(re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")'))
+    return java, without_secrets(first_line(text).removesuffix('")'))
 
 
 _FIRST_S = 15.0
@@ -215,8 +211,6 @@ class HdfsFileSystem(RemoteFileSystem):
     Every call has deadlines: `lockstep.storage.call-deadline-s` for an attempt at the NameNode, `...data-deadline-s`
     for data, `...give-up-s` for all attempts. An attempt that times out abandons its thread and its client.
     """
-
-    promises = Promises(atomic_rename=True, durable_sync=True)
 
     def __init__(self, authority: str, settings: Mapping[str, str]) -> None:
         self._settings = dict(settings)

@@ -37,14 +37,6 @@ class HdfsBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
-    """What a backend guarantees: a rename is seen whole or not at all; sync() survives a loss of power."""
-
-    atomic_rename: bool
-    durable_sync: bool
-
-
-@dataclass(frozen=True, slots=True)
 class StoredChecksum:
     """A checksum that a storage keeps of a file: the name of its algorithm, and its bytes."""
 
@@ -70,9 +62,7 @@ class Writer(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Return once everything written so far is on the disks; where the backend does not promise `durable_sync`,
-        once its servers have it.
-        """
+        """Return once everything written so far is on the disks; over WebHDFS, once its servers have it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -121,7 +111,6 @@ class FileSystem(ABC):
     CorruptionError, other failures StorageError.
     """
 
-    promises: Promises
     whom = "the storage"
     """Who serves it, for errors."""
 

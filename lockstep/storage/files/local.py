@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import DiskFullError, ExistsError, NotFoundError, StorageError
+from lockstep.storage.errors import DeniedError, DiskFullError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import (
     Blocks,
     FileStat,
     FileSystem,
     HdfsBlock,
     Listing,
-    Promises,
     RangeFile,
     Writer,
     check_range,
@@ -122,8 +121,6 @@ def _directly(descriptor: int, call: Callable[[], int | None]) -> int | None:
 
 class LocalFileSystem(FileSystem):
     """Files of this machine, by plain paths or file:/// URLs."""
-
-    promises = Promises(atomic_rename=True, durable_sync=True)
 
     def open_read(self, url: str) -> BinaryIO:
         with _translated("open", url):
@@ -382,7 +379,8 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
                 allowed="room on that disk, and in this user's quota",
                 next_step="Free space there (df, quota), then repeat the call.",
             ) from error
-        raise StorageError(
+        kind = DeniedError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
+        raise kind(
             f"cannot {verb} {place}",
             got=error.strerror or str(error),
             allowed="a readable file" if verb in ("open", "read") else "a disk that is writable and has room",

@@ -13,7 +13,7 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import with_retries
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, StoredChecksum, Writer
+from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, StoredChecksum, Writer
 from lockstep.storage.files.remote import RemoteFileSystem, lost_by_writer
 from lockstep.storage.files.webhdfs_http import (
     OTHER_FORM,
@@ -40,8 +40,6 @@ class WebHdfsFileSystem(RemoteFileSystem):
     are those of hdfs:// (`lockstep.storage.*`). There is no durable sync, so it can hold datasets, but no run of
     jobs.train.
     """
-
-    promises = Promises(atomic_rename=True, durable_sync=False)
 
     def __init__(
         self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None, scheme: str = "webhdfs"

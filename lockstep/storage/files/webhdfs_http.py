@@ -22,6 +22,7 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionErro
 
 from lockstep.storage.errors import ConfigError, LockstepError, RetryableStorageError, StorageError
 from lockstep.storage.files.deadlines import call_with_deadline, with_retries
+from lockstep.storage.files.hdfs_cures import cured, first_line
 from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
     below_a_file,
@@ -370,10 +371,10 @@ def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str
         "must both be directories" in text or "directory is not empty" in text or "already exists" in text
     ):
         return taken(what, text)
-    if java in ("AccessControlException", "SecurityException", "InvalidToken", "AuthorizationException") or (
-        status in (401, 403) and not java
-    ):
-        return StorageError(
+    if (known := cured(what, java, text)) is not None:
+        return known
+    if java in ("SecurityException", "InvalidToken") or (status in (401, 403) and not java):
+        return StorageError(  # not final: a newer token or ticket may be on its way
             f"{what}: permission denied",
             got=text,
             allowed="a user, or a delegation token, with the right to do so",
@@ -415,8 +416,7 @@ def _parts(error: BaseException) -> tuple[str, str, int]:
 
 
 def _clean(text: str) -> str:
-    lines = without_secrets(text).strip().splitlines()
-    return lines[0].strip()[:500] if lines else "no message"
+    return first_line(without_secrets(text))[:500] or "no message"
 
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from etl.images.config import ImagesConfig
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.images.decode import decode
 from lockstep.features.images.resize import fit
+from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
@@ -67,9 +68,14 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     files = {f"{name}/{n}.png": picture(n) for n in range(12) for name in ("a", "b")}
     first, again = make_tar(tmp_path / "1.tar", files), make_tar(tmp_path / "2.tar", dict(list(files.items())[:4]))
     told = {"inputs": (str(first), str(again)), "split": "1/1", "store": "encoded", "fit": "pad", "image_size": (2, 6)}
+    with pytest.raises(DataError, match=r"1.tar and .*2.tar hold images of one path") as caught:
+        job.run(spark, config(first, tmp_path / "out", **told))
+    assert "--input-root" in caught.value.next_step
+    told["input_root"] = str(tmp_path)
     manifest = job.run(spark, config(first, tmp_path / "out", **told))
     rows = [row for _, row in table(tmp_path / "out", manifest)]
     assert len({row["sample_id"] for row in rows}) == len(rows) == 28
+    assert {sample_id([f"1.tar/{name}".encode(), b"0"], 0) for name in files} < {row["sample_id"] for row in rows}
     assert sorted(row["image"] for row in rows) == sorted([*files.values(), *list(files.values())[:4]])
     schema = Schema.from_json(manifest.schema)
     shard = next(iter(manifest.splits.values())).shards[0].path
@@ -77,7 +83,7 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     fed = Encoder(schema, {}).encode(batch)
     for pixels_fed, data in zip(fed.x["image"], batch.column("image").to_pylist(), strict=True):
         assert pixels_fed.shape == (2, 6, 3) and (pixels_fed == fit(decode(data, 3)[None], 2, 6, "pad")[0]).all()
-    # The first of a name is the same sample whether or not it comes again.
+    # An image is the same sample whether or not another archive holds one of its name.
     shutil.rmtree(tmp_path / "out")
     alone = job.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))
     ids = {row["sample_id"] for _, row in table(tmp_path / "out", alone)}

@@ -52,6 +52,15 @@ def expected(data: bytes, limit: int) -> Found:
     return found
 
 
+def test_a_small_file_does_not_leave_the_next_one_uncut(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1\n")
+    (tmp_path / "b").write_bytes(b"12\n" * 10)
+    found = plan_ranges(find_sources([str(tmp_path)]), 10)
+    assert [(part.source_index, part.start, part.whole) for part in found] == [
+        (0, 0, True), (1, 0, False), (1, 10, False), (1, 20, False),
+    ]  # fmt: skip
+
+
 @given(
     st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n", b"\r", b"\r\n", b"d" * 9]), min_size=1, max_size=60),
     st.integers(1, 40),

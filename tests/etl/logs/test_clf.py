@@ -10,9 +10,9 @@ import pytest
 
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.logs import server_log
+from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
 from etl.logs.server_log import BAD_TIME, parse_common
 from etl.logs.values import NOT_UTF8
-from etl.logs.web import is_page
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
 SECONDS = int(datetime(1995, 7, 9, 4, 0, 7, tzinfo=UTC).timestamp())
@@ -117,7 +117,8 @@ def test_refused_lines_leave_their_neighbours_alone(text: bytes, reason: str) ->
 )
 def test_what_is_a_page(request_line: str, status: str, page: bool) -> None:
     found = parsed(line(request=request_line, status=status))
-    assert is_page(found.method, found.page, found.status).tolist() == [page]
+    asset = Suffixes.of(found.page).among(ASSET_SUFFIXES)
+    assert is_page(found.method, found.page, asset, found.status).tolist() == [page]
 
 
 def test_no_lines() -> None:

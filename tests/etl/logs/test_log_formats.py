@@ -86,7 +86,7 @@ def test_a_combined_log(spark: SparkSession, tmp_path: Path) -> None:
     counts = manifest.counts
     assert (counts.read, counts.quarantined) == (1500, 1)
     assert counts.read == counts.written + 1 + sum(counts.dropped.values())
-    assert counts.dropped == {"not_a_page": 923, "censored": 18}  # all 18 page requests of the last half hour
+    assert counts.dropped == {"not_a_page": 943, "censored": 17}  # all 17 page requests of the last half hour
     agents = table(tmp_path / "out")["agent_tokens"]
     assert sum("mozilla" in tokens for tokens in agents) > 0.5 * len(agents)
     assert sorted(path for path in manifest.files if "_tokens" in path) == [

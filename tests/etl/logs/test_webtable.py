@@ -20,9 +20,10 @@ from etl.logs import server_log
 from etl.logs.fields import Form
 from etl.logs.parse import BAD, ROW, SUMMARY, parse_range
 from etl.logs.plan import MAX_LISTED, Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
+from etl.logs.roles import columns_of
 from etl.logs.server_log import seconds_of_text
 from etl.logs.values import Reasons
-from etl.logs.web import read_requests, roles
+from etl.logs.web import read_requests
 from etl.write.config import LogsConfig
 from lockstep.storage.errors import DataError
 from tests.etl.conftest import ELASTIC, nasa_lines
@@ -152,10 +153,15 @@ def test_times(text: str, seconds: int | None) -> None:
 
 def test_columns_by_the_names_that_servers_give_them() -> None:
     nginx = ["msec", "remote_addr", "request", "status"]
-    assert roles(nginx, "f") == {"visitor": "remote_addr", "time": "msec", "status": "status", "request": "request"}
-    assert roles(["Host", "Timestamp", "Verb", "URI", "Status_Code", "host"], "f")["visitor"] == "Host"
+    assert columns_of(nginx, {}, "f") == {
+        "visitor": "remote_addr",
+        "time": "msec",
+        "status": "status",
+        "request": "request",
+    }
+    assert columns_of(["Host", "Timestamp", "Verb", "URI", "Status_Code"], {}, "f")["visitor"] == "Host"
     with pytest.raises(DataError, match="no column for time, method, target") as caught:
-        roles(["host", "status"], "f")
+        columns_of(["host", "status"], {}, "f")
     assert "--schema" in caught.value.next_step
 
 
@@ -198,10 +204,10 @@ def test_a_json_time_does_not_hang_on_its_neighbours(tmp_path: Path) -> None:
     }
     lines = [f'{{{time},"ip":"h","request":"GET /{n} HTTP/1.1","status":200}}' for n, time in enumerate(wanted)]
     lines.append("")
-    names = ("time", "ip", "request", "status")
+    columns = {"visitor": "ip", "time": "time", "status": "status", "request": "request"}
     for order in (lines, lines[::-1], *([line] for line in lines[:-1])):
         drops = Reasons(len(order))
-        found = read_requests(pa.array(order, pa.binary()), Form("json"), names, drops)
+        found = read_requests(pa.array(order, pa.binary()), Form("json"), (), columns, drops)
         good = found.reasons.good & drops.good
         known = {line: time for line, time in zip(lines, wanted.values(), strict=False) if time is not None}
         assert [line in known for line in order] == good.tolist()
@@ -262,7 +268,10 @@ def test_the_head_of_a_json_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join([*lines, ""]))
     (source,) = find_sources([str(tmp_path / "log")])
     assert names_in(source, "json", False) == ("a", "b", "c", "d")
-    assert kinds_in(source) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
+    assert kinds_in([source]) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
+    (tmp_path / "later").write_text('{"a":"x","e":1}\n')  # a key that only the second file has
+    found = find_sources([str(tmp_path / "log"), str(tmp_path / "later")])
+    assert kinds_in(found) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
 
 
 @pytest.mark.parametrize(
@@ -337,6 +346,6 @@ def test_columns_that_are_not_there_are_told_apart_from_a_wrong_format() -> None
     assert names.split(", ") == many[: 100 - int(more.split()[0])] and len(names) <= MAX_LISTED
     assert "looks like csv" in columns_differ("u", "tsv", ["a,b,c"], ["a"], []).next_step
     with pytest.raises(DataError, match="no web requests") as caught:
-        roles(["host,time,status"], "f")
+        columns_of(["host,time,status"], {}, "f")
     assert "looks like csv" in caught.value.next_step
     assert "looks like tsv" in columns_differ("u", "csv", ["a\tb"], ["a"], []).next_step

@@ -73,7 +73,7 @@ def test_large_records_are_not_held_together(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "part").write_bytes(frame(record) * 40)
     held = []
 
-    def seen(fields: Any, data: np.ndarray, offsets: np.ndarray, **options: bool) -> pa.RecordBatch:
+    def seen(fields: Any, data: np.ndarray, offsets: np.ndarray, **options: Any) -> pa.RecordBatch:
         held.append(len(data))
         return decode_foreign_frames(fields, data, offsets, **options)
 

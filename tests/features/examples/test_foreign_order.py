@@ -68,8 +68,10 @@ RECORDS = st.one_of(
 )
 
 
-def by_python(fields: list[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch:
-    return foreign.decode_foreign(fields, records_between(data, offsets))
+def by_python(
+    fields: list[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], known: list[str] | None
+) -> pa.RecordBatch:
+    return foreign.decode_foreign(fields, records_between(data, offsets), known)
 
 
 def outcome(lenient: Lenient, data: bytes) -> tuple[Any, str]:
@@ -80,13 +82,16 @@ def outcome(lenient: Lenient, data: bytes) -> tuple[Any, str]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(RECORDS, min_size=1, max_size=4), st.integers(1, 31))
-def test_compiled_and_plain_reading_agree_in_values_and_errors(records: list[bytes], asked: int) -> None:
+@given(st.lists(RECORDS, min_size=1, max_size=4), st.integers(1, 31), st.none() | st.sets(NAMES))
+def test_compiled_and_plain_reading_agree_in_values_and_errors(
+    records: list[bytes], asked: int, others: set[str] | None
+) -> None:
     fields = [field for number, field in enumerate(FIELDS) if asked >> number & 1]
+    known = None if others is None else sorted({*others, *(field.name for field in fields)})
     data = b"".join(map(frame, records))
-    plain = Lenient(fields)
+    plain = Lenient(fields, known)
     plain._ours = False
-    found = outcome(Lenient(fields), data)
+    found = outcome(Lenient(fields, known), data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.features.shards.read.decode_foreign_frames", by_python)
         wanted = outcome(plain, data)
@@ -134,9 +139,9 @@ def test_hundreds_of_lists_that_no_record_has_take_bounded_memory(monkeypatch: p
     lenient._ours = False
     fast = foreign.fast_records
 
-    def watched(asked: Any, data: Any, starts: Any, ends: Any) -> Any:
+    def watched(asked: Any, data: Any, starts: Any, ends: Any, known: Any) -> Any:
         taken.append(len(starts) * len(asked) * 16)
-        return fast(asked, data, starts, ends)
+        return fast(asked, data, starts, ends, known)
 
     monkeypatch.setattr(foreign, "fast_records", watched)
     monkeypatch.setattr(foreign, "decode_foreign", None)

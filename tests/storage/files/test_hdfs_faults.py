@@ -16,6 +16,8 @@ import pytest
 
 from lockstep.storage.errors import (
     ConfigError,
+    DeniedError,
+    DiskFullError,
     ExistsError,
     NotFoundError,
     RetryableStorageError,
@@ -248,8 +250,8 @@ def test_a_panic_of_the_library_is_an_error_of_ours(fake: tuple[HdfsFileSystem, 
     [
         (FileNotFoundError("File does not exist: /p\n\tat org.apache.X"), NotFoundError, "File does not exist: /p"),
         (FileExistsError("/p already exists as a directory\n\tat x"), ExistsError, "already exists"),
-        (_rpc("security.AccessControlException", "Permission denied: user=bob"), StorageError, "denied: user=bob"),
-        (_rpc("hdfs.protocol.DSQuotaExceededException", "quota of /q"), StorageError, "quota of /q"),
+        (_rpc("security.AccessControlException", "Permission denied: user=bob"), DeniedError, "denied: user=bob"),
+        (_rpc("hdfs.protocol.DSQuotaExceededException", "quota of /q"), DiskFullError, "quota of /q"),
         (RuntimeError('DataTransferError("All DataNodes failed: [x]")'), RetryableStorageError, "All DataNodes"),
         (RuntimeError('InvalidArgument("No NameNode hosts found")'), ConfigError, "No NameNode"),
         (RuntimeError("GSSAPIError(GssMajorCodes { GSS_S_NO_CRED })"), StorageError, "GSS_S_NO_CRED"),

@@ -31,7 +31,7 @@ class TestTcp(CommunicatorContract):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "double-tree"])
 def test_each_algorithm(algorithm: str, num_ranks: int) -> None:
-    """all_reduce is what they do; the other calls do not depend on the choice."""
+    """all_reduce and reduce_scatter are what they do; the other calls do not depend on the choice."""
 
     def run(num_ranks: int, work: Callable[[Communicator], Any]) -> list[Any]:
         def forced(comm: Communicator) -> Any:
@@ -43,4 +43,6 @@ def test_each_algorithm(algorithm: str, num_ranks: int) -> None:
 
     contract = CommunicatorContract()
     contract.test_all_reduce(run, num_ranks)
+    if num_ranks <= 5:
+        contract.test_reduce_scatter_and_its_inverse(run, num_ranks)
     contract.test_numbers_that_are_none(run, num_ranks)

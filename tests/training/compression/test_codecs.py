@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -78,6 +81,21 @@ def test_rounding_at_random_is_unbiased(method: str) -> None:
 def test_bytes(method: str, least: float) -> None:
     n = 1 << 20
     assert 4 * n / codec_of(Compression.parse(method)).size(n) >= least
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [("int8", "int8"), ("qsgd:127", "qsgd:LEVELS"), ("qsgd:1", "qsgd:LEVELS"), ("terngrad", "terngrad")],
+)
+def test_the_page_says_how_many_bytes_are_sent(method: str, row: str) -> None:
+    """The least and the most of a row, such as 1/3.97 to 1/15.5."""
+    page = Path(__file__).parents[3] / "docs" / "compression.md"
+    (line,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{row}`")]
+    told = [float(number) for number in re.findall(r"1/([0-9.]+)", line)]
+    n = 1 << 20
+    assert (
+        round(4 * n / codec_of(Compression.parse(method)).size(n), 2 if method in ("int8", "qsgd:127") else 1) in told
+    )
 
 
 @pytest.mark.parametrize("text", [*CODED, "none", "auto", "topk:1%", "dgc:0.1%", "powersgd:2"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.storage.documents import unseal
-from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
+from lockstep.storage.errors import CommunicationError, LockstepError, LostWriteError, StorageTimeoutError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from training.config import TrainConfig
@@ -91,7 +91,7 @@ def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
 def test_report_that_is_not_what_was_uploaded_is_refused(paths: RunPaths) -> None:
     claim, commits = generation(paths, ranks=1)
     file = upload(paths, claim, 10, 0)
-    with pytest.raises(CorruptionError, match="differs from its report"):
+    with pytest.raises(LostWriteError, match="does not read back"):
         commits.checkpoint(0, {"step": 10, "files": [{**file, "bytes": 3}]})
     _, commits = generation(paths, ranks=1)
     with pytest.raises(LockstepError, match="leads out"):

@@ -35,7 +35,7 @@ def config(tmp_path: Path, **more: Any) -> TrainConfig:
         ({"max_steps": 25}, {}, True),  # 4 epochs of 100 rows in batches of 16
         ({"max_steps": 24}, {}, False),
         ({}, {"max_steps": 9}, True),
-        ({"epochs": 2}, {"max_steps": 9}, False),  # a run of other epochs: a schedule may span them
+        ({"epochs_asked": 2}, {"max_steps": 9}, False),  # a run of other epochs: a schedule may span them
         ({"steps": 11, "stopped_by": "a callback of the model"}, {}, True),
     ],
 )
@@ -48,8 +48,9 @@ def test_a_result_is_final_for_what_it_was_asked_for(
     assert finished_result(fs, paths, given, plan) is None
     claim_next(fs, paths, None, epochs=4, num_ranks=1)
     values: dict[str, Any] = {
-        "run": paths.root, "generation": 1, "steps": 25, "epochs": 4, "metrics": {}, "samples": 9, "seconds": 1.0,
-        "samples_per_s": 9.0, "restarts": 0, "checkpoint": None, "model": None, "left_over": [],
+        "run": paths.root, "generation": 1, "steps": 25, "epochs": 4, "epochs_asked": 4, "metrics": {},
+        "samples": 9, "seconds": 1.0, "samples_per_s": 9.0, "restarts": 0, "checkpoint": None, "model": None,
+        "left_over": [],
     } | done  # fmt: skip
     result = RunResult(**values)
     Path(paths.results).mkdir()

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 
 from lockstep.features.sample_id import sample_id
-from lockstep.storage.errors import LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.errors import (
+    CommunicationError,
+    ConfigError,
+    CorruptionError,
+    DeniedError,
+    DiskFullError,
+    LockstepError,
+    LostWriteError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    TrainingFailedError,
+)
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
 from tests.training.driver.test_driver_decisions import config_of, launches
@@ -21,18 +33,28 @@ from training.batches.audit_log import sample_hex
 from training.batches.decode import decoded_steps
 from training.batches.training_set import TrainingSet, sample_ids
 from training.config import TrainConfig
-from training.control.failures import Failure, RankFailedError, RankState, Weight
+from training.control.failures import (
+    ApplicationEndedError,
+    Failure,
+    LauncherError,
+    LauncherGoneError,
+    MemoryKillError,
+    PreemptedError,
+    RankFailedError,
+    RankState,
+    Weight,
+)
 from training.control.last_words import NO_STEP, LastWords, new_page
 from training.control.task import Limits, RankTask
 from training.driver import restarts
 from training.driver.preflight import plan_for
-from training.driver.restarts import RestartPolicy, batch_places
-from training.driver.stop import EXIT_STOPPED
+from training.driver.restarts import RestartPolicy, batch_places, incurable
+from training.driver.stop import EXIT_STOPPED, EndedByCallerError
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
 from training.plan.order import Run
 from training.reading.reader import SplitReader
-from training.run.lineage import read_claims
+from training.run.lineage import SupersededError, read_claims
 from training.run.paths import RunPaths
 from training.world import World
 
@@ -44,6 +66,20 @@ def death(rank: int = 1, step: int = 7, reason: str = CRASH, **more: Any) -> Ran
     weight = more.pop("weight", Weight.ENDED)
     state = RankState(rank, step=step, exit_code=code, **({"phase": "train"} | more))
     return RankFailedError(Failure(state, reason, weight), 2)
+
+
+def caused(cause: LockstepError, **more: Any) -> RankFailedError:
+    """The failure of a rank that raised `cause`."""
+    error = death(**{"weight": Weight.RAISED, "code": 1, "reason": str(cause), **more})
+    error.__cause__ = cause
+    return error
+
+
+def parted(step: int, sums: str = "") -> RankFailedError:
+    """Ranks whose weights differ after `step`."""
+    cause = LockstepError(f"the weights of rank 1 are not those of rank 0 after step {step}", got=f"CRC32C {sums}")
+    vars(cause)["diverged_at"] = step  # as it comes from a rank: DivergedError's own class stays there
+    return caused(cause, step=step)
 
 
 @pytest.fixture
@@ -79,7 +115,13 @@ def test_waits_double_without_progress_up_to_half_a_minute(policy: RestartPolicy
         (death(code=-signal.SIGKILL), death(code=-signal.SIGKILL), None),
         (death(weight=Weight.SILENT), death(weight=Weight.SILENT), None),
         (death(weight=Weight.CONSEQUENCE), death(weight=Weight.CONSEQUENCE), None),
-        (death(phase="restore"), death(phase="restore"), None),
+        (death(phase="restore"), death(phase="restore"), "in phase restore at step 7 with the same error"),
+        (death(phase="restore"), death(phase="restore", rank=0), "in phase restore at step 7 with the same error"),
+        (death(phase="restore"), death(phase="opening"), None),
+        (death(phase="export"), death(phase="export", step=9), None),
+        (death(phase="opening", code=-signal.SIGKILL), death(phase="opening", code=-signal.SIGKILL), None),
+        (parted(100, "abc"), parted(100, "def"), "in phase train at step 100 with the same error"),
+        (parted(100), parted(200), None),
     ],
 )
 def test_only_the_same_death_twice_in_a_row_ends_the_run(
@@ -99,6 +141,55 @@ def test_a_storage_that_fails_at_the_same_step_may_be_back_the_next_time(policy:
     error.__cause__ = StorageError("no NameNode answers")
     told(policy, error, error)
     assert policy.suspect is None, "no batch is blamed"
+
+
+ENDED = ApplicationEndedError("the application application_1_0001 of this driver has ended", got="YARN: KILLED")
+ALIKE = RankFailedError(Failure(RankState(0), "ImportError: no module named x", Weight.RAISED), 2, alike=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_by", "why"),
+    [
+        (ENDED, ApplicationEndedError, "its executors do not come back"),
+        (LauncherGoneError("Java has ended"), LauncherGoneError, "nothing is launched without Java"),
+        (LauncherError("the barrier stage failed"), None, "an executor was lost: others are there"),
+        (PreemptedError("taken away"), None, "executors come back"),
+        (MemoryKillError("killed"), None, "once: the second time the driver says what to raise"),
+        (SupersededError("another driver"), SupersededError, "the run is another driver's"),
+        (EndedByCallerError("a trial was ended"), EndedByCallerError, "the caller wants no more"),
+        (NotFoundError("no such file"), NotFoundError, "a missing file stays missing"),
+        (ConfigError("model m cannot be imported"), ConfigError, "flags stay as they are"),
+        (CorruptionError("flipped", file="f"), CorruptionError, "bytes that are wrong stay wrong"),
+        (DiskFullError("the quota of names is used up"), DiskFullError, "it stays used up"),
+        (caused(DiskFullError("the quota of space is used up")), DiskFullError, "a rank meets it again"),
+        (DeniedError("permission denied"), DeniedError, "permissions stay"),
+        (caused(DeniedError("permission denied")), DeniedError, "a rank meets it again"),
+        (ALIKE, RankFailedError, "every rank would raise it again"),
+        (death(), None, "one rank may die for a reason of its host"),
+        (parted(100), None, "memory of one host may have failed, the first time"),
+        (StorageError("no answer"), None, "the storage may be back"),
+        (caused(RetryableStorageError("a DataNode died")), None, "another DataNode is there"),
+        (LostWriteError("an upload of 0 bytes"), None, "it is written again"),
+        (caused(LostWriteError("an upload of 0 bytes")), None, "it is written again"),
+        (CommunicationError("a rank was lost"), None, "another one is started"),
+    ],
+)
+def test_which_errors_no_restart_cures(error: LockstepError, ends_by: type[LockstepError] | None, why: str) -> None:
+    found = incurable(error)
+    assert (None if found is None else type(found)) is ends_by, why
+
+
+def test_a_run_whose_application_has_ended_ends_with_one_error_that_says_from_where_it_resumes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ends(task: RankTask) -> None:
+        raise ApplicationEndedError(ENDED.what, got=ENDED.got, next_step="Start again.")
+
+    run = TinyRun(tmp_path)
+    with pytest.raises(ApplicationEndedError) as caught:
+        train(config_of(run, tmp_path / "mine", max_restarts=9), launches(ends, ends), hooks=Hooks(lease_watch_s=0.1))
+    assert caught.value.next_step == "Start again. It resumes from the start."
+    assert "resuming from" not in capfd.readouterr().err
 
 
 def ids_of(reader: SplitReader) -> dict[str, int]:

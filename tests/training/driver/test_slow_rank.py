@@ -20,8 +20,9 @@ from tests.training._threads import run
 from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
 from training.control.failures import Failure, RankState, failure_of
+from training.driver.stop import EndedByCallerError
 from training.driver.stragglers import Straggler, Stragglers
-from training.driver.train import EndedByCallerError, Hooks, train
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
 from training.results.resources import straggler_rows, usage_rows
 from training.run.metrics import read_history

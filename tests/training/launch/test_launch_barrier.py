@@ -8,6 +8,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.training._tiny import write_table
 from tests.training.horovod.test_horovod import DATA, SCRIPTS, check_loop
 from tests.waiting import until
 from training.config import TrainConfig
-from training.control.failures import LauncherGoneError, RankFailedError
+from training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError
 from training.control.server import Handler
 from training.control.task import Limits, RankTask
 from training.driver.stop import EXIT_STOPPED
@@ -272,8 +273,10 @@ class FakeContext:
 
     @property
     def _jsc(self) -> Any:
-        self._asked += 1
-        slots = min(self._asked, self._most)
+        def slots(profile: object) -> int:
+            self._asked += 1
+            return min(self._asked, self._most)
+
         nothing = {
             "defaultResourceProfile": staticmethod(lambda: None),
             "addResourceProfile": staticmethod(lambda _: None),
@@ -283,11 +286,20 @@ class FakeContext:
             "Sc",
             (),
             {
-                "maxNumConcurrentTasks": staticmethod(lambda profile: slots),
+                "isStopped": staticmethod(lambda: False),
+                "maxNumConcurrentTasks": staticmethod(slots),
                 "resourceProfileManager": staticmethod(lambda: manager),
             },
         )
         return type("Jsc", (), {"sc": staticmethod(lambda: scala)})
+
+
+def test_an_application_that_has_ended_is_named_before_anything_is_started_in_it() -> None:
+    scala = SimpleNamespace(isStopped=lambda: True, applicationId=lambda: "application_1_0001")
+    context: Any = SimpleNamespace(master="local[2]", _jsc=SimpleNamespace(sc=lambda: scala))
+    with pytest.raises(ApplicationEndedError, match="application_1_0001 of this driver has ended") as ended:
+        slots_now(context)
+    assert isinstance(ended.value, LauncherGoneError) and "a new application resumes the run" in ended.value.next_step
 
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from training.launch.session import ended_in_order
+from training.launch.signals import ended_in_order
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -28,6 +28,23 @@ def test_what_was_begun_is_ended(number: int) -> None:
         assert left.value.code == 128 + number and ended and signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_what_timeout_and_java_send_again_within_a_second_does_not_disturb_the_end() -> None:
+    before, ended = signal.signal(signal.SIGTERM, signal.SIG_DFL), list[str]()
+    try:
+        with pytest.raises(SystemExit) as left, ended_in_order():
+            try:
+                with ended_in_order():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.sigtimedwait([signal.SIGUSR1], 10)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.sigtimedwait([signal.SIGUSR1], 0.2)
+                ended.append("in order")
+        assert left.value.code == 128 + signal.SIGTERM and ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Java:

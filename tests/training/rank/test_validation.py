@@ -13,6 +13,7 @@ import pytest
 from lockstep import numpy_batches
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
+from lockstep.storage.fs import filesystem
 from tests.training._fit_ranks import precision
 from tests.training._ranks import HERE, rank_path
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
@@ -25,8 +26,11 @@ from training.launch.session import Launch
 from training.reading.open import OpenSplit
 from training.results.evaluate import evaluate
 from training.results.report import write_report
+from training.results.runs import listing, read_runs
 from training.run.metrics import read_history
-from training.run.result import RunResult
+from training.run.paths import RunPaths
+from training.run.result import RunResult, find_result
+from training.run.status import now_utc, read_status, words
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -135,10 +139,18 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
     assert whole.steps == 50 and [("val_loss" in r["metrics"]) for r in read_history(whole.run).epochs] == [0, 1] * 3
     reason = "--early-stop val_loss:max:2: no better val_loss in 2 validations (best "
     assert (whole.stopped_by or "").startswith(reason) and "in epoch 2)" in (whole.stopped_by or "")
-    assert "ended early by --early-stop" in whole.summary()
+    assert "ended early by --early-stop" in whole.summary() and "weights of the last step" in whole.summary()
+    said = f"50 steps, 6 of 12 epochs, first step after {whole.first_step_s:.1f} s, then {whole.samples_per_s:.0f} "
+    assert (whole.epochs, whole.epochs_asked) == (6, 12) and said in whole.summary(), "the result says 12 epochs"
     Tested.all.clear()
     part = run(config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=20, **rule))
     assert (part.steps, part.stopped_by) == (20, "--max-steps 20")
+    assert part.epochs == 20 * 24 / 200 and "20 steps, 2.40 of 12 epochs, " in part.summary()
+    assert find_result(filesystem(part.run), RunPaths(part.run))["epochs"] == 2.4  # type: ignore[index]
+    assert "finished, step 20 of 20 (100%), 2.40 of 12 epochs" in shown_status(part.run)
+    row = dict(zip(*listing(read_runs([part.run])), strict=True))
+    assert (row["step"], row["epochs"]) == ("20 of 20", "2.40 of 12")
+    assert "<td>2.40 of 12</td>" in Path(write_report(part.run)).read_text()
     assert "val_loss" in part.metrics, "the last step is validated"
     assert_hooks(part.run, Tested.all)
     again = config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=20, **rule)
@@ -157,6 +169,11 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
         with pytest.raises(ConfigError, match="no metric `val_f1`") as caught:
             run(config(data, tmp_path / name, 1, "logistic", validate="test", **{name: value}))
         assert "val_average_precision:max" in caught.value.allowed
+
+
+def shown_status(url: str) -> str:
+    """What jobs.status prints."""
+    return words(read_status(filesystem(url), RunPaths(url)), url, now_utc())
 
 
 def assert_hooks(url: str, callbacks: list[Any]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.storage.errors import CorruptionError
@@ -14,7 +18,7 @@ from training.batches.training_set import left_over
 from training.plan.epoch_plan import EpochPlan
 from training.reading.open import OpenSplit
 from training.reading.reader import SplitReader
-from training.results.audit import check_audit, parse_audit
+from training.results.audit import ROW, _records_at, all_ids, check_audit, parse_audit
 from training.world import World
 
 EPOCHS, STEPS = 2, 8  # 2 * 100 samples in global batches of 24: 8 steps and 8 left over
@@ -128,3 +132,31 @@ def test_ids_are_shown_unsigned() -> None:
     assert sample_hex(-1) == "f" * 16 and sample_hex(10) == "000000000000000a"
     rows = parse_audit(HEADER + b"1,0,ffffffffffffffff\n", file="x")
     assert rows["id"].tolist() == [-1]
+
+
+def test_one_file_is_held_at_a_time(run: Run) -> None:
+    """A run of 150 epochs: its rows together would take four times as much."""
+    epochs, each = 150, 20
+    steps = epochs * 100 // 24 // each * each
+    ids = all_ids(run.reader)
+
+    def files() -> Iterator[Any]:
+        for first in range(1, steps + 1, each):
+            rows = np.zeros(each * 24, ROW)
+            rows["step"] = np.repeat(np.arange(first, first + each), 24)
+            cells = [
+                run.plan.lane_positions(lane, (first - 1) * 4, (first - 1 + each) * 4) for lane in range(run.plan.lanes)
+            ]
+            for lane, windows in enumerate(cells):
+                at = np.flatnonzero(np.arange(len(rows)) % 24 // 4 == lane)
+                pairs = [(epoch, _records_at(run.plan, epoch, positions)) for epoch, positions in windows]
+                rows["epoch"][at] = np.concatenate([np.full(len(found), epoch) for epoch, found in pairs])
+                rows["id"][at] = np.concatenate([ids[found] for _, found in pairs])
+            yield rows
+
+    tracemalloc.start()
+    report = check_audit(run.plan, run.reader, files(), steps=steps, epochs=epochs)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.ok and report.samples == steps * 24
+    assert peak < steps * 24 * ROW.itemsize / 4, f"{peak} bytes"

@@ -74,7 +74,7 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     each = [-np.log(np.where(y == 1, p, 1 - p)) for p in (1 / (1 + np.exp(-odds)), chances)]
     low, high = pair["difference"]["log_loss"]["interval"]
     assert pair["difference"]["log_loss"]["value"] == pytest.approx((each[0] - each[1]).mean(), rel=1e-6)
-    assert (high - low) / 2 == pytest.approx(1.96 * (each[0] - each[1]).std() / 500**0.5, rel=2e-3)
+    assert (high - low) / 2 == pytest.approx(1.96473 * (each[0] - each[1]).std(ddof=1) / 500**0.5, rel=1e-4)
     alone = evaluate(runs[1], data, "test", run_threads, batch=BATCH, slices=("page", "a"), baseline="rate:page")
     member = result["members"][1]
     assert {name: member[name] for name in alone if name not in ("dataset", "split")} == {

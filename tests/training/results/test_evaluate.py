@@ -274,7 +274,7 @@ def test_rare_labels_weights_and_logits_are_scored_exactly(
         assert found["metrics"] == pytest.approx(expected, rel=2e-5, abs=1e-7)
         for name in ("auc", "weighted_auc", "pr", "log_loss"):
             assert found["metrics"][name] == pytest.approx(expected[name], rel=1e-6 if name == "log_loss" else 1e-12)
-    assert set(result["intervals"]) == {"auc", "weighted_auc", "accuracy", "weighted_accuracy", "log_loss"}
+    assert set(result["intervals"]) == {"auc", "weighted_auc", "pr", "accuracy", "weighted_accuracy", "log_loss"}
     assert result["compared_by"] == "auc"
     for part in ("intervals", "class_counts", "difference"):
         assert result[part] == alone[part]  # the same bits

@@ -22,6 +22,7 @@ from training.run.lineage import CheckpointRef, Claim, claim_next
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
 from training.run.result import RunResult
+from training.run.summary import read_summary
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -49,7 +50,7 @@ def run(tmp_path: Path) -> str:
 
 
 def test_the_newest_generation_of_a_step_counts(run: str) -> None:
-    history = read_history(run)
+    history = read_summary(run)
     assert [(row["step"], row["loss"]) for row in history.steps] == [
         (1, 1.0), (2, 1.0), (3, 1.0), (4, 0.5), (5, 0.5), (6, 0.5),
     ]  # fmt: skip
@@ -131,7 +132,7 @@ def test_scores_of_followed_checkpoints_are_lines_of_the_report(run: str) -> Non
     fs, paths = filesystem(run), RunPaths(run)
     scores = followed(fs, paths)
     assert {step: row["loss"] for step, row in scores["test of <visits>"].items()} == {3: 0.875, 6: 0.625}
-    history = read_history(run)
+    history = read_summary(run)
     assert curve_names(history) == [HOSTILE] and curve_names(history, scores) == [HOSTILE, "log_loss", "loss"]
     text = Path(write_report(run)).read_text()
     assert "log_loss by epoch" in text and text.count("test of &lt;visits&gt;") >= 2 and "<visits>" not in text
@@ -142,8 +143,8 @@ def test_scores_of_followed_checkpoints_are_lines_of_the_report(run: str) -> Non
 
 def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = RunResult(
-        run=run, generation=2, steps=6, epochs=1, metrics={}, samples=9, seconds=1.0, samples_per_s=9.0, restarts=1,
-        checkpoint=None, model=None, left_over=[],
+        run=run, generation=2, steps=6, epochs=1, epochs_asked=1, metrics={}, samples=9, seconds=1.0, samples_per_s=9.0,
+        restarts=1, checkpoint=None, model=None, left_over=[],
     )  # fmt: skip
     url = Path(RunPaths(run).report(2))
     train.report(result)
@@ -203,7 +204,7 @@ def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
     skipped = {"kind": "step", "step": 7, "epoch": 0, "loss": "nan", "skipped": True, "seconds": 1.0}
     part.write_text(part.read_text() + json.dumps(skipped) + "\n")
-    assert "<svg" in loss_curve(read_history(run))
+    assert "<svg" in loss_curve(read_summary(run))
 
 
 def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
@@ -216,7 +217,7 @@ def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
     ]  # fmt: skip
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
     part.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    history = read_history(run)
+    history = read_summary(run)
     assert history.epochs[1]["validation"] == {"seconds": 2.0} and history.times[0]["validation_s"] == 0.0
     assert curve_names(history) == ["auc", "log_loss", "loss"]
     auc, log_loss = (epoch_curve(history, name) for name in ("auc", "log_loss"))
@@ -257,7 +258,7 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
     ):  # fmt: skip
         part = Path(RunPaths(run).metrics(generation)) / "part-00001.jsonl"
         part.write_text("".join(json.dumps(row) + "\n" for row in rows_of))
-    history = read_history(run)
+    history = read_summary(run)
     assert dict(checkpoint_rows(history)) == {
         "committed": "2", "skipped, while one was being written": "2",
         "steps stopped for": "0.250 s in the median, 0.250 s at most",
@@ -283,7 +284,7 @@ def test_slow_ranks_and_what_each_rank_used_are_shown_where_there_are_any(run: s
     ]  # fmt: skip
     part = Path(RunPaths(run).metrics(2)) / "part-00001.jsonl"
     part.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    history = read_history(run)
+    history = read_summary(run)
     assert usage_rows(history)[1:] == [
         (f"rank 0 on {HOSTILE}", "900 MiB", "90% of 2,000 MiB (container)", "0.62", "1,024 MiB, 25% busy")
     ]

@@ -228,7 +228,7 @@ def test_the_best_run_is_first_and_runs_without_the_metric_are_last() -> None:
     assert [run.name for run in ordered(runs, "auc")] == ["high", "low", "none"]
     assert [run.name for run in ordered(runs, "auc:min")] == ["low", "high", "none"]
     assert [run.name for run in ordered(runs, "loss")] == ["low", "high", "none"]
-    assert listing(runs, "loss:max")[0][5:7] == ["loss", "auc"], "what they are ordered by is shown first"
+    assert listing(runs, "loss:max")[0][6:8] == ["loss", "auc"], "what they are ordered by is shown first"
 
 
 def test_a_metric_is_next_to_those_of_its_validation_and_evaluation() -> None:
@@ -240,7 +240,7 @@ def test_a_metric_is_next_to_those_of_its_validation_and_evaluation() -> None:
     ]
     names = metric_names(runs)
     assert names[:4] == ["loss", "auc", "val_auc", "test_auc"] and len(names) == 25
-    assert len(listing(runs)[0]) == 8 + SHOWN_METRICS
+    assert len(listing(runs)[0]) == 9 + SHOWN_METRICS
 
 
 def test_only_options_that_differ_are_compared(made: Path) -> None:

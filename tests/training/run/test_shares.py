@@ -12,7 +12,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LostWriteError
 from lockstep.storage.fs import filesystem
 from training.run import checkpoint_division as division
 from training.run.checkpoint import (
@@ -178,7 +178,7 @@ def test_a_file_that_reads_back_otherwise_is_refused(
         Path(url).write_bytes(change(file.tobytes()))
 
     monkeypatch.setattr("training.run.checkpoint.write_stream", changes)
-    with pytest.raises(CorruptionError, match="reads back with other bytes"):
+    with pytest.raises(LostWriteError, match="does not read back"):
         upload(fs, str(tmp_path / "file"), file)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import auc, brier_score_loss, confusion_matrix, roc_auc_score, roc_curve
+from sklearn.metrics import auc, brier_score_loss, confusion_matrix, log_loss, roc_auc_score, roc_curve
 
 from lockstep.features.schema.sampled import corrected
 from training.scoring.calibration import (
@@ -22,7 +22,7 @@ from training.scoring.calibration import (
     confusion_of,
     roc_of,
 )
-from training.scoring.scores import OutputForm
+from training.scoring.scores import OutputForm, measure
 
 BINARY, CLASSES = OutputForm(logits=False, width=1), OutputForm(logits=False, width=4)
 
@@ -138,10 +138,10 @@ def test_the_roc_curve_is_scikit_learns_at_fewer_thresholds() -> None:
     for name, scores in (("model", chance), ("baseline", np.round(chance, 1))):
         no, yes = np.array(found[name]).T
         assert found[name][0] == [0, 0] and found[name][-1] == [1, 1] and len(no) <= ROC_POINTS + 2
-        whole = roc_curve(labels, scores, sample_weight=weights, drop_intermediate=False)
+        whole = roc_curve(labels, scores, drop_intermediate=False)  # weights count neither here nor in roc_auc
         apart = np.abs(no - whole[0][:, None]) + np.abs(yes - whole[1][:, None])  # (its points, ours)
         assert apart.min(axis=0).max() < 1e-12
-        exact = roc_auc_score(labels, scores, sample_weight=weights)
+        exact = roc_auc_score(labels, scores)
         assert auc(no, yes) == pytest.approx(exact, abs=2e-3)
     few = roc_of(rows_of(labels[:20], chance[:20]), BINARY)
     assert few is not None and "baseline" not in few
@@ -153,3 +153,39 @@ def test_one_class_and_numbers_have_no_roc_curve() -> None:
     assert roc_of(rows_of([1.0, 1.0], [0.2, 0.9]), BINARY) is None
     assert roc_of(rows_of([0.5, 1.5], [0.2, 0.9]), BINARY) is None
     assert roc_of(rows_of([0.0, 1.0], [0.2, 0.9]), CLASSES) is None
+
+
+def test_a_split_that_was_sampled_itself_is_judged_as_if_it_were_whole() -> None:
+    """A fold of a dataset with --sample: corrected probabilities are compared with the rows that the thin ones stand
+    for.
+    """
+    rng = np.random.default_rng(8)
+    chance = 1 / (1 + np.exp(4 - 1.5 * rng.normal(size=200_000)))
+    labels = (rng.random(200_000) < chance).astype(np.float64)
+    kept = (0.1, 1.0)
+    odds = chance / (1 - chance) / 0.1  # what a perfect model of the thinned rows predicts
+    there = rng.random(200_000) < np.where(labels == 1, *kept[::-1])
+    form = OutputForm(logits=False, width=1, kept=kept, thinned=kept)
+    rows = rows_of(labels[there], (odds / (1 + odds))[there])
+    weights = np.where(labels[there] == 1, 1.0, 10.0)
+    measured = measure(rows, [], form)["corrected_log_loss"].estimates[0]
+    assert measured.value == pytest.approx(log_loss(labels[there], chance[there], sample_weight=weights), rel=1e-9)
+    assert measured.interval is not None
+    assert measured.interval[0] < log_loss(labels, chance) < measured.interval[1]
+    found = calibration_of(rows, np.empty((len(rows), 0)), form)
+    assert found is not None
+    assert found["brier"] == pytest.approx(brier_score_loss(labels[there], chance[there], sample_weight=weights))
+    assert found["brier"] == pytest.approx(brier_score_loss(labels, chance), rel=0.03)
+    assert found["expected_error"] < 0.003
+    assert found["expected_error"] == pytest.approx(found["error_by_chance"], rel=1.0)
+
+
+def test_the_error_by_chance_is_that_of_perfect_predictions() -> None:
+    rng = np.random.default_rng(9)
+    chance = rng.random(500) ** 2
+    seen = [
+        calibration(chance, (rng.random(500) < chance).astype(np.float64), np.zeros(500))["expected_error"]
+        for _ in range(300)
+    ]
+    told = calibration(chance, np.zeros(500), np.zeros(500))["error_by_chance"]
+    assert np.mean(seen) == pytest.approx(told, rel=0.05)

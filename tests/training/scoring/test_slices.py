@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from sklearn.metrics import mean_absolute_error, mean_squared_error, roc_auc_score
+from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score, roc_auc_score
 
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
@@ -159,5 +159,7 @@ def test_slices_of_numbers_have_errors_with_intervals() -> None:
         assert one["metrics"] == {
             "mean_absolute_error": pytest.approx(mean_absolute_error(labels[mine], outputs[mine])),
             "mean_squared_error": pytest.approx(mean_squared_error(labels[mine], outputs[mine])),
+            "root_mean_squared_error": pytest.approx(mean_squared_error(labels[mine], outputs[mine]) ** 0.5),
+            "r2": pytest.approx(r2_score(labels[mine], outputs[mine])),
         }
         assert one["intervals"]["mean_absolute_error"][0] < one["metrics"]["mean_absolute_error"]

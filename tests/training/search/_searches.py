@@ -55,6 +55,7 @@ def result_of(config: TrainConfig, metrics: dict[str, Any]) -> RunResult:
         generation=1,
         steps=1,
         epochs=config.epochs,
+        epochs_asked=config.epochs,
         metrics=metrics,
         samples=1,
         seconds=1.0,

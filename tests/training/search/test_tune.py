@@ -13,7 +13,8 @@ from lockstep.storage.errors import ConfigError, DataError, StorageError, Traini
 from lockstep.storage.fs import filesystem
 from tests.training.search._searches import journal, result_of, run, search, trainer
 from training.config import TrainConfig
-from training.driver.train import EndedByCallerError, Hooks
+from training.driver.stop import EndedByCallerError
+from training.driver.train import Hooks
 from training.search.journal import Journal
 from training.search.study import Study
 

@@ -359,9 +359,11 @@ def program_of(key: ProgramKey, rank: int, n: int) -> Program:
     if key.kind == "broadcast":
         spreading = broadcast_tree if key.algorithm == "tree" else broadcast_chain
         return spreading(rank, n, key.peer, even_grid(key.size, 1, key.itemsize))
-    if key.kind == "all_reduce" and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
+    # To scatter, ring and halving leave the second half of an all-reduce out. The other two add whole buffers.
+    reduces = key.kind in ("all_reduce", "reduce_scatter")
+    if reduces and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
         return halving_all_reduce_short(rank, n, even_grid(key.size, 1, key.itemsize))
-    if key.kind == "all_reduce" and key.algorithm == "double-tree":
+    if reduces and key.algorithm == "double-tree":
         return double_tree_all_reduce(rank, n, even_grid(key.size, 2, key.itemsize, TREE_CHUNK_BYTES))
     algorithm = _PROGRAMS.get((key.kind, key.algorithm))
     if algorithm is None:

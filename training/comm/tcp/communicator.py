@@ -51,8 +51,8 @@ _open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
 class TcpCommunicator(Communicator):
     """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
-    `choose` returns the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
-    must be the same on every rank, and may be set between calls. The other collectives choose by size.
+    `choose` returns the algorithm of `all_reduce` and `reduce_scatter` for a buffer's bytes, "ring", "halving-doubling"
+    or "double-tree"; it must be the same on every rank, and may be set between calls. The others choose by size.
     Two ranks that `send` large buffers to each other at the same time wait for each other.
     """
 
@@ -105,7 +105,7 @@ class TcpCommunicator(Communicator):
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
         check_buffer(buf, op)
         mine = self.part_of(buf, self.rank)
-        self._run("reduce_scatter", default_choice(buf.nbytes), buf, op=op)
+        self._run("reduce_scatter", self.choose(buf.nbytes), buf, op=op)
         if op == "mean":
             divide_by_ranks(mine, self.num_ranks)
         return mine

@@ -1,0 +1,184 @@
+"""Files of a table: merged by name, or refused by name; partitions keep their text; times in nanoseconds."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import orc
+
+from etl import tables
+from etl.table_files import partition_values, read_files, text_of_partition
+from etl.tables import TableConfig
+from lockstep.storage.errors import ConfigError, DataError
+from tests.etl.table_cases import make
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+slow = pytest.mark.slow
+
+
+def rows_of(spark: SparkSession, urls: list[Path], file_format: str = "parquet") -> dict[int, dict[str, Any]]:
+    """The rows by id, without nulls; times with a zone as microseconds."""
+    df, _ = read_files(spark, [str(url) for url in urls], file_format, lambda name: True)
+    made = [f"unix_micros(`{n}`) AS `{n}`" if kind == "timestamp" else f"`{n}`" for n, kind in df.dtypes]
+    rows = [row.asDict(recursive=True) for row in df.selectExpr(*made).collect()]
+    return {row.pop("id"): {name: value for name, value in row.items() if value is not None} for row in rows}
+
+
+def compare(spark: SparkSession, folder: Path, seed: int) -> bool:
+    """Read a generated table; returns whether it was read, and not refused by the right names."""
+    case = make(folder, seed)
+    if case.refused:
+        with pytest.raises(ConfigError) as caught:
+            rows_of(spark, [folder], case.file_format)
+        assert all(word in str(caught.value) for word in case.refused), (seed, str(caught.value), case.refused)
+        return False
+    wanted = {one: {n: v for n, v in row.items() if v is not None} for one, row in case.rows.items()}
+    found = rows_of(spark, [folder], case.file_format)
+    found = {
+        one: {n: bytes(v) if isinstance(v, bytearray) else v for n, v in row.items()} for one, row in found.items()
+    }
+    assert found == wanted, seed
+    return True
+
+
+@slow
+def test_generated_tables_have_the_rows_of_pyarrow(spark: SparkSession, tmp_path: Path) -> None:
+    read = [compare(spark, tmp_path / str(seed), seed) for seed in range(20)]
+    assert 8 < sum(read) < 20
+
+
+@pytest.mark.soak
+def test_many_generated_tables_have_the_rows_of_pyarrow(spark: SparkSession, tmp_path: Path) -> None:
+    read = [compare(spark, tmp_path / str(seed), seed) for seed in range(20, 220)]
+    assert 80 < sum(read) < 190
+
+
+@slow
+@pytest.mark.usefixtures("few_partitions")
+@pytest.mark.parametrize("file_format", ["parquet", "orc"])
+def test_a_column_of_later_files_is_kept_and_told(
+    spark: SparkSession, file_format: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    write = pq.write_table if file_format == "parquet" else orc.write_table
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(pa.table({"id": range(50), "x": [1.0] * 50}), folder / f"2023.{file_format}")
+    write(pa.table({"price": [n / 2 for n in range(50)], "id": range(50, 100)}), folder / f"2024.{file_format}")
+    told: dict[str, Any] = {"id_columns": ("id",), "split": "1/1", "fmt": "parquet"}
+    for name, given_by in (
+        ("files", {"inputs": (str(folder),), "input_format": file_format}),
+        ("query", {"query": f"SELECT * FROM {file_format}.`{folder}`"}),
+    ):
+        url = str(tmp_path / name)
+        with caplog.at_level(logging.WARNING):
+            tables.run(spark, TableConfig(output=url, **given_by, **told))
+        found = ds.dataset(url).to_table(columns=["id", "x", "price"]).to_pandas().sort_values("id", ignore_index=True)
+        wanted = pd.concat([pd.DataFrame({"id": range(50), "x": 1.0}), pd.DataFrame({"id": range(50, 100)})])
+        wanted["price"] = [None] * 50 + [n / 2 for n in range(50)]
+        pd.testing.assert_frame_equal(found, wanted.reset_index(drop=True).astype({"price": float}))
+    lines = [line for line in caplog.messages if line.startswith("input: column")]
+    assert [line.split(",")[0] for line in lines[:2]] == [
+        "input: column `x` is null in 1 of 2 files",
+        "input: column `price` is null in 1 of 2 files",
+    ]
+
+
+@slow
+def test_two_types_are_refused_by_both_files_unless_the_column_is_excluded(spark: SparkSession, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "x": [1.0], "h": pa.array([1], pa.float16())}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"id": [2], "x": ["1"]}), tmp_path / "b.parquet")
+    told: dict[str, Any] = {"inputs": (f"{tmp_path}/*.parquet",), "id_columns": ("id",), "split": "1/1"}
+    with pytest.raises(ConfigError, match="`x` has two types") as caught:
+        tables.run(spark, TableConfig(output=str(tmp_path / "out"), **told, exclude=("h",)))
+    assert "double in file:" in caught.value.got and "string in file:" in caught.value.got
+    assert "a.parquet" in caught.value.got and "b.parquet" in caught.value.got
+    with pytest.raises(ConfigError, match="column `none` cannot be used"):
+        tables.run(spark, TableConfig(output=str(tmp_path / "out"), **told, exclude=("h", "x", "none")))
+    df, left_out = tables.frame(spark, TableConfig(output="out", **told, exclude=("h", "x")))
+    assert df.columns == ["id"] and left_out == {"h", "x"}
+    (tmp_path / "c.parquet").touch()
+    with pytest.raises(DataError, match=r"c\.parquet cannot be read as Parquet"):
+        tables.run(spark, TableConfig(output=str(tmp_path / "out"), **told, exclude=("h", "x")))
+
+
+def partitioned(folder: Path, name: str, values: list[str]) -> Path:
+    """A table with a folder for each value."""
+    for number, value in enumerate(values):
+        part = folder / f"{name}={value}"
+        part.mkdir(parents=True)
+        pq.write_table(pa.table({"id": [number], "y": [number % 2]}), part / "a.parquet")
+    return folder
+
+
+@slow
+def test_partitions_keep_their_text(spark: SparkSession, tmp_path: Path) -> None:
+    cases: list[tuple[list[str], str, list[Any]]] = [
+        (["007", "042", "100"], "string", ["007", "042", "100"]),
+        (["7", "42", "100"], "bigint", [7, 42, 100]),
+        (["7", "__HIVE_DEFAULT_PARTITION__"], "bigint", [7, None]),
+        (["2024-01-31", "2024-02-01"], "date", [dt.date(2024, 1, 31), dt.date(2024, 2, 1)]),
+        (["0.5", "-1.25"], "double", [0.5, -1.25]),
+        (["1e3", "1.50", "+1"], "string", ["1e3", "1.50", "+1"]),
+        (["a%3Ab", "c d"], "string", ["a:b", "c d"]),
+    ]
+    for number, (values, kind, wanted) in enumerate(cases):
+        folder = partitioned(tmp_path / str(number), "store", values)
+        df, _ = read_files(spark, [str(folder)], "parquet", lambda name: True)
+        assert dict(df.dtypes)["store"] == kind
+        assert [row["store"] for row in df.orderBy("id").collect()] == wanted
+    query = TableConfig(output="out", query=f"SELECT * FROM parquet.`{tmp_path / '0'}`", id_columns=("id",))
+    with pytest.raises(ConfigError, match=r"store=\.\.\. as int, which changes them") as caught:
+        tables.frame(spark, query)
+    assert caught.value.got == "store=007"
+    path = tmp_path / "n.parquet"
+    pq.write_table(pa.table({"id": pa.array([1], pa.timestamp("ns"))}), path)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        tables.frame(spark, TableConfig(output="out", query=f"SELECT * FROM parquet.`{path}`", id_columns=("id",)))
+    assert "nanosAsLong" in caught.value.next_step
+    same = TableConfig(output="out", query=f"SELECT store + 1 AS s FROM parquet.`{tmp_path / '1'}`", id_columns=("id",))
+    assert sorted(row["s"] for row in tables.frame(spark, same)[0].collect()) == [8, 43, 101]
+
+
+@given(st.text("0123456789-+e.a", min_size=1, max_size=12) | st.integers().map(str) | st.dates().map(str))
+def test_a_partition_is_a_number_or_date_only_if_nothing_is_lost(value: str) -> None:
+    if text_of_partition("bigint", value):
+        assert str(int(value)) == value and -(1 << 63) <= int(value) < 1 << 63
+    elif value.lstrip("-").isdigit() and abs(int(value)) < 10**18:
+        assert str(int(value)) != value
+    if text_of_partition("date", value) and value[:4] != "0000" and int(value[8:]) <= 28:
+        assert str(dt.date.fromisoformat(value)) == value
+    if text_of_partition("double", value):
+        assert repr(float(value)) == value
+    assert text_of_partition("string", value)
+    assert partition_values([f"file:///x=1/in/x={value}/a"], "x") == {value}
+
+
+@slow
+def test_times_in_nanoseconds_are_rounded_down(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    moments = pd.to_datetime([1999, -1, 1_700_000_000_123_456_789], unit="ns", utc=True)
+    path = tmp_path / "n.parquet"
+    pd.DataFrame({"id": [0, 1, 2], "seen": moments, "local": moments.tz_localize(None)}).to_parquet(path)
+    with caplog.at_level(logging.WARNING):
+        found = rows_of(spark, [path])
+    assert [found[n]["seen"] for n in range(3)] == [1, -1, 1_700_000_000_123_456]
+    assert [found[n]["local"] for n in range(3)] == list(moments.floor("us").tz_localize(None).to_pydatetime())
+    assert [line for line in caplog.messages if "nanoseconds" in line] == [
+        "input: the times of `seen`, `local` are in nanoseconds, rounded down to microseconds"
+    ]
+    told: dict[str, Any] = {"inputs": (str(path),), "id_columns": ("id",), "split": "1/1", "fmt": "parquet"}
+    tables.run(spark, TableConfig(output=str(tmp_path / "out"), **told, exclude=("seen", "local")))
+    assert set(ds.dataset(tmp_path / "out").schema.names) == {"sample_id", "id"}
