@@ -263,8 +263,10 @@ def test_three_parts_of_a_day_have_the_rows_of_one_job(spark: SparkSession, tmp_
                                                                **more}))  # fmt: skip
         assert not (tmp_path / "no").exists() and not list(tmp_path.glob("_staging*"))
 
-    refused(DataError, "come too late", paths[0])  # the same part again
-    refused(DataError, "come too late", paths[1], append_to=str(tmp_path / "2"))  # an earlier day at the end
+    refused(DataError, "has the same content", paths[0])
+    earlier = tmp_path / "earlier.log"  # a day in the middle, of other bytes, at the end
+    earlier.write_bytes(b"".join(lines[cuts[0] + 1 : cuts[1]]))
+    refused(DataError, "come too late", earlier, append_to=str(tmp_path / "2"))
     refused(ConfigError, "its label is another one", paths[1], label=MINUTE)
     one_line = tmp_path / "one.log"
     one_line.write_bytes(lines[cuts[0]])
