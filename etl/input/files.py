@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import google_crc32c
@@ -105,6 +107,8 @@ def _matches(fs: FileSystem, folder: str, part: str, *, last: bool) -> list[str]
 
 DEFAULT_SPLIT_BYTES = 64 << 20
 HEAD_BYTES = 4 << 10
+MAX_NAMED = 20  # files in a warning
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +138,19 @@ class Range:
 
 
 def find_sources(
-    urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None, root: str | None = None
+    urls: Sequence[str], check: Callable[[Source, bytes], bool] | None = None, root: str | None = None
 ) -> list[Source]:
     """The input files in the order given; those of a directory or pattern are sorted by name. `check` is called with
-    each file and its first HEAD_BYTES. Paths are below `root`, by default below the directory, the fixed part of the
+    each file and its first HEAD_BYTES, and says whether it holds anything: files that do not are skipped, with a
+    warning. Paths are below `root`, by default below the directory, the fixed part of the
     pattern, or the directory of the file that is given.
 
     Raises NotFoundError for a missing path, a directory without files and a pattern without a match, DataError for an
-    empty file and an unknown compression, ConfigError for a file that is named twice or is not below `root`.
+    empty file without a `check`, for only such files, and for an unknown compression, ConfigError for a file that is
+    named twice or is not below `root`.
     """
     sources: list[Source] = []
+    empty: list[Source] = []
     seen: dict[str, str] = {}
     for url in urls:
         # If a file has exactly this name, wildcards are part of the name.
@@ -160,8 +167,25 @@ def find_sources(
                         next_step="Remove one of them from --input.",
                     )
                 seen[place] = url
-                sources.append(_source(file, path_below(file.url, base), check))
+                source, holds = _source(file, path_below(file.url, base), check)
+                (sources if holds else empty).append(source)
+    if empty:
+        _tell_empty([source.url for source in empty], others=len(sources) > 0)
     return sources
+
+
+def _tell_empty(urls: Sequence[str], *, others: bool) -> None:
+    """Warn of files that hold nothing; raises DataError if there are no `others`."""
+    named = ", ".join(urls[:MAX_NAMED]) + (f" and {len(urls) - MAX_NAMED} more" if len(urls) > MAX_NAMED else "")
+    if others:
+        log.warning("input: skipped, since nothing is in it, or only a header or blank lines: %s", named)
+        return
+    raise DataError(
+        f"the input is empty: {named}",
+        got="no line but a header or blank ones" if len(urls) == 1 else f"{len(urls)} files, none with a line",
+        allowed="a line or more",
+        next_step="Check --input, or run again when the files hold something.",
+    )
 
 
 def path_below(url: str, base: str) -> str:
@@ -234,7 +258,10 @@ def _files(url: str) -> list[FileStat]:
     return files
 
 
-def _source(file: FileStat, path: str, check: Callable[[Source, bytes], None] | None) -> Source:
+def _source(file: FileStat, path: str, check: Callable[[Source, bytes], bool] | None) -> tuple[Source, bool]:
+    """The source, and whether it holds anything."""
+    if file.size_bytes == 0 and check is not None:
+        return Source(file.url, 0, PLAIN, path), False
     if file.size_bytes == 0:
         raise DataError(
             f"input {file.url} is empty",
@@ -252,9 +279,7 @@ def _source(file: FileStat, path: str, check: Callable[[Source, bytes], None] | 
             next_step="Unpack it, or compress it with one of these.",
         )
     source = Source(file.url, file.size_bytes, codec_of(head), path)
-    if check is not None:
-        check(source, head)
-    return source
+    return source, check is None or check(source, head)
 
 
 def _place(url: str) -> str:
@@ -374,6 +399,7 @@ class HashedFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
+BOM = b"\xef\xbb\xbf"
 LOOK_BYTES = 1 << 20
 PACKED_BYTES = 512  # of content, which a packed file's first bytes nearly always hold
 _BOMS = {  # the longer ones first, since UTF-32's begins with UTF-16's
@@ -383,6 +409,31 @@ _BOMS = {  # the longer ones first, since UTF-32's begins with UTF-16's
     b"\xfe\xff": "UTF-16",
 }
 _PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
+
+
+def find_lines(urls: Sequence[str], *, header: bool, root: str | None = None) -> list[Source]:
+    """The files of lines, by find_sources, checked by check_lines. A file without a line is skipped with a warning,
+    such as a log that was just rotated; so are blank lines alone and, with `header`, a first line alone.
+    """
+
+    def check(source: Source, head: bytes) -> bool:
+        check_lines(source, head)
+        return _has_lines(source, head, header)
+
+    return find_sources(urls, check, root)
+
+
+def _has_lines(source: Source, head: bytes, header: bool) -> bool:
+    """Whether a file holds a line that is not blank besides a header; any file that `head` is not all of does."""
+    if source.size_bytes > len(head):
+        return True
+    try:
+        pieces = [head] if source.codec == PLAIN else unpacked(source.url, io.BytesIO(head), source.codec, HEAD_BYTES)
+        content = b"".join(islice(pieces, 2))
+    except DataError:  # damage is reported where the file is read
+        return True
+    lines = content.removeprefix(BOM).split(b"\n")
+    return len(content) > HEAD_BYTES or sum(line not in (b"", b"\r") for line in lines) > header
 
 
 def check_lines(source: Source, head: bytes) -> None:

@@ -1,7 +1,8 @@
 """Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes.
 
-If newlines may occur inside quotes, a "line" here is a record: it ends at the first newline after an even number of
-quotes. This can only be decided from the start of the file, so such a file is one range.
+If newlines may occur inside quotes (CSV), a "line" here is a record: it ends at the first newline outside quotes. A
+quote opens only at the start of a field, and is text elsewhere. This can only be decided from the start of the file, so
+such a file is one range.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from etl.input.files import Content, HashedFile, Range
+from etl.input.files import BOM, Content, HashedFile, Range
 from etl.input.unpack import PLAIN, unpacked
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
@@ -24,7 +25,7 @@ from lockstep.storage.fs import filesystem
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted, never held in memory
 RAW_BYTES = 64 << 10
-_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
+_NEWLINE, _RETURN, _QUOTE, _COMMA = 10, 13, 34, 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,15 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, and length and SHA-256 (hex) of the whole line."""
+    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, and length and SHA-256 (hex) of the whole line.
+    `newlines` are those inside it, 0 unless it is a record with quotes.
+    """
 
     position: int
     raw: bytes
     length: int
     sha256: str
+    newlines: int = 0
 
 
 def read_lines(
@@ -152,12 +156,12 @@ def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -
             position, long, piece = long.position + long.length + 1, None, piece[found + 1 :]
         data = pending + piece if pending else piece
         array = np.frombuffer(data, dtype=np.uint8)
-        ends = _ends(array, quoted, inside=False)
+        ends = _ends(array, _first_place(data, position) if quoted else None)
         used = int(ends[-1]) + 1 if len(ends) else 0
         yield from _whole_lines(data, array, ends, position, end)
         position, pending = position + used, data[used:]
         if len(pending) > MAX_LINE_BYTES:
-            long, pending = _Long(position, pending, quoted), b""
+            long, pending = _Long(position, pending, _first_place(pending, position) if quoted else None), b""
     if end is not None and position >= end:
         return
     if long is not None:
@@ -167,12 +171,66 @@ def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -
         yield from _whole_lines(pending, array, np.array([len(pending)], dtype=np.int64), position, end)
 
 
-def _ends(array: NDArray[np.uint8], quoted: bool, *, inside: bool) -> NDArray[np.int64]:
-    """The positions of the newlines that end lines, (n,) int64; `inside` says whether the bytes begin inside quotes."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a reader of CSV is between two pieces: inside quotes or not, and the index in the next piece at which a
+    quote opens although no delimiter is before it there (-1: none), since a field or line begins, or a quote closed
+    just before: the two are then one quote of the text.
+    """
+
+    inside: bool = False
+    opens_at: int = 0
+
+    def quotes_in(self, array: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """The positions of the quotes in the next piece that open or close, (n,) int64; the others are text."""
+        places = np.flatnonzero(array == _QUOTE)
+        if not len(places):
+            return places
+        before = array[np.maximum(places - 1, 0)]
+        starts = ((places > 0) & ((before == _COMMA) | (before == _NEWLINE))) | (places == self.opens_at)
+        # Quotes open and close in turn, as long as each that should open does so at a start, or behind one that closed.
+        first = int(self.inside)
+        behind = (places[first::2] > 0) & (before[first::2] == _QUOTE)
+        stray = np.flatnonzero(~(starts[first::2] | behind))
+        if not len(stray):
+            return places
+        known = first + 2 * int(stray[0])
+        kept, inside, closed = places[:known].tolist(), False, int(places[known - 1]) if known else -2
+        for place, start in zip(places[known:].tolist(), starts[known:].tolist(), strict=True):
+            if inside:
+                inside, closed = False, place
+            elif start or place == closed + 1:
+                inside = True
+            else:
+                continue
+            kept.append(place)
+        return np.array(kept, dtype=np.int64)
+
+    def after(self, array: NDArray[np.uint8]) -> _Place:
+        """The place after the next piece."""
+        if not len(array):
+            return self
+        quotes = self.quotes_in(array)
+        inside = self.inside ^ (len(quotes) % 2 == 1)
+        closed = len(quotes) > 0 and quotes[-1] == len(array) - 1
+        return _Place(inside, 0 if not inside and (closed or array[-1] in (_COMMA, _NEWLINE)) else -1)
+
+
+def _first_place(data: bytes, position: int) -> _Place:
+    """The place at the start of a line, in bytes from `position`; a byte order mark is no part of the first field."""
+    return _Place(opens_at=len(BOM) if position == 0 and data.startswith(BOM) else 0)
+
+
+def _ends(array: NDArray[np.uint8], place: _Place | None) -> NDArray[np.int64]:
+    """The positions of the newlines that end lines, (n,) int64; `place` is that of the first byte, None if quotes have
+    no meaning.
+    """
     newlines = array == _NEWLINE
-    quotes = array == _QUOTE if quoted else None
-    if quotes is not None and (inside or quotes.any()):
-        newlines &= np.logical_xor.accumulate(quotes) == inside
+    if place is not None:
+        quotes = np.zeros(len(array), dtype=bool)
+        quotes[place.quotes_in(array)] = True
+        if place.inside or quotes.any():
+            newlines &= np.logical_xor.accumulate(quotes) == place.inside
     return np.flatnonzero(newlines)
 
 
@@ -186,7 +244,7 @@ def _whole_lines(
         starts, ends = starts[within], ends[within]
     too_long = ends - starts > MAX_LINE_BYTES
     for start, stop in zip(starts[too_long].tolist(), ends[too_long].tolist(), strict=True):
-        yield _Long(position + start, data[start:stop], False).finish()
+        yield _Long(position + start, data[start:stop], None).finish()
     starts, ends = starts[~too_long], ends[~too_long]
     if not len(starts):
         return
@@ -205,27 +263,24 @@ def _whole_lines(
 class _Long:
     """A line that is too long to hold in memory: hashed and counted."""
 
-    def __init__(self, position: int, data: bytes, quoted: bool) -> None:
-        self.position, self.length, self._raw = position, 0, b""
-        self._quoted, self._inside = quoted, False
+    def __init__(self, position: int, data: bytes, place: _Place | None) -> None:
+        self.position, self.length, self._raw, self._newlines = position, 0, b"", 0
+        self._place = place
         self._sha256 = hashlib.sha256()
         self.add(data)
 
     def end_in(self, piece: bytes) -> int:
         """Where this line ends in the next piece, or -1."""
-        ends = _ends(np.frombuffer(piece, dtype=np.uint8), self._quoted, inside=self._inside)
+        ends = _ends(np.frombuffer(piece, dtype=np.uint8), self._place)
         return int(ends[0]) if len(ends) else -1
 
     def add(self, data: bytes) -> None:
-        if self._quoted:
-            self._inside ^= data.count(b'"') % 2 == 1
+        if self._place is not None:
+            self._place = self._place.after(np.frombuffer(data, dtype=np.uint8))
         self._raw += data[: RAW_BYTES - len(self._raw)]
         self._sha256.update(data)
+        self._newlines += data.count(b"\n")
         self.length += len(data)
 
     def finish(self) -> LongLine:
-        return LongLine(self.position, self._raw, self.length, self._sha256.hexdigest())
-
-
-NOT_COMMON_LOG = "not_common_log"
-NOT_COMBINED_LOG = "not_combined_log"
+        return LongLine(self.position, self._raw, self.length, self._sha256.hexdigest(), self._newlines)

@@ -23,8 +23,8 @@ from etl.logs.w3c import W3C, tabbed
 from lockstep.features.arrow import flat
 
 TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"
-OPEN_QUOTE, BAD_QUOTES = "open_quote", "bad_quotes"
-_QUOTE = ord('"')
+OPEN_QUOTE, BAD_QUOTES, RETURN = "open_quote", "bad_quotes", "carriage_return"
+_QUOTE, _RETURN = ord('"'), ord("\r")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,21 @@ class Fields:
 
 def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons) -> Fields:
     """Split lines (n,) of UTF-8 strings into `width` fields each; adds to `reasons` for lines with another number of
-    fields or invalid quotes.
+    fields, invalid quotes, or a carriage return outside quotes, which others take for the end of a line.
     """
     offsets, data = flat(lines)
     starts, stops = offsets[:-1], offsets[1:]
     cut = data == ord(DELIMITERS[log_format])
     kept = ~cut
+    returns = data == _RETURN
     quotes = data == _QUOTE if log_format == "csv" else None
     if quotes is not None and quotes.any():
         inside, dropped = _quotes(data, quotes, offsets, ord(DELIMITERS[log_format]), reasons)
         cut &= ~inside
         kept = ~cut & ~dropped
+        returns &= ~inside
+    if returns.any():
+        reasons.add(_lines_with(returns, stops), RETURN)
     places = np.flatnonzero(cut)
     first = np.searchsorted(places, starts)
     extra = np.searchsorted(places, stops) - first - (width - 1)
@@ -105,10 +109,15 @@ def _quotes(
     wrong = quotes & inside & ~paired & (left != delimiter)
     wrong |= quotes & ~inside & (right != delimiter) & (right != _QUOTE)
     if wrong.any():
-        bad = np.zeros(len(starts), dtype=bool)
-        bad[np.searchsorted(stops, np.flatnonzero(wrong), side="right")] = True
-        reasons.add(bad, BAD_QUOTES)
+        reasons.add(_lines_with(wrong, stops), BAD_QUOTES)
     return inside, quotes & ~paired
+
+
+def _lines_with(marks: NDArray[np.bool_], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which lines, by their ends in the bytes (n,), have a mark: (n,)."""
+    found = np.zeros(len(stops), dtype=bool)
+    found[np.searchsorted(stops, np.flatnonzero(marks), side="right")] = True
+    return found
 
 
 def _before(marks: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from etl import columns as c
 from etl.columns import ddl_of
 from etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from etl.logs import records, web
@@ -30,18 +31,20 @@ from etl.logs.parse import (
 from etl.logs.past import hold_of_label, looks_round, text_of
 from etl.logs.plan import Plan, plan_of
 from etl.logs.records import RecordLines
+from etl.logs.rejected import look
 from etl.spark.session import described
 from etl.spark.tasks import over_slices
 from etl.write.checks import check_label, check_output
 from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.write.job import Counts, Input, Labelled
 from etl.write.job import run as run_job
+from etl.write.quarantine import Look
 from etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 # columns of etl.input.files.DIGEST, and those of a row of etl.logs.parse that hold them
 _DIGEST_COLUMNS = {
@@ -120,10 +123,13 @@ class LogInput(Input[LogCounts]):
                 dropped[row["_reason"]] += row["_dropped_lines"]
         wholes = [row for row in found if row["_kind"] == SUMMARY and row["_reason"] is None]
         last = max(row["_last_time"] for row in wholes)
+        read, bad = sum(row["_lines"] for row in wholes), sum(row["_bad"] for row in wholes)
         digests = [row for row in found if row["_kind"] == DIGEST]
         return LogCounts(
-            read=sum(row["_lines"] for row in wholes),
-            bad=sum(row["_bad"] for row in wholes),
+            read=read,
+            bad=bad,
+            lines=read + sum(row["_newlines"] for row in wholes),
+            bad_lines=bad + sum(row["_bad_newlines"] for row in wholes),
             raw_bytes=sum(row["_raw_bytes"] for row in wholes),
             dropped=dict(dropped),
             log_end=0 if last == NO_TIME else last,
@@ -132,6 +138,11 @@ class LogInput(Input[LogCounts]):
             digests=[{name: row[column] for name, column in _DIGEST_COLUMNS.items()} for row in digests],
             records={row["_source"]: row["_lines"] for row in digests},
         )
+
+    def look(self, rejected: Sequence[Row]) -> Look:
+        """The first rejected line, where it stops to fit the format, and the formats that would read such lines."""
+        found = [(bytes(row[c.RAW]), str(row[c.REASON])) for row in rejected]
+        return look(found, self.plan.parser.form, records=isinstance(self.plan.parser, RecordLines))
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
         """Raises DataError if the log is shorter than the default label's window, if a file is there twice, or if it

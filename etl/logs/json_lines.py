@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from etl.logs.values import Reasons, bad_value, not_of
+from etl.logs.values import NOT_UTF8, Reasons, as_values, bad_value, holds_nul, not_of
 
 Kinds = Mapping[str, pa.DataType]
 
@@ -220,18 +220,28 @@ def _is_text(value: str) -> bool:
 
 
 def _read_as(kind: pa.DataType) -> pa.DataType:
-    """The type to ask Arrow for: it reads no bytes."""
+    """The type to ask Arrow for: it reads no bytes, and fewer times than `as_values`."""
     if pa.types.is_list(kind):
         return pa.list_(pa.field(kind.value_field.name, _read_as(kind.value_type)))
-    return pa.string() if pa.types.is_binary(kind) else kind
+    return pa.string() if pa.types.is_binary(kind) or pa.types.is_timestamp(kind) else kind
 
 
 def _checked(name: str, kind: pa.DataType, values: pa.Array, lines: pa.Array, reasons: Reasons) -> pa.Array:
-    """The values in the type that was asked for; refuses rows with a null in a list, or with an infinite number: JSON
-    has none, so it is what became of one too large for the type.
+    """The values in the type that was asked for; refuses rows with a null in a list, with an infinite number (JSON has
+    none, so it is what became of one too large for the type), with a NUL in a text, or with a text that is no time.
     """
     listed = pa.types.is_list(values.type)
     inner = values.flatten() if listed else values
+    if pa.types.is_string(inner.type) and holds_nul(inner):
+        nul = np.asarray(pc.fill_null(pc.match_substring(inner, "\0"), False), dtype=bool)
+        rows = np.zeros(len(values), dtype=bool)
+        rows[_rows_of(values)[nul] if listed else nul] = True
+        reasons.add(rows, NOT_UTF8)
+    if pa.types.is_timestamp(kind):
+        values, broken = as_values(values, kind)
+        details = {row: _detail(lines[row].as_py(), name, kind) for row in np.flatnonzero(broken).tolist()}
+        reasons.add(broken, bad_value(name), details)
+        return values
     bad = np.asarray(inner.is_null(), dtype=bool) if listed else np.zeros(len(inner), dtype=bool)
     if pa.types.is_floating(inner.type):
         bad = bad | np.asarray(pc.fill_null(pc.is_inf(inner), False), dtype=bool)

@@ -35,6 +35,8 @@ _BASE = pa.schema(
         *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
+        ("_newlines", pa.int64()),
+        ("_bad_newlines", pa.int64()),
         ("_dropped_lines", pa.int64()),
         ("_last_time", pa.int64()),
         ("_first_time", pa.int64()),
@@ -43,7 +45,7 @@ _BASE = pa.schema(
         ("_content_crc32c", pa.string()),
     ]
 )
-_COUNTS = ("_lines", "_bad", "_raw_bytes")
+_COUNTS = ("_lines", "_bad", "_raw_bytes", "_newlines", "_bad_newlines")
 SUMMARY_COLUMNS = ("_kind", "_source", "_reason", *_BASE.names[_BASE.names.index("_length") :])
 
 
@@ -134,7 +136,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
                 sums.add_file(work, lines)
                 continue
             if isinstance(lines, LongLine):
-                sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
+                sums.add(lines=1, bad=1, raw_bytes=len(lines.raw), newlines=lines.newlines, bad_newlines=lines.newlines)
                 yield _batch(schema, BAD, [work], np.zeros(1, np.int64), **_long_columns(lines))
                 continue
             positions, values = lines.positions, lines.values
@@ -195,11 +197,13 @@ class _Held:
 
 @dataclass
 class _Sums:
-    """The counts of a task's ranges, and the digests of its whole files."""
+    """The counts of a task's ranges, and the digests of its whole files. Newlines are those inside records."""
 
     lines: int = 0
     bad: int = 0
     raw_bytes: int = 0
+    newlines: int = 0
+    bad_newlines: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     last_time: int = NO_TIME
     first_time: int | None = None
@@ -213,8 +217,11 @@ class _Sums:
         self.files.append(work)
         self.digests.append(digest)
 
-    def add(self, *, lines: int = 0, bad: int = 0, raw_bytes: int = 0) -> None:
+    def add(
+        self, *, lines: int = 0, bad: int = 0, raw_bytes: int = 0, newlines: int = 0, bad_newlines: int = 0
+    ) -> None:
         self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
+        self.newlines, self.bad_newlines = self.newlines + newlines, self.bad_newlines + bad_newlines
 
     def add_found(self, found: Found) -> None:
         """Count the result of a parser."""
@@ -228,7 +235,7 @@ class _Sums:
 
     def batches(self, schema: pa.Schema, work: Work) -> Iterator[pa.RecordBatch]:
         """The summaries; those of all ranges as of `work`."""
-        counts = dict(zip(_COUNTS, ([self.lines], [self.bad], [self.raw_bytes]), strict=True))
+        counts = {name: [getattr(self, name.removeprefix("_"))] for name in _COUNTS}
         one, place = np.zeros(1, np.int64), [work.part.start]
         times = {"_last_time": [self.last_time], "_first_time": [self.first_time]}
         yield _batch(schema, SUMMARY, [work], one, _position=place, **counts, **times)
@@ -262,8 +269,12 @@ def _parsed(held: _Held, parser: LineParser, schema: pa.Schema, sums: _Sums) -> 
         mask = pa.array(kept)
         columns = {name: column.filter(mask) for name, column in found.columns.items()}
         yield _batch(schema, ROW, works, owners[kept], _position=positions[kept], **columns)
+    newlines = None
+    if parser.form.quoted_newlines:
+        newlines = np.asarray(pc.count_substring(values, "\n"))
+        sums.add(newlines=int(newlines.sum()), bad_newlines=int(newlines[~good].sum()))
     if not good.all():
-        refused = _bad_columns(positions, values, found.reasons)
+        refused = _bad_columns(positions, values, found.reasons, newlines)
         sums.add(raw_bytes=pc.sum(pc.binary_length(refused["_raw"])).as_py())
         yield _batch(schema, BAD, works, owners[~good], **refused)
 
@@ -287,22 +298,32 @@ def _batch(
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _bad_columns(positions: NDArray[np.int64], values: pa.Array, reasons: Reasons) -> dict[str, Any]:
+def _bad_columns(
+    positions: NDArray[np.int64], values: pa.Array, reasons: Reasons, newlines: NDArray[np.int64] | None
+) -> dict[str, Any]:
     bad = ~reasons.good
     refused = values.filter(pa.array(bad))
+    names = reasons.names(bad)
+    if newlines is not None and newlines[bad].any():
+        names = pa.array(map(_with_lines, names.to_pylist(), newlines[bad].tolist()), pa.string())
     return {
         "_position": positions[bad],
-        "_reason": reasons.names(bad),
+        "_reason": names,
         "_raw": pc.binary_slice(refused, 0, RAW_BYTES),
         "_length": pc.binary_length(refused).cast(pa.int64()),
         "_sha256": [hashlib.sha256(value).hexdigest() for value in refused.to_pylist()],
     }
 
 
+def _with_lines(reason: str, newlines: int) -> str:
+    """The reason of a record, with the number of its lines if it has more than one."""
+    return f"{reason} ({newlines + 1} lines)" if newlines else reason
+
+
 def _long_columns(line: LongLine) -> dict[str, Any]:
     return {
         "_position": [line.position],
-        "_reason": [LINE_TOO_LONG],
+        "_reason": [_with_lines(LINE_TOO_LONG, line.newlines)],
         "_raw": [line.raw],
         "_length": [line.length],
         "_sha256": [line.sha256],

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from etl import columns as c
-from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges
+from etl.input.files import Range, Source, find_lines, plan_ranges
 from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.input.log_formats import DELIMITERS, LOG_FORMATS
 from etl.logs import w3c, web
@@ -60,7 +60,7 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
         raise _bad_header(source.url, str(error)) from None
     while names and not names[-1]:
         names.pop()
-    if not names or len(names) > MAX_NAMES or "\0" in text:
+    if not names or len(names) > MAX_NAMES or "\0" in text or text.endswith("\r"):
         raise _bad_header(source.url, f"{len(names)} names, {len(line)} bytes: {line[:80]!r}")
     return tuple(names)
 
@@ -179,10 +179,10 @@ class Plan:
 def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
-    Raises the errors of find_sources, check_lines, names_in, check_target and, where records are known by their file,
+    Raises the errors of find_lines, names_in, check_target and, where records are known by their file,
     check_paths; ConfigError for missing columns.
     """
-    header = config.log_format in ("tsv", "csv") and not config.columns
+    header = config.has_header
     nulls = (w3c.ABSENT,) if config.log_format == w3c.W3C else config.null_texts
     form = Form(config.log_format, nulls, header, config.quoted_newlines)
     if config.schema is None:
@@ -191,7 +191,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         # Flags are checked before a file is read. Only in W3C logs the files decide which features there are.
         combined = config.log_format == "combined"
         checked = None if config.log_format == w3c.W3C else _web_target(config, combined, parent)
-        sources = find_sources(config.inputs, check_lines)
+        sources = find_lines(config.inputs, header=header)
         names = [_names(source, config) for source in sources]
         by_role = _web_columns(sources, names, config) if LOG_FORMATS[config.log_format].has_columns else {}
         _check_parent(by_role, config, parent)
@@ -199,8 +199,9 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         target = checked or _web_target(config, lines.combined, parent)
         work = _work(sources, names, config)
         return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
-    schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
-    sources = find_sources(config.inputs, check_lines, config.input_root)
+    schema = config.schema if isinstance(config.schema, Schema) else load_schema(config.schema)
+    id_columns = config.id_columns or PLACE_COLUMNS
+    sources = find_lines(config.inputs, header=header, root=config.input_root)
     if not config.id_columns:
         check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
@@ -282,7 +283,7 @@ def columns_differ(
     url: str, log_format: str, there: Sequence[str], missing: Sequence[str], twice: Sequence[str]
 ) -> ConfigError:
     """The error for a file with the columns `there` in which some wanted columns are `missing` or there `twice`."""
-    faults = [f"{what} {_listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
+    faults = [f"{what} {listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
     other = next((name for name, mark in DELIMITERS.items() if name != log_format and there and mark in there[0]), None)
     way = "Correct the flags that name columns, or the schema."
     if "" in there:  # such as the index that pandas writes
@@ -292,12 +293,12 @@ def columns_differ(
     return ConfigError(
         f"{url} does not have the columns asked for, each once",
         got="; ".join(faults),
-        allowed=f"its columns: {_listed([name for name in there if name])}",
+        allowed=f"its columns: {listed([name for name in there if name])}",
         next_step=way,
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first names, whole, and how many more there are."""
     ends = accumulate(len(name) + 2 for name in names)
     shown = max(1, sum(end <= MAX_LISTED for end in ends))

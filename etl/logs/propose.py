@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.input.files import Source, check_lines, find_sources, plan_ranges
+from etl.input.files import Source, find_lines, plan_ranges
 from etl.input.lines import Lines, LongLine, read_lines
 from etl.input.log_formats import TABLE_FORMATS
 from etl.logs.fields import Column, Form, read_table
 from etl.logs.parse import LINE_TOO_LONG
-from etl.logs.plan import names_in
+from etl.logs.plan import listed, names_in
 from etl.logs.values import Reasons, as_values, without_bom
 from etl.write.config import LogsConfig
 from lockstep.features.schema.declare import declared_field, load_schema
@@ -54,11 +54,11 @@ def propose(config: LogsConfig) -> str:
     """
     allowed = "with --log-format tsv, csv or json, and without --schema"
     good = config.log_format in TABLE_FORMATS and config.schema is None
-    require(good, "--propose-schema", config.schema or f"--log-format {config.log_format}", allowed)
+    require(good, "--propose-schema", "--schema" if config.schema else f"--log-format {config.log_format}", allowed)
     fs = filesystem(config.output)
     if fs.exists(config.output):
         raise occupied(config.output)
-    sources = find_sources(config.inputs, check_lines)
+    sources = find_lines(config.inputs, header=config.has_header)
     table = _json_table(sources) if config.log_format == "json" else _text_table(sources, config)
     text, found = _proposal(table, config)
     load_schema(text)
@@ -180,7 +180,7 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
     """The text of the file, and what it holds in a few words."""
     if not table.rows:
         raise _nothing(config, table.unread or "no line after the header")
-    blocks, ids, fields, label = list[str](), list[str](), 0, None
+    blocks, ids, left_out, fields, label = list[str](), list[str](), list[str](), 0, None
     times, cases = Counter(table.names), Counter(name.lower() for name in table.names)
     for position, (name, values) in enumerate(zip(table.names, table.columns, strict=True), 1):
         faults = {
@@ -211,6 +211,7 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
                 fault = f"{error.what}: {error.got}"
         if fault is not None or entry is None or values is None:
             blocks.append(f"# {_quoted(name)}, column {position}, is left out: {fault}\n")
+            left_out.append(_quoted(name) if name else f"column {position}")
             continue
         fields += 1
         label = name if entry.get("kind") == "label" else label
@@ -232,6 +233,7 @@ def _proposal(table: _Table, config: LogsConfig) -> tuple[str, str]:
         )
     head += [f"Different in each row, so perhaps --id-columns: {', '.join(map(_quoted, ids[:5]))}."] if ids else []
     found = f"{fields} fields from {table.rows} rows, {'no label' if label is None else f'label {label}'}"
+    found += f"\nleft out (the file says why): {listed(left_out)}" if left_out else ""
     return "\n".join(["".join(f"# {line}\n" for line in head), *blocks]), found
 
 

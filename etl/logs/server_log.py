@@ -1,14 +1,19 @@
-"""The Common Log Format, parsed by Arrow's kernels: no Python call a line.
+"""The Common and the Combined Log Format, parsed by Arrow's kernels: no Python call a line.
 
-    host ident user [09/Jul/1995:00:00:00 -0400] "GET /path?query HTTP/1.0" 200 6245
+    host ident user [09/Jul/1995:00:00:00 -0400] "GET /path?query HTTP/1.0" 200 6245 "referrer" "user agent"
 
 Host and ident are anything without spaces, the user too or in quotes; an HTTP/0.9 request has no protocol; status and
 size may be `-`. Further fields (Nginx writes some) are ignored: each one word or one quoted string. A quote in a quoted
 string is written \\"; escapes stay as the server wrote them.
+
+Lines that are not so are tried once more with looser expressions, for what servers write too: a virtual host in front
+of the host, a list of proxies' addresses as host (the first is the visitor), a user with blanks, unescaped quotes,
+blanks at the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
 from lockstep.features.arrow import flat
 
@@ -133,15 +137,40 @@ def _seconds(stamps: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.b
 # RE2 has a fast engine for expressions of at most four groups in which the next character decides every choice.
 QUOTED = r'(?:[^"\\]|\\.)*'
 MORE = rf'(?: (?:[^\s"]\S*|"{QUOTED}"))*'
-_FRONT = r'^(?P<host>\S+) \S+ (?:[^\s"]\S*|"[^"]*") \[(?P<stamp>[^\]]*)\] '
+USER = r'(?:[^\s"]\S*|"[^"]*")'
+_STAMP = r"\[(?P<stamp>[^\]]*)\] "
+_FRONT = rf"^(?P<host>\S+) \S+ {USER} {_STAMP}"
 LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
-_REST = rf"^(?P<status>\d{{3}}|-) (?:\d+|-){MORE}$"
-# Old servers wrote quotes as they came; then the last quote before status and size ends the request.
-_LOOSE = rf'{_FRONT}"(?P<request>.*)" (?P<rest>(?:\d{{3}}|-) (?:\d+|-))$'
+_STATUS = r"(?P<status>\d{3}|-) (?:\d+|-)"
+_COMMON_REST = rf"^{_STATUS}{MORE}$"
+_COMBINED_REST = rf'^{_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
+# A virtual host has a dot or a port. With it, a list or a user of several words only `-` can be the ident.
+_ODD_FRONT = (
+    r"^(?:[^\s,]*[.:][^\s,]* )?(?P<host>[^\s,]+)(?:, ?[^\s,]+)*"
+    rf' - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
+)
+# Where quotes are not escaped, the last quote before status and size ends the request, and a quote before a blank or
+# the line's end the other texts.
+_WORDS = rf'(?: (?:[^\s"]+|"{QUOTED}"))* *$'
+_FRONTS = (_FRONT, _ODD_FRONT)
+_COMMON_ODD = tuple(
+    rf"{front}{body}"
+    for body in (rf'"(?P<request>{QUOTED})" {_STATUS}{MORE} *$', rf'"(?P<request>.*)" {_STATUS} *$')
+    for front in _FRONTS
+)
+_COMBINED_ODD = tuple(
+    rf"{front}{body}"
+    for body in (
+        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE} *$',
+        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
+        rf'"(?P<request>.*)" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
+    )
+    for front in _FRONTS
+)
 _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
-BAD_TIME = "bad_time"
+BAD_TIME, NOT_COMMON_LOG, NOT_COMBINED_LOG = "bad_time", "not_common_log", "not_combined_log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +194,37 @@ class Requests:
 
 def parse_common(lines: pa.Array) -> Requests:
     """Parse lines (n,) binary."""
+    return _parsed(lines, _COMMON_REST, _COMMON_ODD, NOT_COMMON_LOG)[0]
+
+
+def parse_combined(lines: pa.Array) -> Requests:
+    """Parse lines (n,) binary."""
+    requests, found = _parsed(lines, _COMBINED_REST, _COMBINED_ODD, NOT_COMBINED_LOG)
+    return replace(requests, referrer=_said(found["referrer"]), agent=_said(found["agent"]))
+
+
+def _said(text: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(text, "-"), "", text)
+
+
+def _parsed(
+    lines: pa.Array, rest_form: str, odd_forms: Sequence[str], no_such_log: str
+) -> tuple[Requests, dict[str, pa.Array]]:
+    """The requests of lines (n,) binary, and the texts of the expressions' groups, null in lines that fit none."""
     reasons = Reasons(len(lines))
     text = readable(lines, reasons)
     front = pc.extract_regex(text, pattern=LINE)
-    rest = pc.extract_regex(part(front, "rest"), pattern=_REST)
+    rest = pc.extract_regex(part(front, "rest"), pattern=rest_form)
+    found = {name: part(front, name) for name in ("host", "stamp", "request")}
+    found |= {name: part(rest, name) for name in rest.type.names}
     failed = pc.is_null(rest)
     if pc.any(failed).as_py():
-        loose = pc.extract_regex(text.filter(failed), pattern=_LOOSE)
-        columns = {
-            name: pc.replace_with_mask(part(front, name), failed, part(loose, name)) for name in front.type.names
-        }
-        front = pa.StructArray.from_arrays(list(columns.values()), list(columns))
-        rest = pc.extract_regex(columns["rest"], pattern=_REST)
-    reasons.add(np.asarray(pc.is_null(rest), dtype=bool), NOT_COMMON_LOG)
-    return requests_of(front, rest, reasons, NOT_COMMON_LOG)
+        odd = _odd(text.filter(failed), odd_forms)
+        if odd["status"].null_count < len(odd["status"]):
+            found = {name: pc.replace_with_mask(values, failed, odd[name]) for name, values in found.items()}
+            failed = pc.is_null(found["status"])
+    reasons.add(np.asarray(failed, dtype=bool), no_such_log)
+    return _requests(found, reasons, no_such_log), found
 
 
 def readable(lines: pa.Array, reasons: Reasons) -> pa.Array:
@@ -188,15 +234,25 @@ def readable(lines: pa.Array, reasons: Reasons) -> pa.Array:
     return pc.fill_null(text, "")
 
 
-def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: str) -> Requests:
-    """Requests from structs of (host, stamp, request) and (status) strings, null if a line does not match."""
-    time, shaped, timely = seconds_of_stamps(part(front, "stamp"))
+def _odd(text: pa.Array, forms: Sequence[str]) -> dict[str, pa.Array]:
+    """The groups of the first of several expressions that fits, for each line."""
+    fits = pc.extract_regex(text, pattern=forms[0])
+    found = {name: part(fits, name) for name in fits.type.names}
+    if len(forms) > 1 and fits.null_count:
+        failed = pc.is_null(fits)
+        later = _odd(text.filter(failed), forms[1:])
+        found = {name: pc.replace_with_mask(values, failed, later[name]) for name, values in found.items()}
+    return found
+
+
+def _requests(found: Mapping[str, pa.Array], reasons: Reasons, no_such_log: str) -> Requests:
+    time, shaped, timely = seconds_of_stamps(found["stamp"])
     reasons.add(~shaped, no_such_log)
     reasons.add(~timely, BAD_TIME)
-    method, page, query = asked(part(front, "request"))
-    status = pc.fill_null(part(rest, "status"), "-")
+    method, page, query = asked(found["request"])
+    status = pc.fill_null(found["status"], "-")
     return Requests(
-        visitor=part(front, "host"),
+        visitor=_first_of_list(found["host"]),
         method=method,
         page=page,
         query=query,
@@ -204,6 +260,15 @@ def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: 
         status=np.asarray(pc.if_else(pc.equal(status, "-"), "0", status).cast(pa.int64())),
         reasons=reasons,
     )
+
+
+def _first_of_list(hosts: pa.Array) -> pa.Array:
+    """Hosts without the addresses behind a comma, which proxies append without a blank too."""
+    if not len(hosts) or b"," not in flat(hosts)[1].tobytes():
+        return hosts
+    listed = pc.fill_null(pc.match_substring(hosts, ","), False)
+    first = pc.list_element(pc.split_pattern(hosts.filter(listed), ",", max_splits=1), 0)
+    return pc.replace_with_mask(hosts, listed, first)
 
 
 def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
@@ -228,20 +293,3 @@ def target_parts(targets: pa.Array) -> tuple[pa.Array, pa.Array]:
 def part(parts: pa.Array, name: str) -> pa.Array:
     """One group of an expression's matches, null where it did not match."""
     return pc.struct_field(parts, name)
-
-
-_COMBINED_REST = rf'^(?P<status>\d{{3}}|-) (?:\d+|-) "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
-
-
-def parse_combined(lines: pa.Array) -> Requests:
-    """Parse lines (n,) binary."""
-    reasons = Reasons(len(lines))
-    front = pc.extract_regex(readable(lines, reasons), pattern=LINE)
-    rest = pc.extract_regex(part(front, "rest"), pattern=_COMBINED_REST)
-    reasons.add(np.asarray(pc.is_null(rest), dtype=bool), NOT_COMBINED_LOG)
-    requests = requests_of(front, rest, reasons, NOT_COMBINED_LOG)
-    return replace(requests, referrer=_said(part(rest, "referrer")), agent=_said(part(rest, "agent")))
-
-
-def _said(text: pa.Array) -> pa.Array:
-    return pc.if_else(pc.equal(text, "-"), "", text)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl.input.files import BOM
 from lockstep.features.arrow import flat
 
 NOT_UTF8 = "not_utf8"
@@ -111,7 +112,6 @@ class Reasons:
                 self.add(mine, name, details)
 
 
-_BOM = b"\xef\xbb\xbf"
 _TRUE, _FALSE = pa.array(["1", "true", "t", "yes"]), pa.array(["0", "false", "f", "no"])
 _HEX = b"0x"
 
@@ -119,9 +119,14 @@ _HEX = b"0x"
 def as_text(values: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Bytes (n,) binary as strings, those that are not UTF-8 or hold a NUL as null, and which these are."""
     text, broken = cast_where_possible(values, pa.string())
-    if b"\0" in _content(values):
+    if holds_nul(values):
         broken |= np.asarray(pc.fill_null(pc.match_substring(values, "\0"), False), dtype=bool)
     return (pc.if_else(pa.array(~broken), text, None) if broken.any() else text), broken
+
+
+def holds_nul(values: pa.Array) -> bool:
+    """Whether one of some texts or bytes holds a NUL."""
+    return b"\0" in _content(values)
 
 
 def _content(values: pa.Array) -> bytes:
@@ -130,9 +135,9 @@ def _content(values: pa.Array) -> bytes:
 
 def without_bom(lines: pa.Array) -> pa.Array:
     """The lines, the first of which begins a file, without its byte order mark."""
-    if len(lines) == 0 or not lines[0].as_py().startswith(_BOM):
+    if len(lines) == 0 or not lines[0].as_py().startswith(BOM):
         return lines
-    return pa.concat_arrays([pa.array([lines[0].as_py()[len(_BOM) :]], type=lines.type), lines.slice(1)])
+    return pa.concat_arrays([pa.array([lines[0].as_py()[len(BOM) :]], type=lines.type), lines.slice(1)])
 
 
 def cast_where_possible(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
@@ -169,8 +174,8 @@ def as_values(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.b
 
     Integers are decimal digits with a sign or none and fit 64 bits; floats are decimal and not beyond the type's
     largest, or nan and inf in any case; booleans are 1, true, t, yes and 0, false, f, no in any case; times are ISO
-    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset. Blanks around them
-    are ignored.
+    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset, rounded down to
+    microseconds. Blanks around them are ignored.
     """
     if pa.types.is_string(kind):
         return text, np.zeros(len(text), dtype=bool)
@@ -214,7 +219,10 @@ def _booleans(text: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _times(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Times with and without an offset: Arrow's cast accepts only one kind at a time."""
+    """Times with and without an offset: Arrow's cast accepts only one kind at a time, and no more than 6 digits of a
+    second's fraction. Further ones, as of nanoseconds, are cut: the time is rounded down.
+    """
+    text = pc.replace_substring_regex(text, r"(:\d\d\.\d{6})\d+", r"\1")
     zoned, broken = cast_where_possible(text, pa.timestamp(kind.unit, "UTC"))
     plain, still = cast_where_possible(text.filter(pa.array(broken)), pa.timestamp(kind.unit))
     if len(plain):

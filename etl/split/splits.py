@@ -34,6 +34,7 @@ _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _FOLD = re.compile(r"fold-\d+")
 _BALANCED = ":balanced"
 _TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
+_COLLATED = " collate "  # in the name of a type of Spark's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +149,10 @@ class SplitSpec:
             raise ConfigError(**_unfit(self.column, kind, _CLASSES))
         if kind.partition("<")[0] in c.NESTED:
             raise ConfigError(**_unfit(self.column, kind, "a number, text, bytes, boolean, date or time"))
+        if _COLLATED in kind:
+            # Groups are compared by their bytes: values that are equal by a collation would be in several splits.
+            plain = f"text without a collation, such as lower(CAST({self.column} AS STRING COLLATE UTF8_BINARY))"
+            raise ConfigError(**_unfit(self.column, kind, plain))
 
     def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
         """The split of each row: (n,) strings, none null.

@@ -12,6 +12,7 @@ from etl.input.files import DEFAULT_SPLIT_BYTES
 from etl.input.log_formats import DELIMITERS, LOG_FORMATS, TABLE_FORMATS
 from etl.split.sampling import Sampling, parse_share
 from etl.split.splits import TIME_COLUMN, SplitSpec
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several, split_url
@@ -172,8 +173,8 @@ class LogsConfig(OutputConfig):
     label: str | None = None
     """A SQL expression; NULL leaves the record out. For web requests over visitor, page, query, time and log_end
     (seconds since 1970, UTC), None for DEFAULT_LABEL; with a schema over the columns, None for its label column."""
-    schema: str | None = None
-    """Text or URL of a declared schema (lockstep.features.schema.declare): the input is such records, not web
+    schema: str | Schema | None = None
+    """A declared schema, or its text or URL (lockstep.features.schema.declare): the input is such records, not web
     requests.
     """
     id_columns: tuple[str, ...] = ()
@@ -265,6 +266,11 @@ class LogsConfig(OutputConfig):
         roles = ("visitor", "time", "status", "method", "target", "query", "request")
         given = ((role, getattr(self, f"{role}_column")) for role in roles)
         return {role: name for role, name in given if name is not None}
+
+    @property
+    def has_header(self) -> bool:
+        """Whether the first line of each file names its fields."""
+        return self.log_format in ("tsv", "csv") and not self.columns
 
     @property
     def window(self) -> int | None:

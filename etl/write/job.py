@@ -15,25 +15,27 @@ from etl.write.checks import Target
 from etl.write.config import OutputConfig
 from etl.write.dataset import write_rows
 from etl.write.late import LateImages
-from etl.write.quarantine import Origin, check_bad
+from etl.write.quarantine import Look, Origin, check_bad
 from etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """How many records were read, how many of them are rejected, the bytes of these that are kept, and how many were
-    left out by each rule.
+    left out by each rule; where a record may be several lines, also how many lines all and the rejected ones are.
     """
 
     read: int
     bad: int
     raw_bytes: int
     dropped: Mapping[str, int]
+    lines: int | None = None
+    bad_lines: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,10 @@ class Input(ABC, Generic[C]):
     def labelled(self, parsed: DataFrame, counts: C) -> Labelled:
         """The records with their labels. Raises DataError for labels that cannot be given."""
 
+    def look(self, rejected: Sequence[Row]) -> Look:
+        """What the first rejected records show, for the error that ends a job with too many."""
+        return Look()
+
     def write(self, spark: SparkSession) -> DatasetManifest:
         """Parse, count, label, split and publish."""
         config, urls = self.config, [source.url for source in self.sources]
@@ -91,7 +97,8 @@ class Input(ABC, Generic[C]):
         try:
             counts = self.counted(parsed)
             rejected = parsed.where(self.is_rejected)
-            check_bad(config, rejected, urls, counts.bad, counts.read)
+            lines = None if counts.lines is None or counts.bad_lines is None else (counts.bad_lines, counts.lines)
+            check_bad(config, rejected, urls, counts.bad, counts.read, lines=lines, look=self.look)
             found = self.labelled(parsed, counts)
             origin = Origin(
                 sources=found.sources,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl import columns as c
-from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.session import described
 from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from etl.write.checks import refuse_existing
@@ -129,6 +128,7 @@ CLASS_FOLDERS = (
     "a folder called train, val, test, ... is a split, which holds class folders: if it is a class, name all classes by"
     " --classes"
 )
+SHOWN_RECORDS = 20  # to look at for a cause
 REFUSED_RECORDS = 1000  # enough to see the cause; with RAW_BYTES each they fit one file
 
 
@@ -222,34 +222,54 @@ def _refused(config: WriteConfig) -> str:
     return join(parent(place), f"_quarantine-{basename(place)}")
 
 
-def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a job sees in the first rejected records: more words for the error, and what to do, "" if it knows none."""
+
+    words: str = ""
+    next_step: str = ""
+
+
+def check_bad(
+    config: OutputConfig,
+    bad_rows: DataFrame,
+    urls: Sequence[str],
+    bad: int,
+    read: int,
+    *,
+    lines: tuple[int, int] | None = None,
+    look: Callable[[Sequence[Row]], Look] = lambda rows: Look(),
+) -> None:
     """Raise DataError if a larger share of the records is bad than --max-bad allows. The error names the first three
     and where the first REFUSED_RECORDS are kept.
 
-    `bad_rows` has the columns etl.columns.REJECTED; a source is an index into `urls`.
+    `bad_rows` has the columns etl.columns.REJECTED; a source is an index into `urls`. Where a record may be several
+    `lines`, the share is that of the lines in the bad records: a bad record may have swallowed good ones. `look` is
+    called with the first bad records.
     """
-    if bad == 0 or Fraction(bad, read) <= config.max_bad_share:
+    lost, of = lines or (bad, read)
+    if bad == 0 or Fraction(lost, of) <= config.max_bad_share:
         return
     order = (c.SOURCE, c.PLACE, c.POSITION)
-    first = bad_rows.orderBy(*order).select(*order, c.REASON).limit(3).collect()
-    places = "; ".join(f"{_file(urls, row)} at byte {row[c.POSITION]}: {row[c.REASON]}" for row in first)
-    step = way_out({row[c.REASON] for row in first}, all_bad=bad == read)
+    first = bad_rows.orderBy(*order).select(*order, c.REASON, c.RAW).limit(SHOWN_RECORDS).collect()
+    places = "; ".join(f"{_file(urls, row)} at byte {row[c.POSITION]}: {row[c.REASON]}" for row in first[:3])
+    seen = look(first)
+    step = seen.next_step or _way_out({row[c.REASON] for row in first})
     kept = keep_refused(config, bad_rows, urls, bad)
     if kept is not None:
         which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
         step = f"{step} {kept} holds {which} until this output is written again."
+    counted = "" if (lost, of) == (bad, read) else f" ({lost} of {of} lines)"
     raise DataError(
-        f"{bad} of {read} records are bad, more than --max-bad allows",
-        got=f"{100 * bad / read:.2f} %, first {places}",
+        f"{bad} of {read} records are bad{counted}, more than --max-bad allows",
+        got=f"{100 * lost / of:.2f} %, first {places}{seen.words}",
         allowed=config.max_bad,
         next_step=step,
     )
 
 
-def way_out(reasons: Set[str], *, all_bad: bool) -> str:
-    """What to do about records that are bad for `reasons`. If no line has the format, the format is probably wrong."""
-    if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
-        return "Give the format of the input by --log-format (the default is common), or check --input."
+def _way_out(reasons: Set[str]) -> str:
+    """What to do about records that are bad for `reasons`."""
     if c.NO_CLASS in reasons:
         return f"Put each image into a folder of its class; {CLASS_FOLDERS}."
     return "Check that the input is what the job reads; raise --max-bad to continue with the rest."

@@ -28,9 +28,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.features.schema.encodings import BAKED, Encoding
+from lockstep.features.schema.encodings import BAKED, MAX_FILE_STEM, Encoding
 from lockstep.features.schema.fields import Field, check_name, sample_id_field
 from lockstep.features.schema.schema import EXAMPLE, Schema
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import ConfigError, NotFoundError, nearest
 from lockstep.storage.fs import filesystem
 
@@ -219,9 +220,15 @@ def _check_extent(document: object, where: str) -> None:
 
 
 def _file_stem(name: str) -> str:
-    """A file name for a column: ASCII letters, digits and `_.-` stay, others become their code point in hex."""
+    """A file name for a column: ASCII letters, digits and `_.-` stay, others become their code point in hex; a long
+    one ends with a digest of the name instead.
+    """
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else f"-{ord(c):x}-" for c in name)
-    return stem if stem[:1].isalnum() else f"f{stem}"
+    stem = stem if stem[:1].isalnum() else f"f{stem}"
+    if len(stem) <= MAX_FILE_STEM:
+        return stem
+    digest = sha256_hex(name.encode("utf-8", "surrogatepass"))[:16]
+    return f"{stem[: MAX_FILE_STEM - len(digest) - 1]}-{digest}"
 
 
 def _bad(what: str, got: str, allowed: str) -> ConfigError:

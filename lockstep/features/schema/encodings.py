@@ -41,7 +41,8 @@ _LEAST = 1e-30  # the smallest divisor: float32 cannot divide by much smaller nu
 NUMBERS = ("int64", "float32", "float64")  # what a model may be fed
 STORED_NUMBERS = (*NUMBERS, "uint64")
 _CATEGORICAL = ("hash", "vocabulary", "bucketise")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.json")
+MAX_FILE_STEM = 101
+_FILE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_FILE_STEM - 1}}}\.json")
 _HELD_OUT = re.compile(r".*\.fold-\d+\.json")
 
 

@@ -135,9 +135,9 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     root, told = make_tree(tmp_path / "set", files), {"image_size": (SIDE, SIDE), "max_bad": "10%", "split_bytes": 9000}
     archive = make_tar(tmp_path / "set.tar", files)
 
-    def check_without_cache(*args: Any) -> None:
+    def check_without_cache(*args: Any, **more: Any) -> None:
         spark.catalog.clearCache()  # as if executors were lost: what was cached is made again, as other tasks
-        check_bad(*args)
+        check_bad(*args, **more)
 
     with (
         patch("etl.write.job.check_bad", check_without_cache),

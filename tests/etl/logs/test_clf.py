@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.logs import server_log
 from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
-from etl.logs.server_log import BAD_TIME, parse_common
+from etl.logs.server_log import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, parse_common
 from etl.logs.values import NOT_UTF8
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
@@ -154,7 +153,7 @@ def test_odd_lines(text: bytes, host: str, page: str, status: int) -> None:
         (b'"-" "a" "1.2.3.4, 5.6.7.8" 0.1 -', "", "a"),
         (b'"-" "Mozilla', None, None),  # cut off
         (b'"-"', None, None),
-        (b'"a"b" "c"', None, None),  # an unescaped quote
+        (b'"a"b" "c"', 'a"b', "c"),  # an unescaped quote
         (b'"-" "a" "b', None, None),
     ],
 )

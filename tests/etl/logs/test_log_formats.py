@@ -8,6 +8,7 @@ import gzip
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,9 +180,9 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
     Path("tensor.toml").write_text('[[fields]]\nname = "x"\ndtype = "float32"\nshape = [2]\n')
     Path("bare.toml").write_text('[[fields]]\nname = "position"\ndtype = "int64"\n')
     Path("t.csv").write_bytes(b"click,position\n1,2\n")
-    Path("twice.csv").write_bytes(CLICK_HEADER + b",click\n")
-    Path("good.csv").write_bytes(CLICK_HEADER + b"\n")
-    Path("latin.csv").write_bytes("größe,click\n".encode("latin-1"))
+    Path("twice.csv").write_bytes(CLICK_HEADER + b",click\n1\n")
+    Path("good.csv").write_bytes(CLICK_HEADER + b"\n1\n")
+    Path("latin.csv").write_bytes("größe,click\n1,0\n".encode("latin-1"))
     Path("t.json").write_bytes(b'{"host":"h"}\n')
     base = ["--output", "out", "--log-format", "csv"]
     table, good = ["--schema", "schema.toml"], ["--input", "good.csv"]
@@ -271,3 +272,35 @@ CLICK_HEADER = (
     b"click,position,user_feature_0,user_feature_1,user_feature_2,user_feature_3,propensity_score"
     b",user-item_affinity_0,user-item_affinity_33"
 )
+
+
+@pytest.mark.slow
+def test_a_quote_that_swallowed_lines_is_counted_by_lines(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One text in quotes without an end is one record, and all the lines behind it; an empty file beside is skipped."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    schema = json.dumps(
+        {"fields": [{"name": "name", "dtype": "string"}, {"name": "sold", "dtype": "bool", "kind": "label"}]}
+    )
+    lines = [f"{number},item {number},{'yes' if number % 2 else 'no'}" for number in range(600)]
+    lines[100] = lines[580] = '1,pipe 5" long,no'  # inches: no quote at a field's start
+    (folder / "items.csv").write_text("\n".join(["id,name,sold", *lines, ""]))
+    (folder / "rotated.csv").touch()
+    made = LogsConfig(
+        inputs=(str(folder),),
+        output=str(tmp_path / "out"),
+        log_format="csv",
+        schema=schema,
+        quoted_newlines=True,
+        split="1/1",
+    )
+    counts = job.run(spark, made).counts
+    assert (counts.read, counts.written, counts.quarantined) == (600, 598, 2)
+    assert any("skipped" in told and told.endswith("rotated.csv") for told in caplog.messages)
+    lines[100] = '100,"pipe 5 long,no'  # opens, and the next quote is 480 lines on
+    (folder / "items.csv").write_text("\n".join(["id,name,sold", *lines, ""]))
+    with pytest.raises(DataError, match=r"1 of 120 records are bad \(481 of 600 lines\)") as caught:
+        job.run(spark, replace(made, output=str(tmp_path / "other")))
+    assert "bad_quotes (481 lines)" in caught.value.got and "stops at column" in caught.value.got

@@ -185,7 +185,7 @@ def test_names_that_no_dataset_has_are_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "log_format", "got"),
     [
-        ("a,b\n", "csv", "no line after the header"),
+        ("a,b\n", "csv", "no line but a header"),
         ("a,b\n1\n1,2,3\n", "csv", "too_few_fields"),
         (f"a,b\n{'x' * (1 << 20)},1\n", "csv", "1 line_too_long"),
         (f'{{"a": "{"x" * (1 << 20)}"}}\n', "json", "1 line_too_long"),
@@ -232,3 +232,35 @@ def test_any_table_is_read_by_the_schema_proposed_for_it(
     columns["always"] = ["x"] * height
     fields, _ = proposed(folder, table(**columns))
     assert "always" in fields
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_characters="\r\n\0_", exclude_categories=["Cs"]), min_size=1), max_size=4)
+)
+@settings(max_examples=40, deadline=None)
+def test_columns_of_any_name_are_proposed_or_named(
+    tmp_path_factory: pytest.TempPathFactory, headers: list[str]
+) -> None:
+    """Headers of surveys are sentences, in any script: some make a file name of hundreds of characters."""
+    folder = tmp_path_factory.mktemp("survey")
+    names = [
+        "split",
+        "_x",
+        *headers,
+        *(header * 40 for header in headers),
+        "Which country? " * 9,
+        "Как вы узнали? " * 9,
+    ]
+    rows = [["red" if number % 2 else "blue"] * len(names) for number in range(20)]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([names, *rows])
+    (folder / "t.csv").write_text(out.getvalue())
+    said = propose(LogsConfig(inputs=(str(folder / "t.csv"),), output=str(folder / "s.toml"), log_format="csv"))
+    fields = {field.name for field in load_schema(str(folder / "s.toml")) if field.kind != "id"}
+    assert {"Which country? " * 9, "Как вы узнали? " * 9} <= fields
+    shown = said.splitlines()[1]
+    assert shown.startswith("left out")
+    missing = set(names) - fields
+    alike = [name for name in names if [other.lower() for other in names].count(name.lower()) > 1]
+    assert missing <= {"split", "_x", *alike}, "all others can be fields"
+    assert all(json.dumps(name, ensure_ascii=False) in shown for name in ("split", "_x"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.logs.fields import Column, Form, read_table, split_fields
+from etl.logs.server_log import seconds_of_text
 from etl.logs.values import Reasons
 
 NAMES = ("a", "b", "c")
@@ -114,6 +116,10 @@ def test_tsv(line: bytes, found: Any) -> None:
         (b'{"a":1,"b":"x","z":NaN}', "not_json_object"),  # Python writes it, JSON has it not
         (b'{"a":1,"b":"x","z":"\\ud800"}', "not_json_object"),
         (b'{"a":1,"b":"\\ud800"}', "bad_value:b"),
+        (b'{"a":1,"b":"x\\u0000"}', "not_utf8"),  # as a NUL in the line itself
+        (b'{"a":1,"b":"x","tags":["u","\\u0000v"]}', "not_utf8"),
+        (b'{"a":1,"b":"x\\\\u0000"}', (1, "x\\u0000", None, None, None)),  # a backslash and letters
+        (b'{"a":1,"b":"x","z":"\\u0000"}', (1, "x", None, None, None)),  # in a field that nobody reads
         (b'{"a":1,"a":1,"b":"x"}', "duplicate_key:a"),
         (b'{"a":null,"\\u0061":1,"b":"x"}', "duplicate_key:a"),
         (b'{"a":1.0,"b":"x"}', "bad_value:a"),
@@ -151,6 +157,10 @@ def test_json(line: bytes, found: Any) -> None:
         (pa.timestamp("us"), "2019-11-24T00:00:17Z", 1574553617000000),
         (pa.timestamp("us"), "2019-11-24", 1574553600000000),  # no zone: UTC
         (pa.timestamp("us"), "24.11.2019", "bad_value:a"),
+        (pa.timestamp("us"), "2019-11-24T00:00:17.0041019Z", 1574553617004101),  # .NET's 7 digits are rounded down
+        (pa.timestamp("us"), "2019-11-24 00:00:17.004101999+01:00", 1574550017004101),  # and nanoseconds
+        (pa.timestamp("us"), "1969-12-31T23:59:59.9999999", -1),
+        (pa.timestamp("us"), "2019-11-24T00:00:17.0041019.1", "bad_value:a"),
     ],
 )
 def test_types(kind: pa.DataType, text: str, value: Any) -> None:
@@ -161,6 +171,30 @@ def test_types(kind: pa.DataType, text: str, value: Any) -> None:
         place = int(len(lines) > 1)
         plain = found.cast(pa.int64()) if pa.types.is_timestamp(kind) else found
         assert (reasons.tolist()[place] or plain[place].as_py()) == value
+
+
+@given(
+    st.datetimes(datetime.fromisoformat("0001-01-02"), datetime.fromisoformat("9999-12-30")),
+    st.text("0123456789", max_size=9),
+    st.sampled_from(["", "Z", "+02:00", "-0530"]),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_times_are_read_as_python_reads_them_without_digits_after_microseconds(
+    moment: datetime, digits: str, zone: str, with_t: bool
+) -> None:
+    text = moment.strftime("%H:%M:%S") + (f".{digits}" if digits else "")
+    text = f"{moment.date().isoformat()}{'T' if with_t else ' '}{text}{zone}"
+    whole = datetime.fromisoformat(text.replace(f".{digits}", "." + digits[:6].ljust(6, "0")) if digits else text)
+    whole = whole if whole.tzinfo else whole.replace(tzinfo=UTC)
+    micros = (whole - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+    columns = (Column("a", pa.timestamp("us")),)
+    for line, form in ((f"{text},x,y", Form("csv")), (json.dumps({"a": text}), Form("json"))):
+        reasons = Reasons(1)
+        found = read_table(pa.array([line.encode()]), form, NAMES, columns, reasons, Reasons(1))["a"]
+        assert (reasons.tolist(), found.cast(pa.int64()).to_pylist()) == ([None], [micros])
+    seconds, good = seconds_of_text(pa.array([text]))
+    assert (good.tolist(), seconds.tolist()) == ([True], [micros // 1_000_000])
 
 
 def test_the_quarantine_shows_a_bad_value_and_the_type_wanted() -> None:

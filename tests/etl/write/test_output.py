@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 KINDS = {"click": "boolean", "n": "int", "word": "string", "x": "double", "at": "timestamp_ntz", "many": "array<int>"}
+KINDS |= {"city": "string collate UTF8_LCASE"}
 LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
 
 
@@ -49,6 +50,8 @@ LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
         ({"split": "time:at:1/1"}, "cannot decide"),  # a clock's hand without its zone
         ({"split": "group:x:1/1"}, None),
         ({"split": "kfold:3:many"}, "cannot decide"),
+        ({"split": "group:city:1/1"}, "text without a collation"),  # Oslo and OSLO would be in two splits
+        ({"split": "kfold:3:city:balanced"}, "text without a collation"),
         ({"split": "group:no:1/1"}, "names the column `no`"),
     ],
 )
