@@ -12,6 +12,7 @@ from etl.logs.pages import most_frequent
 from etl.logs.plan import ROLES
 from etl.logs.roles import ASKED, flag_of, said
 from etl.split.leakage import content_line
+from etl.write.carried import Carried, carried_files, carried_in
 from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, LogsConfig, OutputConfig, WriteConfig
 from jobs._cli import JobParser, joined, names
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
@@ -131,6 +132,11 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
     return found
 
 
+def _carried_line(manifest: DatasetManifest, carried: Carried) -> str:
+    held = sum(info.bytes for info in carried_files(manifest).values())
+    return f"carried for an append: {carried.open} open requests, the past of {carried.past} visitors, {held} bytes"
+
+
 def _sources(config: OutputConfig) -> list[Source]:
     if isinstance(config, LogsConfig):
         return find_lines(config.inputs, header=config.has_header, root=config.input_root)
@@ -138,18 +144,22 @@ def _sources(config: OutputConfig) -> list[Source]:
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """Counts, splits, leakage and digest, in two or three lines; for web requests also the columns of their roles and
-    the most frequent suffixes of pages.
+    """Counts, splits, what is carried, leakage and digest, in two to four lines; for web requests also the columns of
+    their roles and the most frequent suffixes of pages.
     """
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
     splits = ", ".join(
         f"{name} {split.records} in {len(split.shards)} shards" for name, split in manifest.splits.items()
     )
+    carried = carried_in(manifest, output)
+    reopened = 0 if carried is None else carried.reopened
+    again = f" and {reopened} reopened" if reopened else ""
     leaks = None if manifest.leakage is None else content_line(manifest.leakage)
     return (
-        f"{output}: {counts.read} read, {counts.written} written ({splits}),"
+        f"{output}: {counts.read - reopened} read{again}, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
+        + ("" if carried is None else f"{_carried_line(manifest, carried)}\n")
         + "".join(f"{line}\n" for line in _web_lines(manifest))
         + ("" if leaks is None else f"{leaks}\n")
         + (BY_PLACE if manifest.created_by["config"].get("id_columns") == [] else "")

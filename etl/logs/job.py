@@ -28,6 +28,7 @@ from etl.logs.parse import (
     Work,
     output_schema,
 )
+from etl.logs.past import hold_of_label, looks_round, text_of
 from etl.logs.plan import Plan, plan_of
 from etl.logs.records import RecordLines
 from etl.logs.rejected import look
@@ -40,7 +41,7 @@ from etl.write.job import run as run_job
 from etl.write.quarantine import Look
 from etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -144,23 +145,38 @@ class LogInput(Input[LogCounts]):
         return look(found, self.plan.parser.form, records=isinstance(self.plan.parser, RecordLines))
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
-        """Raises DataError if the log is shorter than the default label's window, or a file is there twice."""
-        config, plan = self.config, self.plan
-        sources = digest_sources(parsed.sparkSession, plan.sources, counts.digests, paths=plan.by_place)
+        """Raises DataError if the log is shorter than the default label's window, if a file is there twice, or if it
+        comes too late for an append.
+        """
+        config, plan, spark = self.config, self.plan, parsed.sparkSession
+        sources = digest_sources(spark, plan.sources, counts.digests, paths=plan.by_place)
         check_contents(sources, counts.records, plan.target.parent)
-        if config.label is None:
+        if config.label is None and plan.target.parent is None:
             _check_covered(counts)
-        rows = parsed.where(f"_kind = {ROW}")
+        rows, carry = parsed.where(f"_kind = {ROW}"), None
         if isinstance(plan.parser, RecordLines):
             rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, plan.by_place)
         else:
-            rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.combined)
+            past, texts = plan.past, web.texts_of(plan.combined)
+            past.check_order(rows, counts.first_page, [source.url for source in plan.sources], config.label)
+            hold_s = hold_of_label(spark, config.label) if config.split_spec.continues else None
+            rows = web.rows_of(
+                rows,
+                config.label or DEFAULT_LABEL,
+                past.log_end(counts.log_end),
+                plan.combined,
+                past=past.rows(spark, texts),
+                part=past.part,
+                hold_s=hold_s,
+            )
+            carry = None if hold_s is None else past.carry(texts, counts.log_end, hold_s)
         return Labelled(
             rows=rows,
             target=plan.target,
             id_columns=plan.id_columns,
             sources=sources,
             created_config={**config.to_json(), **plan.created, **_suffixes(counts)},
+            carry=carry,
         )
 
     def _check_label(self, spark: SparkSession) -> None:
@@ -169,10 +185,18 @@ class LogInput(Input[LogCounts]):
             return
         if not isinstance(plan.parser, RecordLines):
             check_label(spark, label, web.label_schema(plan.combined), web.LABEL_TYPES, web.LABEL_ALLOWED)
+            plan.past.check_label(hold_of_label(spark, label), label)
         else:
             kinds, columns = records.label_kinds(plan.target.rows), plan.parser.schema
             allowed = f"a SQL expression of type {kinds[0]} over {ddl_of(columns)}"[:500]
             check_label(spark, label, columns, kinds, allowed)
+            if plan.target.parent is not None and looks_round(text_of(spark, label)):
+                raise ConfigError(
+                    "--append-to does not go with a --label that looks at other records",
+                    got=label[:500],
+                    allowed="an expression over the columns of one record: an append does not read those before it",
+                    next_step="Make one dataset of all files, the earlier and the new, without --append-to.",
+                )
 
 
 def parsed(

@@ -21,6 +21,7 @@ from etl.logs import w3c, web
 from etl.logs.fields import Form
 from etl.logs.pages import assets
 from etl.logs.parse import LineParser, Work
+from etl.logs.past import Past
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.logs.roles import check_alike, columns_of
 from etl.logs.values import without_bom
@@ -157,6 +158,7 @@ class Plan:
     parser: LineParser
     target: Target
     id_columns: tuple[str, ...]
+    past: Past
 
     @property
     def by_place(self) -> bool:
@@ -195,7 +197,8 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         _check_parent(by_role, config, parent)
         lines = WebLines(form, by_role, assets(config.page_suffixes, config.asset_suffixes))
         target = checked or _web_target(config, lines.combined, parent)
-        return Plan(tuple(sources), _work(sources, names, config), lines, target, web.ID_COLUMNS)
+        work = _work(sources, names, config)
+        return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
     schema = config.schema if isinstance(config.schema, Schema) else load_schema(config.schema)
     id_columns = config.id_columns or PLACE_COLUMNS
     sources = find_lines(config.inputs, header=header, root=config.input_root)
@@ -207,7 +210,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     parser = RecordLines(form, columns, config.time_columns)
     target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
     _check_columns(config, schema, parser, sources, names)
-    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns)
+    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns, Past())
 
 
 def _web_columns(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> dict[str, str]:

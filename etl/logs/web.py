@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl import columns as c
 from etl.input.log_formats import LOG_FORMATS
 from etl.logs import server_log, w3c
 from etl.logs.alb import parse_alb
@@ -54,7 +55,7 @@ def _tokens(name: str, max_size: int) -> Field:
 
 def label_schema(combined: bool) -> pa.Schema:
     """The columns that a label's expression may use; `combined` as for `schema`."""
-    texts = [(name, pa.string()) for name in ("visitor", "page", "query", *(COMBINED if combined else ()))]
+    texts = [(name, pa.string()) for name in texts_of(combined)]
     return pa.schema([*texts, ("time", pa.int64()), ("log_end", pa.int64())])
 
 
@@ -84,17 +85,20 @@ def schema(combined: bool = False) -> Schema:
 
 
 # Requests of one second are in the order of the log. Every window ends at the row itself, so it sees nothing later.
-_PAST = "(PARTITION BY visitor ORDER BY time, _source, _position ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
-_ORDER = "(PARTITION BY visitor ORDER BY time, _source, _position)"
-_SAME = "(PARTITION BY visitor, page, time, query ORDER BY _source, _position)"
+_BY_TIME = "PARTITION BY visitor ORDER BY time, _part, _source, _position"
+_PAST = f"({_BY_TIME} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
+_ORDER = f"({_BY_TIME})"
+_SAME = "(PARTITION BY visitor, page, time, query ORDER BY _part, _source, _position)"
+# The columns of etl.logs.past.carried_schema, for a request that is read from the log.
+_NEW = ("{0} AS _part", "1L AS _requests", "time AS _since", "CAST(NULL AS BOOLEAN) AS _stays", "true AS _open")
 _WORDS = "filter(split(lower({0}), '[^a-z0-9]+'), w -> length(w) BETWEEN 1 AND 40)"
 _PARTS = "filter(slice(split(lower(page), '/'), 1, 16), p -> p <> '')"
 _WINDOWS = (
     "*",
     f"lag(page) OVER {_ORDER} AS prev_page",
-    f"CAST(row_number() OVER {_ORDER} - 1 AS BIGINT) AS requests_so_far",
+    f"sum(_requests) OVER {_PAST} - 1 AS requests_so_far",
     f"time - lag(time) OVER {_ORDER} AS seconds_since_prev",
-    f"time - min(time) OVER {_PAST} AS _seconds_so_far",
+    f"time - min(_since) OVER {_PAST} AS _seconds_so_far",
     f"CAST(row_number() OVER {_SAME} - 1 AS BIGINT) AS _occurrence",
 )
 _COLUMNS = (
@@ -116,19 +120,58 @@ _COLUMNS = (
     "_source",
     "_position",
     "_occurrence",
-    f"IF({LABEL} IS NULL, '{CENSORED}', NULL) AS _dropped",
+    f"CASE WHEN NOT _open THEN '{c.PAST}' WHEN {LABEL} IS NULL THEN '{CENSORED}' END AS {c.DROPPED}",
+)
+# Whole: the requests that are open at log_end, and for a label that waits for nothing those of the last second, whose
+# like may follow. Of the earlier ones the last of each visitor. {0}: the texts, {1}: the time after which requests are
+# whole, {2}: that after which they are open.
+_NEXT = f"lead(time) OVER {_ORDER} AS _next"
+_CARRIED = (
+    "IF(time > {1} OR coalesce(_next > {1}, true), named_struct({0}, 'time', time, 'part', _part, 'source', _source,"
+    " 'position', _position, 'requests', IF(time > {1}, 1L, requests_so_far + 1),"
+    f" 'since', IF(time > {{1}}, time, time - _seconds_so_far), 'stays', {LABEL}, 'open', time > {{2}}), NULL)"
+    f" AS {c.CARRIED}"
 )
 
 
-def rows_of(pages: DataFrame, label: str, log_end: int, combined: bool = False) -> DataFrame:
+def texts_of(combined: bool) -> tuple[str, ...]:
+    """The columns of text that a request has; `combined` as for `schema`."""
+    return ("visitor", "page", "query", *(COMBINED if combined else ()))
+
+
+def rows_of(
+    pages: DataFrame,
+    label: str,
+    log_end: int,
+    combined: bool = False,
+    *,
+    past: DataFrame | None = None,
+    part: int = 0,
+    hold_s: int | None = None,
+) -> DataFrame:
     """Page requests (visitor, page, query, time, _source, _position; with `combined` referrer and agent) with label,
     features and the writer's columns.
+
+    `past` are the requests that a log's first `part` datasets carry (etl.logs.past). With `hold_s`, how long the label
+    waits for later requests, the rows have the column etl.columns.CARRIED.
     """
-    more = COMBINED if combined else ()
-    seen = pages.select("visitor", "page", "query", "time", *more, "_source", "_position")
-    labelled = seen.selectExpr("*", f"{log_end}L AS log_end").selectExpr("*", f"({label}) AS {LABEL}")
-    words = [f"array_distinct(slice({_WORDS.format(name)}, 1, 64)) AS {name}_tokens" for name in more]
-    return labelled.selectExpr(*_WINDOWS).selectExpr(*_COLUMNS, *words)
+    texts = texts_of(combined)
+    seen = pages.select(*texts, "time", "_source", "_position").selectExpr("*", *(one.format(part) for one in _NEW))
+    if past is not None:
+        others = [f"{name} AS _{name}" for name in past.columns if name not in (*texts, "time")]
+        seen = seen.unionByName(past.selectExpr(*texts, "time", *others))
+    labelled = seen.selectExpr("*", f"{log_end}L AS log_end")
+    labelled = labelled.selectExpr("*", f"IF(_open, ({label}), _stays) AS {LABEL}")
+    windows, columns = list(_WINDOWS), list(_COLUMNS)
+    if past is not None:
+        columns[columns.index("_source")] = f"IF(_part = {part}, _source, -1) AS _source"
+    columns += [f"array_distinct(slice({_WORDS.format(name)}, 1, 64)) AS {name}_tokens" for name in texts[3:]]
+    if hold_s is not None:
+        names = ", ".join(f"'{name}', {name}" for name in texts)
+        windows.append(_NEXT)
+        columns.append(_CARRIED.format(names, log_end - max(hold_s, 1), log_end - hold_s))
+    rows = labelled.selectExpr(*windows).selectExpr(*columns)
+    return rows if past is None else rows.where(f"NOT ({c.DROPPED} <=> '{c.PAST}' AND {c.CARRIED} IS NULL)")
 
 
 _NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
@@ -242,9 +285,6 @@ def _text_time(lines: pa.Array, name: str) -> pa.Array:
     return pc.match_substring_regex(lines, rf'"{escaped}"[ \t\r]*:[ \t\r]*"|\\u')
 
 
-_TEXTS = ("visitor", "page", "query")
-
-
 @dataclass(frozen=True, slots=True)
 class WebLines:
     """Keeps the requests for pages. `columns` are the columns of the roles in a format whose fields have names, and
@@ -263,7 +303,7 @@ class WebLines:
     @property
     def schema(self) -> pa.Schema:
         """The columns of a request."""
-        texts = [(name, pa.string()) for name in (*_TEXTS, *(COMBINED if self.combined else ()))]
+        texts = [(name, pa.string()) for name in texts_of(self.combined)]
         return pa.schema([*texts, ("time", pa.int64())])
 
     def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:

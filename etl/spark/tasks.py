@@ -88,6 +88,8 @@ def rows_too_large(size_bytes: int, rows: int) -> DataError:
 def _narrow(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_narrow(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_narrow(field.type)) for field in kind])
     if kind in (pa.large_string(), pa.string_view()):
         return pa.string()
     return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind

@@ -88,7 +88,8 @@ _OWN = pa.schema(
 @dataclass(frozen=True)
 class Assign:
     """The function for mapInArrow: rows of the caller in, rows of `output` out. Of dropped rows only the reason stays,
-    except those that a `counted` split may need.
+    except those that a `counted` split may need. With `carried`, the fields of CARRIED, what the rows carry comes out
+    as rows of its own, whose reason is PAST.
 
     TFRecord rows are encoded and framed here, once: the number of shards follows from their exact size, and Spark
     shuffles one column of bytes faster than many columns (docs/decisions/060-codec-kernels.md).
@@ -101,17 +102,36 @@ class Assign:
     fmt: str
     sample: Sampling | None = None
     weights: ClassWeights | None = None
+    carried: tuple[pa.Field, ...] = ()
 
     @property
     def output(self) -> pa.Schema:
         """The columns of the rows that come out."""
-        return pa.schema([*_OWN, *self._stored.output])
+        carried = [pa.field(c.CARRIED, pa.struct(self.carried))] if self.carried else []
+        return pa.schema([*_OWN, *self._stored.output, *carried])
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a null in an id column or a row that does not fit the schema."""
         for batch in batches:
-            if batch.num_rows:
+            if not batch.num_rows:
+                continue
+            if not self.carried:
                 yield self.rows(batch)
+                continue
+            column, old = batch.column(c.CARRIED), pc.equal(batch.column(c.DROPPED), c.PAST)
+            yield from self._with_carried(self.rows(batch.filter(pc.invert(pc.fill_null(old, False)))), column)
+
+    def _with_carried(self, rows: pa.RecordBatch, column: pa.StructArray) -> Iterator[pa.RecordBatch]:
+        """`rows`, and as rows of PAST what `column` carries."""
+        left, schema = column.filter(column.is_valid()).cast(pa.struct(self.carried)), self.output
+        if rows.num_rows:
+            arrays = [*rows.columns, pa.nulls(rows.num_rows, left.type)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        if len(left):
+            own = {c.DROPPED: pa.array([c.PAST] * len(left)), c.CARRIED: left}
+            yield pa.RecordBatch.from_arrays(
+                [own[f.name] if f.name in own else pa.nulls(len(left), f.type) for f in schema], schema=schema
+            )
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of `output` for one batch."""

@@ -71,6 +71,11 @@ class SplitSpec:
         return self.kind in ("group", "kfold", "subset") and self.column is not None
 
     @property
+    def continues(self) -> bool:
+        """Whether a dataset with this split can be continued by appends."""
+        return self.kind != "time" and not self.balanced
+
+    @property
     def trained(self) -> tuple[str, ...]:
         """The splits that are used for training: `train`, or all folds."""
         return self.names if self.kind == "kfold" else (TRAIN,)
@@ -88,8 +93,8 @@ class SplitSpec:
 
     def check_append(self, url: str) -> None:
         """Raise ConfigError if no dataset with this split, as the one at `url` has it, can be continued."""
-        moved = {"time": "borders in time"}.get(self.kind, "groups between the folds" if self.balanced else None)
-        if moved is not None:
+        moved = "borders in time" if self.kind == "time" else "groups between the folds"
+        if not self.continues:
             raise ConfigError(
                 f"--append-to does not go with a split by {'time' if self.kind == 'time' else 'balanced folds'}",
                 got=f"--split {self.text[:MAX_SHOWN]} of {url}",

@@ -16,9 +16,9 @@ MIN_Z, MIN_APART = 5, Fraction(1, 10)
 def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
     """A line about the split of whole groups whose share is furthest from the one asked for, if it is FAR from it.
 
-    `records` is the number of each split's records.
+    `records` is the number of each split's records. Splits without any, which only an append has, say nothing.
     """
-    if not split.grouped or not split.weights:
+    if not split.grouped or not split.weights or not all(records.values()):
         return None
     total, parts = sum(records.values()), sum(split.weights)
     asked = {name: Fraction(weight, parts) for name, weight in zip(split.names, split.weights, strict=True)}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 CLASS_COUNTS = "class_counts"  # in created_by.config: the counts that balanced weights are computed from
-_FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
+_FLAGS = {name: f"--{name}" for name in ("weights", "sample", "label", "format", "split", "seed")}
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
 
@@ -81,9 +81,9 @@ class Parent:
 def open_parent(url: str, config: WriteConfig) -> Parent:
     """The dataset at `url` and all that it continues.
 
-    Raises ConfigError if it is split by time or in balanced folds, if `config` asks for other weights, sample, form of
-    features, format, split or seed than the parent has (weights and sample only where its manifest names them), if its
-    manifest holds a sample or class counts that cannot be read, or if it has weights and no class counts. Raises
+    Raises ConfigError if it is split by time or in balanced folds, if `config` asks for other weights, sample, label,
+    form of features, format, split or seed than the parent has (the first three only where its manifest names them), if
+    its manifest holds a sample or class counts that cannot be read, or if it has weights and no class counts. Raises
     DataError if an earlier dataset has changed.
     """
     url = absolute(url)
@@ -93,9 +93,11 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     split = _split_of(stored.get("split"))
     if split is not None:
         split.check_append(url)
+    own = config.to_json()
     settings = {
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
+        "label": (stored.get("label", own.get("label")), own.get("label", stored.get("label"))),
         "form of features": (_form(baked=any(field.is_baked for field in above)), _form(baked=config.bake)),
         "format": (first.format, config.fmt),
         "split": (split.text if split else "unknown", config.split_spec.text),

@@ -27,6 +27,7 @@ from etl.split.sampling import balanced
 from etl.split.splits import TRAIN, SplitSpec, span_of
 from etl.split.warnings import far_from_shares, label_lines, percent
 from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
+from etl.write.carried import CARRIED, Carried, Carry, place_carried
 from etl.write.chance import refuse_chance
 from etl.write.checks import Target, check_output, check_target
 from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
@@ -53,14 +54,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """One dataset to be written: its checked target, the columns that identify a record, where the rows come from, and
-    the records of each class that balanced weights are computed for.
+    """One dataset to be written: its checked target, the columns that identify a record, where the rows come from, what
+    they leave for appends, and the records of each class that balanced weights are computed for.
     """
 
     target: Target
     id_columns: tuple[str, ...]
     origin: Origin
     late: LateImages | None = None
+    carry: Carry | None = None
     sampled: Sampled | None = None
     class_counts: Mapping[str, int] | None = None
 
@@ -94,6 +96,7 @@ class Done:
     leakage: Leakage
     fitted: Mapping[str, bytes]
     classes: Mapping[str, Mapping[str, int]]
+    carried: Carried | None = None
 
     @property
     def written(self) -> int:
@@ -155,7 +158,7 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
             log.warning("%s", line)
     return DatasetManifest.build(
         format=config.fmt,
-        created_by={"version": VERSION, "config": _created(job), "seed": config.seed},
+        created_by={"version": VERSION, "config": _created(job, done), "seed": config.seed},
         schema=done.schema.to_json(),
         splits=done.splits,
         files=files,
@@ -177,11 +180,12 @@ def compression_of(config: WriteConfig) -> str | None:
     return None if config.compression == "none" else config.compression
 
 
-def _created(job: Job) -> dict[str, Any]:
+def _created(job: Job, done: Done) -> dict[str, Any]:
     own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
     counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
     sampled = {} if job.sampled is None else {"sampled": job.sampled.to_json()}
-    return {**(job.origin.created_config or own), **counted, **sampled}
+    carried = {} if done.carried is None else {CARRIED: done.carried.to_json()}
+    return {**(job.origin.created_config or own), **counted, **sampled, **carried}
 
 
 __all__ = ["Origin", "write_dataset"]
@@ -260,12 +264,19 @@ def write_frame(
 
 
 def write_rows(
-    df: DataFrame, target: Target, id_columns: tuple[str, ...], origin: Origin, late: LateImages | None = None
+    df: DataFrame,
+    target: Target,
+    id_columns: tuple[str, ...],
+    origin: Origin,
+    late: LateImages | None = None,
+    carry: Carry | None = None,
 ) -> DatasetManifest:
-    """write_dataset for a target that was checked. With `late`, images become pixels in the tasks that write them."""
+    """write_dataset for a target that was checked. With `late`, images become pixels in the tasks that write them; with
+    `carry`, the column etl.columns.CARRIED is kept for appends, and an append may leave a split without records.
+    """
     also = (*_looked_at(target.config), *(() if late is None else (PACKED, PLACE)))
     rows, _ = prepared(df, target.rows, id_columns, target.config.split_spec, None, also)
-    return _published(df, rows, Job(target, id_columns, origin, late))
+    return _published(df, rows, Job(target, id_columns, origin, late, carry))
 
 
 def _looked_at(config: WriteConfig) -> tuple[str, ...]:
@@ -306,6 +317,8 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
         job = replace(job, class_counts=counts)
         assert schema.label is not None
         assign = replace(assign, weights=balanced(schema.label.name, counts))
+    if job.carry is not None:
+        assign = replace(assign, carried=tuple(job.carry.schema))
     full = None
     if late is None:
         rows = mapped(df, assign, assign.output).persist()
@@ -334,6 +347,10 @@ def _built(
     found = sizes_of(rows, c.class_field(schema))
     _check_classes(rows, job, found.classes)
     sizes, dropped = found.splits, {**origin.dropped, **found.dropped}
+    past, parent = dropped.pop(c.PAST, 0), job.target.parent
+    if job.carry is not None and parent is not None:
+        # A short night may add no record to a split: what it holds open comes with the next one.
+        sizes = {name: sizes.get(name, (0, 0)) for name in sorted({*parent.manifest.splits, *sizes})}
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
@@ -341,18 +358,23 @@ def _built(
     if job.sampled is not None:
         _check_sampled(job.sampled, names)
     records = {name: sizes[name][0] for name in names}
-    leakage, fitted = at_once(
+    all_rows = rows
+
+    def checked() -> tuple[Leakage | None, tuple[dict[str, FileInfo], Carried] | None]:
         # The features of late images are known only when they are written.
-        lambda: check_leakage(kept, job.split, schema, records) if full is None else None,
-        lambda: _fitted(kept, rows, job, names),
-    )
+        leakage = check_leakage(kept, job.split, schema, records) if full is None else None
+        return leakage, None if job.carry is None else place_carried(staging, all_rows, past, job.carry, parent)
+
+    (leakage, left), fitted = at_once(checked, lambda: _fitted(kept, rows, job, names))
     if config.bake:
         bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
         rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
         sizes = sizes_of(rows).splits
-    blocks = None if job.target.parent is None else job.target.parent.block_records
+    blocks = None if parent is None else parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks)
-    urls, compression, keys = urls_of(origin), compression_of(config), found.keys
+    # A record that comes back has the source -1.
+    urls = urls_of(origin) if parent is None else (*urls_of(origin), parent.url)
+    compression, keys = compression_of(config), found.keys
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression)
     if full is None:
         splits, files = write_shards(staging.fs, paths, rows, table, write, keys)
@@ -368,8 +390,8 @@ def _built(
     assert leakage is not None
     _warn_of_groups(df, job.split, records, leakage.values.get(GROUP))
     done = Done(
-        schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted,
-        classes=found.classes,
+        schema=schema, splits=splits, files=files | ({} if left is None else left[0]), origin=origin, dropped=dropped,
+        leakage=leakage, fitted=fitted, classes=found.classes, carried=None if left is None else left[1],
     )  # fmt: skip
     if written != done.written:
         raise DataError(

@@ -143,7 +143,7 @@ def prepared(
             column = _unsigned(name, column, kind, kept)
         never_null = any(field.name == name and not field.nullable for field in schema)
         columns.append(_held(name, column, may_be_null[name], kept) if never_null and name in may_be_null else column)
-    columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED) if name in have]
+    columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED, c.CARRIED) if name in have]
     if placed:
         return _with_occurrence(df.select(*columns), id_columns), schema
     own = {c.SOURCE: "int", c.POSITION: "bigint"} | ({} if c.OCCURRENCE in have else {c.OCCURRENCE: "bigint"})

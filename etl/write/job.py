@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from etl.input.files import Source
 from etl.spark.errors import translated
 from etl.spark.session import tuned, watched
+from etl.write.carried import Carry
 from etl.write.checks import Target
 from etl.write.config import OutputConfig
 from etl.write.dataset import write_rows
@@ -39,7 +40,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Rows for the writer; what the manifest says of the files and the configuration; images that are made late."""
+    """Rows for the writer; what the manifest says of the files and the configuration; images that are made late; what
+    the rows leave for appends.
+    """
 
     rows: DataFrame
     target: Target
@@ -47,6 +50,7 @@ class Labelled:
     sources: tuple[SourceInfo, ...]
     created_config: Mapping[str, Any]
     late: LateImages | None = None
+    carry: Carry | None = None
 
 
 C = TypeVar("C", bound=Counts)
@@ -98,14 +102,14 @@ class Input(ABC, Generic[C]):
             found = self.labelled(parsed, counts)
             origin = Origin(
                 sources=found.sources,
-                read=counts.read,
+                read=counts.read + (0 if found.carry is None else found.carry.reopened),
                 dropped=counts.dropped,
                 quarantined=counts.bad,
                 quarantined_raw_bytes=counts.raw_bytes,
                 quarantine=rejected,
                 created_config=found.created_config,
             )
-            return write_rows(found.rows, found.target, found.id_columns, origin, found.late)
+            return write_rows(found.rows, found.target, found.id_columns, origin, found.late, found.carry)
         finally:
             parsed.unpersist()
 

@@ -355,6 +355,8 @@ def write_shards(
     """
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
+    if not table.total:
+        return placed(fs, paths, [], table, write.fmt)
     with described(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     check_keys(results, table, keys)

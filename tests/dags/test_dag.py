@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -84,6 +86,7 @@ def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp
     run_dag(tmp_path, on_this_host(tmp_path), week)
     nights = files_below(tmp_path / "results" / "datasets")
     assert {name.split("/")[0] for name in nights} == set(week)
+    assert_one_job_has_their_rows(tmp_path, week)
     (tmp_path / "results").rename(tmp_path / "nights")
     airflow = on_this_host(tmp_path / "other")  # which knows nothing of the nights
     airflow.own["AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE"] = "False"  # no run but the back-fill's
@@ -95,6 +98,30 @@ def test_seven_days_of_a_backfill_by_the_scheduler_are_those_of_seven_nights(tmp
     finally:
         airflow.stop()
     assert files_below(tmp_path / "results" / "datasets") == nights
+
+
+def assert_one_job_has_their_rows(folder: Path, days: Sequence[str]) -> None:
+    """The records of the days' datasets together are those of one job over the logs of all days, split by split."""
+    output, root = folder / "one", Path(__file__).parents[2]
+    logs = [str(folder / "daily" / day / "access.log") for day in days]
+    flags = ["--input", *logs, "--output", str(output), "--split", "group:visitor:80/20", "--master", "local[2]"]
+    subprocess.run([sys.executable, "-m", "jobs.etl_logs", *flags], cwd=root, check=True, timeout=900)
+    for split in ("train", "test"):
+        nights = [record for day in days for record in records_of(folder / "results" / "datasets" / day, split)]
+        one = records_of(output, split)
+        assert sorted(nights) == sorted(one) and len(set(one)) == len(one) > 100
+
+
+def records_of(dataset: Path, split: str) -> list[bytes]:
+    """The encoded records of a split: 8 bytes of length, 4 of its checksum, the record, 4 of its checksum."""
+    found = []
+    for shard in sorted((dataset / f"split={split}").glob("*.tfrecord")):
+        data, place = shard.read_bytes(), 0
+        while place < len(data):
+            (length,) = struct.unpack_from("<Q", data, place)
+            found.append(data[place + 12 : place + 12 + length])
+            place += length + 16
+    return found
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

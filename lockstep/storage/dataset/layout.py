@@ -10,6 +10,7 @@ from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join, parent
 
 FORMATS = ("tfrecord", "parquet")
+CARRIED_FOLDER = "_carried"
 COMPRESSIONS = ("none", "gzip")  # as options name them
 SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by the compression in the manifest
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -33,6 +34,11 @@ class DatasetPaths:
     def quarantine(self) -> str:
         """The directory of rejected input, mode 0700."""
         return join(self.root, "_quarantine")
+
+    @property
+    def carried(self) -> str:
+        """The directory of what appends need, mode 0700."""
+        return join(self.root, CARRIED_FOLDER)
 
     def shard(self, split: str, index: int, fmt: str, compression: str | None = None) -> str:
         """Shard `index` of a split."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.write.append import ids_of, open_parent
+from etl.write.append import Parent, ids_of, open_parent
+from etl.write.carried import check_carried, digest_of_carried
 from etl.write.config import WriteConfig
 from lockstep.features.examples import encode_example
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -19,7 +21,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
 from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import ShardInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
@@ -117,6 +119,37 @@ def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
     published(tmp_path, "itself", tiny, {"url": str(tmp_path / "itself"), "digest": tiny.digest})
     with pytest.raises(DataError, match="is not the dataset that"):  # a chain that bites its tail ends too
         open_parent(str(tmp_path / "itself"), config)
+
+
+def test_an_append_of_a_log_needs_what_its_parent_carries(tmp_path: Path) -> None:
+    tiny = write_table(tmp_path / "tiny")
+    carrying = replace(tiny, files={**tiny.files, "_carried/part-00000.parquet": FileInfo(9, "0" * 64)})
+    carried: dict[str, object] = {"log_end": 9, "hold_s": 1, "open": 2, "past": 3, "reopened": 0, "parent_sha256": None}
+
+    def opened(name: str) -> Parent:
+        return open_parent(
+            str(tmp_path / name), WriteConfig(output=str(tmp_path / "new"), append_to=str(tmp_path / name))
+        )
+
+    published(tmp_path, "old", tiny, None)
+    with pytest.raises(ConfigError, match="does not carry what an append needs"):
+        check_carried(opened("old"))
+    for number, odd in enumerate(({**carried, "open": "2"}, {**carried, "more": 1}, 3)):
+        published(tmp_path, f"odd{number}", carrying, None, carried=odd)
+        with pytest.raises(ConfigError, match=r"created_by\.config\.carried that cannot be read"):
+            check_carried(opened(f"odd{number}"))
+    first = published(tmp_path, "first", carrying, None, carried=carried)
+    assert check_carried(opened("first")).open == 2
+    link = {"url": str(tmp_path / "first"), "digest": first.digest}
+    own = {**carried, "reopened": 2, "parent_sha256": digest_of_carried(first)}
+    published(tmp_path, "second", carrying, link, carried=own)
+    assert check_carried(opened("second")).reopened == 2
+    # The first one, made again: of equal shards, so of equal digest, and of other open requests.
+    again = replace(tiny, files={**tiny.files, "_carried/part-00000.parquet": FileInfo(9, "1" * 64)})
+    shutil.rmtree(tmp_path / "first")
+    assert published(tmp_path, "first", again, None, carried=carried).digest == first.digest
+    with pytest.raises(DataError, match="carries other requests"):
+        check_carried(opened("second"))
 
 
 @pytest.mark.parametrize(
