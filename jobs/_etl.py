@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from etl.input.files import Source, find_lines, find_sources
+from etl.input.files import Source
 from etl.logs.job import SUFFIXES
 from etl.logs.pages import most_frequent
 from etl.logs.plan import ROLES
 from etl.logs.roles import ASKED, flag_of, said
 from etl.split.leakage import content_line
 from etl.write.carried import Carried, carried_files, carried_in
-from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, LogsConfig, OutputConfig, WriteConfig
+from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
 from jobs._cli import JobParser, joined, names
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
@@ -102,8 +103,11 @@ def output_values(args: Namespace) -> dict[str, Any]:
     }
 
 
-def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
+def finished(
+    args: Namespace, config: OutputConfig, sources: Callable[[], Sequence[Source]]
+) -> DatasetManifest | None:
     """With --if-exists keep: the dataset at --output, made before of the same input and settings; None without one.
+    `sources` finds the input as the job does.
 
     Raises ExistsError for another dataset.
     """
@@ -112,7 +116,7 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
     found = load_dataset(absolute(config.output))
     created = found.created_by
     parent = None if config.append_to is None else absolute(config.append_to)
-    there = _sources(config)
+    there = sources()
     different = {
         "settings": {name: created["config"].get(name) for name in config.to_json()} != config.to_json(),
         "--seed": created["seed"] != config.seed,
@@ -135,12 +139,6 @@ def finished(args: Namespace, config: OutputConfig) -> DatasetManifest | None:
 def _carried_line(manifest: DatasetManifest, carried: Carried) -> str:
     held = sum(info.bytes for info in carried_files(manifest).values())
     return f"carried for an append: {carried.open} open requests, the past of {carried.past} visitors, {held} bytes"
-
-
-def _sources(config: OutputConfig) -> list[Source]:
-    if isinstance(config, LogsConfig):
-        return find_lines(config.inputs, header=config.has_header, root=config.input_root)
-    return find_sources(config.inputs, root=config.input_root)
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:

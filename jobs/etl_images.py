@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    if (found := finished(args, config)) is not None:
+    if (found := finished(args, config, lambda: image_sets.plan_of(config).sources)) is not None:
         print(summary(found, args.output))
         return 0
     images = image_sets.check(config)

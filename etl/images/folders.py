@@ -115,7 +115,9 @@ def plan(inputs: Sequence[str], *, split_bytes: int, classes: Sequence[str] | No
     for number, url in enumerate(inputs):
         root = absolute(url)
         files = _listed(url, root)
-        sources.append(Source(url, sum(max(size, 0) for _, size in files), "none"))
+        # As digest_trees counts them: files that are dropped by their names do not change a dataset.
+        held = sum(max(size, 0) for place, size in files if not is_left_out(place.split("/")))
+        sources.append(Source(url, held, "none"))
         _log_empty(root, files)
         split = split_word(basename(root))
         own = split_classes(classes)

@@ -196,7 +196,7 @@ def check(config: ImagesConfig) -> ImageInput:
     and that split, sample, weights and the dataset that is continued go with the images' fields.
     """
     parent = check_output(config)
-    plan = _planned(config)
+    plan = plan_of(config)
     check_paths(plan.named, parent)
     _prefixes(config, plan)
     if config.source in ("folder", "tar"):  # reading a row group of Parquet would take longer
@@ -218,7 +218,8 @@ def _known_classes(config: ImagesConfig, parent: Parent | None) -> int:
     return config.num_classes or MAX_CLASSES
 
 
-def _planned(config: ImagesConfig) -> ImagePlan:
+def plan_of(config: ImagesConfig) -> ImagePlan:
+    """Find the input: archives, files or folders, and the pieces in which tasks read them."""
     given, step, root = config.split_spec.given, config.split_bytes, config.input_root
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step, classes=config.classes)

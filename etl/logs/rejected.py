@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from etl.input.log_formats import DELIMITERS
+from etl.logs.alb import parse_alb
 from etl.logs.fields import BAD_QUOTES, OPEN_QUOTE, TOO_FEW, TOO_MANY, Form
 from etl.logs.json_lines import NOT_JSON
 from etl.logs.parse import LINE_TOO_LONG
@@ -18,6 +19,7 @@ from etl.logs.values import NOT_UTF8
 from etl.write.quarantine import Look
 
 SHOWN = 300  # characters of a line
+_PARSERS = {"common": parse_common, "combined": parse_combined, "alb": parse_alb}
 _FRONT = (
     ("a host", r"\S+"),
     ("an ident", r" \S+"),
@@ -137,7 +139,7 @@ def formats_of(lines: Sequence[bytes], log_format: str, *, records: bool) -> lis
     """The formats but `log_format` that read all of these lines; delimiters are in lines of any format, so they count
     only where no other format fits.
     """
-    strict = ("json",) if records else ("combined", "common", "json")
+    strict = ("json",) if records else ("combined", "common", "json", "alb", "w3c")
     for tried in (strict, tuple(DELIMITERS)):
         found = [name for name in tried if name != log_format and _reads(lines, name)]
         if found:
@@ -146,9 +148,10 @@ def formats_of(lines: Sequence[bytes], log_format: str, *, records: bool) -> lis
 
 
 def _reads(lines: Sequence[bytes], log_format: str) -> bool:
-    if log_format in ("common", "combined"):
-        parse = parse_combined if log_format == "combined" else parse_common
-        return bool(parse(pa.array(lines, pa.binary())).reasons.good.all())
+    if log_format == "w3c":  # each file begins with such lines
+        return any(line.startswith((b"#Fields:", b"#Version:", b"#Software:")) for line in lines)
+    if log_format in _PARSERS:
+        return bool(_PARSERS[log_format](pa.array(lines, pa.binary())).reasons.good.all())
     texts = [line.decode("utf-8", "replace") for line in lines]
     if log_format == "json":
         return all(_not_json(text) == "" for text in texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from etl.images import job
 from etl.images.config import ImagesConfig
+from jobs._etl import finished
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.images.decode import decode
 from lockstep.features.images.resize import fit
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.storage.verify import verify
 from tests.etl.conftest import large_offsets
 
@@ -54,6 +56,16 @@ def test_a_folder_and_its_archive_are_one_dataset(spark: SparkSession, tmp_path:
         found = {(split, row["label"], row["image"]) for split, row in table(folder, manifest)}
         assert found == {(split, ["cat", "dog"].index(name), pixels(seed)) for split, name, seed in GOOD.values()}
         assert not list(verify(str(folder)))
+    # The same call again, as a scheduler makes it, finds its dataset; after a change of the input it does not.
+    for given, output, more in ((root, "a", {"source": "folder"}), (archive, "b", {"split_bytes": 700})):
+        again, keep = config(given, tmp_path / output, **more), Namespace(if_exists="keep")
+        found = finished(keep, again, lambda again=again: job.plan_of(again).sources)  # type: ignore[misc]
+        assert found is not None and found.digest == of_folder.digest
+    (root / "train" / "cat" / "more.png").write_bytes(picture(9))
+    changed = config(root, tmp_path / "a", source="folder")
+    with pytest.raises(ExistsError, match="--input"):
+        finished(Namespace(if_exists="keep"), changed, lambda: job.plan_of(changed).sources)
+    (root / "train" / "cat" / "more.png").unlink()
     rejected = pq.read_table(tmp_path / "a" / "_quarantine" / "part-00000.parquet").to_pylist()
     assert {row["source"]: row["reason"] for row in rejected} == {
         str(root / name): {"too_many_bytes": "unknown_format"}.get(reason, reason) for name, reason in REASONS.items()

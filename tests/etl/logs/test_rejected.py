@@ -20,6 +20,10 @@ from lockstep.storage.errors import DataError
 COMMON = b'192.0.2.1 - - [03/May/2024:08:07:57 +0000] "GET / HTTP/1.1" 200 512'
 COMBINED = COMMON + b' "-" "Mozilla/5.0 (KHTML, like Gecko)"'
 OBJECT = b'{"time": 1, "client_ip": "a"}'
+ALB = (
+    b"http 2018-07-02T22:23:00.186641Z app/lb/50dc 192.168.131.39:2817 10.0.0.1:80 0.000 0.001 0.000 200 200 34 366"
+    b' "GET http://www.example.com:80/ HTTP/1.1" "curl/7.46.0" - - arn:target "Root=1-58337262"'
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,8 @@ OBJECT = b'{"time": 1, "client_ip": "a"}'
         (b'1,pipe 5" long', "bad_quotes", "csv", "column 9, a quote inside a field", ""),
         (b'1,"a"b', "bad_quotes", "csv", "column 6, text behind a closing quote", ""),
         (b'1,"a\nb', "open_quote (2 lines)", "csv", "its end: the quote of column 3 is not closed", ""),
+        (b"#Fields: date time c-ip", "not_combined_log", "combined", "column 20, where a [time] should be", "w3c"),
+        (ALB, "not_combined_log", "combined", "where a [time] should be", "alb"),
         (b"a,b", "too_few_fields", "csv", "its end, after 2 fields", ""),
         (b"a\xff", "not_utf8", "csv", "byte 2, which is no UTF-8", ""),
         (b"a\0", "not_utf8", "csv", "byte 2, a NUL", ""),
