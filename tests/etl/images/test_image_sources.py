@@ -59,8 +59,9 @@ def test_a_folder_and_its_archive_are_one_dataset(spark: SparkSession, tmp_path:
     # The same call again, as a scheduler makes it, finds its dataset; after a change of the input it does not.
     for given, output, more in ((root, "a", {"source": "folder"}), (archive, "b", {"split_bytes": 700})):
         again, keep = config(given, tmp_path / output, **more), Namespace(if_exists="keep")
-        found = finished(keep, again, lambda again=again: job.plan_of(again).sources)  # type: ignore[misc]
-        assert found is not None and found.digest == of_folder.digest
+        sources = job.plan_of(again).sources
+        kept = finished(keep, again, lambda sources=sources: sources)  # type: ignore[misc]
+        assert kept is not None and kept.digest == of_folder.digest
     (root / "train" / "cat" / "more.png").write_bytes(picture(9))
     changed = config(root, tmp_path / "a", source="folder")
     with pytest.raises(ExistsError, match="--input"):
