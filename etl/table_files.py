@@ -76,7 +76,7 @@ def read_files(
 
     Folders below are read too. A column that some files lack is null there. Raises ConfigError naming columns, types
     and files where a used column has several types, one that Spark cannot read, or the name of a partition, and where
-    files are beside partitions; DataError for a damaged file and for JSON that Spark would not read whole.
+    files are next to partitions; DataError for a damaged file and for JSON that Spark would not read whole.
     """
     from pyspark.sql import functions as f
 
@@ -86,11 +86,11 @@ def read_files(
         listed = spark.read.format("binaryFile").load(paths)
         folders = _names(_relations(listed)[0].partitionSchema())
         reader = spark.read
-        if not folders:  # Spark reads folders below only if they are partitions or if it is told to
+        if not folders:  # Spark reads folders below only if they are partitions or by this option
             reader = reader.option("recursiveFileLookup", "true")
             listed = reader.format("binaryFile").load(paths)
         location = _relations(listed)[0].location()
-        _refuse_files_beside(location)
+        _refuse_unread_files(location)
         files = files_of(listed)
         if file_format == "json":
             check_json(spark, _texts(location.rootPaths()))
@@ -310,7 +310,7 @@ def of_query(spark: SparkSession, query: str) -> DataFrame:
         # A catalog declares its types and which files are its own.
         if relation.location().getClass().getSimpleName() == "InMemoryFileIndex":
             _check_partitions(relation)
-            _refuse_files_beside(relation.location())
+            _refuse_unread_files(relation.location())
             _refuse_hidden_columns(_names(relation.dataSchema()), _names(relation.partitionSchema()))
             is_lines = relation.fileFormat().getClass().getSimpleName() == "JsonFileFormat"
             if is_lines and not relation.options().contains("multiline"):
@@ -339,8 +339,8 @@ def _texts(paths: Any) -> list[str]:
     return text.split("\0") if text else []
 
 
-def _refuse_files_beside(location: Any) -> None:
-    """Raise ConfigError for files below the paths that Spark lists and then leaves out: beside partitions, and in
+def _refuse_unread_files(location: Any) -> None:
+    """Raise ConfigError for files below the paths that Spark lists and then leaves out: next to partitions, and in
     plain folders if those are not asked for.
     """
     files, partitions = _texts(location.leafFiles().keysIterator()), location.partitionSpec().partitions()
@@ -348,17 +348,17 @@ def _refuse_files_beside(location: Any) -> None:
         if len(location.inputFiles()) == len(files):
             return
         read = set(_texts(location.rootPaths()))
-        beside = [file for file in files if not {file, file.rpartition("/")[0]} & read]
+        unread = [file for file in files if not {file, file.rpartition("/")[0]} & read]
     else:
         if partitions.size() == len({file.rpartition("/")[0] for file in files}):
             return
         read = {partitions.apply(number).path().toString() for number in range(partitions.size())}
-        beside = [file for file in files if file.rpartition("/")[0] not in read]
-    if beside:
-        names = ", ".join(sorted(beside)[:3])
+        unread = [file for file in files if file.rpartition("/")[0] not in read]
+    if unread:
+        names = ", ".join(sorted(unread)[:3])
         raise ConfigError(
             "Spark would leave out files of the input",
-            got=f"{len(beside)} of {len(files)} files: {names}",
+            got=f"{len(unread)} of {len(files)} files: {names}",
             allowed="all files in partitions (day=1/...), or none; in a query no folders that are not partitions",
             next_step="Move those files into partitions or out of the folder, or give folders without partitions by"
             " --input, which reads all files below.",

@@ -218,11 +218,11 @@ def test_no_file_below_a_folder_is_left_out(spark: SparkSession, file_format: st
     for one, name in enumerate(["plain/a", "plain/b/a", "plain/b/c/a", "plain/_hidden/a", "plain/.b/a", "below/a/a"]):
         write(name, one)
     assert ids("plain") == [0, 1, 2] and ids("below") == [5]
-    for one, name in enumerate(["mixed/day=1x/a", "mixed/day=2x/a", "mixed/old", "mixed/b/old"]):
+    for one, name in enumerate(["mixed/day=1x/a", "mixed/day=2x/a", "mixed/old", "mixed/old 2"]):
         write(name, one)
     for by_query in (False, True):
         said = refusal(spark, tmp_path / "mixed", file_format, by_query=by_query)
-        assert f"2 of 4 files: file:{tmp_path}/mixed/b/old.{file_format}" in said and "day=" not in said.splitlines()[1]
+        assert f"2 of 4 files: file:{tmp_path}/mixed/old 2.{file_format}" in said and "day=" not in said.splitlines()[1]
     said = refusal(spark, tmp_path / "plain", file_format, by_query=True)
     assert "2 of 3 files" in said and "plain/b/c/a" in said and "--input" in said
 
