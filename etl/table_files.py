@@ -23,6 +23,7 @@ from pyarrow import orc
 from etl import columns as c
 from etl.input.footers import damaged, parquet_footer
 from etl.spark.session import with_settings
+from etl.table_json import check_json
 from etl.write.chance import nodes
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.fs import filesystem
@@ -73,8 +74,9 @@ def read_files(
 ) -> tuple[DataFrame, frozenset[str]]:
     """The rows of all files at `urls`, and the columns of Parquet and ORC that are left out, since they are not `used`.
 
-    A column that some files lack is null there. Raises ConfigError naming columns, types and files where a used column
-    has several types or one that Spark cannot read, and DataError for a damaged file.
+    Folders below are read too. A column that some files lack is null there. Raises ConfigError naming columns, types
+    and files where a used column has several types, one that Spark cannot read, or the name of a partition, and where
+    files are next to partitions; DataError for a damaged file and for JSON that Spark would not read whole.
     """
     from pyspark.sql import functions as f
 
@@ -82,16 +84,27 @@ def read_files(
     with with_settings(spark, _AS_TEXT):
         # This format has columns of its own, so that no file is opened to list them.
         listed = spark.read.format("binaryFile").load(paths)
+        folders = _names(_relations(listed)[0].partitionSchema())
+        reader = spark.read
+        if not folders:  # Spark reads folders below only if they are partitions or by this option
+            reader = reader.option("recursiveFileLookup", "true")
+            listed = reader.format("binaryFile").load(paths)
+        location = _relations(listed)[0].location()
+        _refuse_unread_files(location)
         files = files_of(listed)
+        if file_format == "json":
+            check_json(spark, _texts(location.rootPaths()))
         left_out: frozenset[str] = frozenset()
         nanos: list[Found] = []
         if file_format in ("parquet", "orc") and files and _is_ours_to_read(files[0]):
             merged, left_out = merged_columns(kinds_of(spark, files, file_format), used)
+            _refuse_hidden_columns([column.name for column in merged], folders)
             nanos = [column for column in merged if column.called.startswith(NANOS)]
-            df = spark.read.format(file_format).schema(_schema(merged)).load(paths)
+            df = reader.format(file_format).schema(_schema(merged)).load(paths)
         else:
-            df = spark.read.format(file_format).option("mergeSchema", "true").load(paths)
-    folders = [name for name in listed.columns if name not in ("path", "modificationTime", "length", "content")]
+            df = reader.format(file_format).option("mergeSchema", "true").load(paths)
+            _refuse_hidden_columns(_names(_relations(df)[0].dataSchema()), folders)
+    left_out -= set(folders)  # a name of both is still to be left out as a partition
     made = {name: _typed(name, partition_values(files, name)) for name in folders if name in df.columns}
     made |= {column.name: _micros(column) for column in nanos}
     if nanos:
@@ -287,21 +300,86 @@ def _typed(name: str, values: Collection[str | None]) -> Column:
 def of_query(spark: SparkSession, query: str) -> DataFrame:
     """The rows of a query. Files that it reads by their paths have all columns that any of them has, merged by Spark.
 
-    Raises ConfigError where the query reads partitions as numbers or dates of other text than the folders' names have.
+    Raises ConfigError where the query reads partitions as numbers or dates of other text than the folders' names have,
+    or where Spark would leave out files or columns below such a path; DataError as read_files for JSON.
     """
     merging = {f"spark.sql.{name}.mergeSchema": "true" for name in ("parquet", "orc")}
     with with_settings(spark, merging):
         df = spark.sql(query)
-    for node in nodes(df._jdf.queryExecution().analyzed()):
-        if node.nodeName() == "LogicalRelation" and node.relation().getClass().getSimpleName() == "HadoopFsRelation":
-            _check_partitions(node.relation())
+    for relation in _relations(df):
+        # A catalog declares its types and which files are its own.
+        if relation.location().getClass().getSimpleName() == "InMemoryFileIndex":
+            _check_partitions(relation)
+            _refuse_unread_files(relation.location())
+            _refuse_hidden_columns(_names(relation.dataSchema()), _names(relation.partitionSchema()))
+            is_lines = relation.fileFormat().getClass().getSimpleName() == "JsonFileFormat"
+            if is_lines and not relation.options().contains("multiline"):
+                check_json(spark, _texts(relation.location().rootPaths()))
     return df
+
+
+def _relations(df: DataFrame) -> list[Any]:
+    """What a data frame reads from files by their paths, as Spark's objects."""
+    found = []
+    for node in nodes(df._jdf.queryExecution().analyzed()):
+        if node.nodeName() == "LogicalRelation" and node.catalogTable().isEmpty():
+            relation = node.relation()
+            if relation.getClass().getSimpleName() == "HadoopFsRelation":
+                found.append(relation)
+    return found
+
+
+def _names(schema: Any) -> list[str]:
+    return [field["name"] for field in json.loads(schema.json())["fields"]]
+
+
+def _texts(paths: Any) -> list[str]:
+    """Paths of Spark in one call, since each call takes a tenth of a millisecond."""
+    text = paths.mkString("\0")
+    return text.split("\0") if text else []
+
+
+def _refuse_unread_files(location: Any) -> None:
+    """Raise ConfigError for files below the paths that Spark lists and then leaves out: next to partitions, and in
+    plain folders if those are not asked for.
+    """
+    files, partitions = _texts(location.leafFiles().keysIterator()), location.partitionSpec().partitions()
+    if location.partitionSpec().partitionColumns().isEmpty():
+        if len(location.inputFiles()) == len(files):
+            return
+        read = set(_texts(location.rootPaths()))
+        unread = [file for file in files if not {file, file.rpartition("/")[0]} & read]
+    else:
+        if partitions.size() == len({file.rpartition("/")[0] for file in files}):
+            return
+        read = {partitions.apply(number).path().toString() for number in range(partitions.size())}
+        unread = [file for file in files if file.rpartition("/")[0] not in read]
+    if unread:
+        names = ", ".join(sorted(unread)[:3])
+        raise ConfigError(
+            "Spark would leave out files of the input",
+            got=f"{len(unread)} of {len(files)} files: {names}",
+            allowed="all files in partitions (day=1/...), or none; in a query no folders that are not partitions",
+            next_step="Move those files into partitions or out of the folder, or give folders without partitions by"
+            " --input, which reads all files below.",
+        )
+
+
+def _refuse_hidden_columns(columns: Sequence[str], folders: Sequence[str]) -> None:
+    """Raise ConfigError for a column of files that Spark replaces by a partition, whatever the case of its name."""
+    by_name = {name.lower(): name for name in folders}
+    for name in columns:
+        if (folder := by_name.get(name.lower())) is not None:
+            raise ConfigError(
+                f"column `{name}` of the files is also the name of folders",
+                got=f"column {name} and folders {folder}=..., whose values would replace those of the column",
+                allowed="folders and columns with names that differ in more than case",
+                next_step=f"Rename the folders {folder}=..., or read one at a time: --input .../{folder}=VALUE.",
+            )
 
 
 def _check_partitions(relation: Any) -> None:
     location, fields = relation.location(), json.loads(relation.partitionSchema().json())["fields"]
-    if not fields or location.getClass().getSimpleName() != "InMemoryFileIndex":  # a catalog declares its types
-        return
     files = [unquote(url) for url in location.inputFiles()]
     for field in fields:
         name, kind = field["name"], {"integer": "int", "long": "bigint"}.get(field["type"], field["type"])

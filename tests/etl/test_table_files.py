@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pyarrow import orc
 
 from etl import tables
 from etl.table_files import partition_values, read_files, text_of_partition
+from etl.table_json import why_refused
 from etl.tables import TableConfig
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.table_cases import make
@@ -182,3 +184,118 @@ def test_times_in_nanoseconds_are_rounded_down(
     told: dict[str, Any] = {"inputs": (str(path),), "id_columns": ("id",), "split": "1/1", "fmt": "parquet"}
     tables.run(spark, TableConfig(output=str(tmp_path / "out"), **told, exclude=("seen", "local")))
     assert set(ds.dataset(tmp_path / "out").schema.names) == {"sample_id", "id"}
+
+
+def refusal(spark: SparkSession, path: Path, file_format: str, *, by_query: bool = False) -> str:
+    """What a job over a path says instead of reading it."""
+    given_by: dict[str, Any] = {"inputs": (str(path),), "input_format": file_format}
+    if by_query:
+        given_by = {"query": f"SELECT * FROM {file_format}.`{path}`"}
+    with pytest.raises((ConfigError, DataError)) as caught:
+        tables.frame(spark, TableConfig(output="out", id_columns=("id",), **given_by))
+    return str(caught.value)
+
+
+@slow
+@pytest.mark.parametrize("file_format", ["parquet", "orc", "json", "csv"])
+def test_no_file_below_a_folder_is_left_out(spark: SparkSession, file_format: str, tmp_path: Path) -> None:
+    def write(name: str, one: int) -> None:
+        path = tmp_path / f"{name}.{file_format}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frame = pd.DataFrame({"id": [one]})
+        match file_format:
+            case "json":
+                frame.to_json(path, orient="records", lines=True)
+            case "csv":
+                frame.to_csv(path, index=False, header=False)
+            case _:
+                getattr(frame, f"to_{file_format}")(path)
+
+    def ids(name: str) -> list[int]:
+        df, _ = read_files(spark, [str(tmp_path / name)], file_format, lambda name: True)
+        return sorted(int(row[0]) for row in df.collect())
+
+    for one, name in enumerate(["plain/a", "plain/b/a", "plain/b/c/a", "plain/_hidden/a", "plain/.b/a", "below/a/a"]):
+        write(name, one)
+    assert ids("plain") == [0, 1, 2] and ids("below") == [5]
+    for one, name in enumerate(["mixed/day=1x/a", "mixed/day=2x/a", "mixed/old", "mixed/old 2"]):
+        write(name, one)
+    for by_query in (False, True):
+        said = refusal(spark, tmp_path / "mixed", file_format, by_query=by_query)
+        assert f"2 of 4 files: file:{tmp_path}/mixed/old 2.{file_format}" in said and "day=" not in said.splitlines()[1]
+    said = refusal(spark, tmp_path / "plain", file_format, by_query=True)
+    assert "2 of 3 files" in said and "plain/b/c/a" in said and "--input" in said
+
+
+@slow
+@pytest.mark.parametrize("file_format", ["parquet", "orc", "json"])
+def test_a_partition_never_replaces_a_column(spark: SparkSession, file_format: str, tmp_path: Path) -> None:
+    for number in (1, 2):
+        part = tmp_path / f"Shop={number}"
+        part.mkdir()
+        frame, path = pd.DataFrame({"id": [number], "shop": [100 * number]}), part / f"a.{file_format}"
+        if file_format == "json":
+            frame.to_json(path, orient="records", lines=True)
+        else:
+            getattr(frame, f"to_{file_format}")(path)
+    for by_query in (False, True):
+        said = refusal(spark, tmp_path, file_format, by_query=by_query)
+        assert "column `shop`" in said and "folders Shop=..." in said
+    df, _ = read_files(spark, [str(tmp_path / "Shop=2")], file_format, lambda name: True)
+    assert [row.shop for row in df.collect()] == [200]
+    if file_format != "json":  # an excluded column of files is not read, so nothing is replaced
+        df, left_out = read_files(spark, [str(tmp_path)], file_format, lambda name: name != "shop")
+        assert sorted(row.Shop for row in df.collect()) == [1, 2] and left_out == {"shop"}
+
+
+GOOD_LINES = [
+    '{"id": 0, "t": "} {", "x": 1e308}',
+    "",
+    '  {"id": 1, "t": "\\ud83d\\ude00", "x": {"a": {}}} \t',
+    '{"id": 2, "t": "1e400 \\\\ud83d", "x": -Infinity}',
+    '[{"id": 3}, {"id": 4}]',
+]
+BAD_LINES = {
+    '{"id": 9} {"id": 10}': "text behind",
+    '{"id": 9}, {"id": 10}': "text behind",
+    '{"id": 9}{"id": 10}': "text behind",
+    '{"id": 9, "x": {"a": 1}}}': "text behind",
+    '{"id": 9} garbage': "text behind",
+    '[{"id": 9}] {"id": 10}': "text behind",
+    '{"id": 9, "t": "\\ud83d"}': "half of a surrogate pair",
+    '{"id": 9, "t": ["a", {"\\uDe00": 1}]}': "half of a surrogate pair",
+    '{"id": 9, "x": 1e400}': "too large",
+    '{"id": 9, "x": [-1E+400]}': "too large",
+    f'{{"id": 9, "x": {"9" * 400}}}': "too large",
+    '{"id": 9': "not JSON",
+}
+
+
+@slow
+def test_json_lines_are_read_whole_or_refused(spark: SparkSession, tmp_path: Path) -> None:
+    good = tmp_path / "[good]" / "a.json"
+    good.parent.mkdir()
+    good.write_text("\n".join(GOOD_LINES))
+    df, _ = read_files(spark, [str(tmp_path)], "json", lambda name: True)
+    assert sorted(row.id for row in df.collect()) == list(range(5))
+    for number, (line, reason) in enumerate(BAD_LINES.items()):
+        path = tmp_path / f"{number}.json"
+        path.write_text("\n".join([*GOOD_LINES, line]))
+        said = refusal(spark, path, "json")
+        assert reason in said and path.name in said and line[:50] in said
+    assert "text behind" in refusal(spark, tmp_path / "0.json", "json", by_query=True)
+
+
+PIECES = st.sampled_from(["a", "\ud83d", "\U0001f600", "}", '"', "\\", "1e400", "NaN"])
+TEXTS = st.lists(PIECES, max_size=4).map("".join)
+SCALARS = st.none() | st.booleans() | st.integers(-(10**300), 10**300) | st.floats() | TEXTS
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=5)
+
+
+@given(st.dictionaries(TEXTS, VALUES), st.sampled_from(["", " ", "\t", ",", "}", "x", ' {"id": 1}']))
+def test_a_json_line_is_refused_for_what_would_be_lost(value: dict[str, Any], behind: str) -> None:
+    reason = why_refused((json.dumps(value) + behind).encode())
+    if behind.strip():
+        assert reason == "text behind the first value"
+    else:
+        assert reason == ("half of a surrogate pair" if "\\ud83d" in repr(value) else None)
