@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etl.input.files import find_sources
 from etl.input.unpack import unpacked
@@ -214,6 +216,25 @@ def test_a_json_time_does_not_hang_on_its_neighbours(tmp_path: Path) -> None:
         assert found.time[good].tolist() == [known[line] for line in order if line in known]
         assert np.asarray(pc.binary_length(found.page))[good].all()
         assert drops.good.tolist() == [line != "" for line in order]
+
+
+@given(st.lists(st.ip_addresses().map(str), min_size=1, max_size=3), st.sampled_from((",", ", ", " , ")))
+def test_the_visitor_is_the_first_of_a_list(addresses: list[str], mark: str) -> None:
+    texts = {mark.join(addresses): addresses[0], "-": None, " ": None, mark.join(["-", *addresses]): None}
+    texts |= {mark.join(["unknown", *addresses]): "unknown", "Doe, John": "Doe, John"}
+    columns = {"visitor": "x_forwarded_for", "time": "time", "status": "status", "request": "request"}
+    rest = {"time": 7, "status": 200, "request": "GET / HTTP/1.1"}
+    names = ("x_forwarded_for", *rest)
+    written = {
+        "json": [json.dumps({"x_forwarded_for": text, **rest}) for text in texts],
+        "tsv": ["\t".join([text, *map(str, rest.values())]) for text in texts],
+    }
+    for log_format, lines in written.items():
+        drops = Reasons(len(texts))
+        found = read_requests(pa.array(lines, pa.binary()), Form(log_format), names, columns, drops)
+        good = found.reasons.good
+        assert found.visitor.filter(pa.array(good)).to_pylist() == [first for first in texts.values() if first]
+        assert set(found.reasons.tolist()) == {None, "missing_value:x_forwarded_for"}
 
 
 @pytest.mark.parametrize(
