@@ -292,7 +292,31 @@ def test_the_head_of_a_json_file(tmp_path: Path) -> None:
     assert kinds_in([source]) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
     (tmp_path / "later").write_text('{"a":"x","e":1}\n')  # a key that only the second file has
     found = find_sources([str(tmp_path / "log"), str(tmp_path / "later")])
-    assert kinds_in(found) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
+    for order in (found, found[::-1]):
+        assert kinds_in(order) == {"a": pa.string(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
+
+
+@given(st.permutations([True, 1, 1.5, "x"]), st.integers(1, 4))
+def test_the_widest_type_counts_in_any_order(tmp_path_factory: pytest.TempPathFactory, values: Any, many: int) -> None:
+    folder = tmp_path_factory.mktemp("kinds")
+    for number, value in enumerate(values[:many]):
+        (folder / str(number)).write_text(json.dumps({"a": value}) + "\n")
+    order = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    widest = max(values[:many], key=lambda value: list(order).index(type(value)))
+    assert kinds_in(find_sources([str(folder)])) == {"a": order[type(widest)]}
+
+
+def test_whole_numbers_that_a_float_rounds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SCHEMA.replace("x", "f").replace("int64", "float64"))
+    texts = ["1.0", "2", "9007199254740992", "9007199254740993", "-9007199254740993", "1e300", "0.1", str(1 << 70)]
+    texts += [str((1 << 70) + 1), "null"]
+    rows = [f'{{"f":{text},"u":{text},"y":true}}'.replace('"f":null', '"f":0') for text in texts]
+    (tmp_path / "log").write_text("\n".join([*rows, ""]))
+    kept, bad, _ = rows_of(plan(tmp_path / "log", "json", schema=str(tmp_path / "s.toml"), label="u > 0"))
+    exact = [value for value in map(json.loads, texts) if value is None or float(value) == value]
+    assert [row["u"] for row in kept] == exact
+    lost = [text for text in texts if text != "null" and float(text) != json.loads(text)]
+    assert [row["_reason"] for row in bad] == [f"bad_value:u: {text} is no float64" for text in lost]
 
 
 @pytest.mark.parametrize(
