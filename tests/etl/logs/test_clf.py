@@ -187,13 +187,11 @@ def is_address(word: str) -> bool:
 
 def visitor_of(front: str) -> str | None:
     """The visitor by the words in front of the time, the last two of which are ident and user."""
-    words = [word.split(",")[0] for word in front.replace(", ", ",").split(" ")]
-    listed = [len(word.split(",")) > 1 for word in front.replace(", ", ",").split(" ")]
+    parts = front.replace(", ", ",").split(" ")
+    words, listed = [part.split(",")[0] for part in parts], ["," in part for part in parts]
     visitor = words[0] if len(words) == 3 else None
     if len(words) == 4:
-        if is_address(words[0]) and is_address(words[1]) and not listed[1]:
-            visitor = words[0]
-        elif words[1] == "-" and words[2] != "-":  # the user has several words
+        if (is_address(words[0]) and is_address(words[1]) and not listed[1]) or (words[1] == "-" and words[2] != "-"):
             visitor = words[0]
         elif words[0] in SERVERS and not listed[0] and words[2] == "-":
             visitor = words[1]
