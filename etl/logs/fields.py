@@ -152,8 +152,8 @@ class Form:
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
-    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: nobody declared
-    the float.
+    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
+    declares the float.
     """
 
     name: str

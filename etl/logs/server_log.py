@@ -149,7 +149,7 @@ _SERVER = r"(?:[^\s,:]*(?:[^\s,:.\d][^\s,:]*\.|\.[^\s,:]*[^\s,:.\d])[^\s,:]*|[^\
 _V4, _V6 = r"\d{1,3}(?:\.\d{1,3}){3}", r"[0-9A-Fa-f]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?"
 ADDRESS = rf"(?:{_V4}|{_V6}|\[{_V6}\])"
 _LISTED = r"(?:, ?[^\s,]+)*"
-# In front of the proxy's own address stand those that it was told of.
+# The forwarded addresses, then the proxy's own.
 _PROXY_FRONT = rf"^(?P<host>{ADDRESS}){_LISTED} {ADDRESS} \S+ {USER} {_STAMP}"
 # With a virtual host, a list or a user of several words only `-` can be the ident.
 _ODD_FRONT = rf'^(?:{_SERVER} )?(?P<host>[^\s,]+){_LISTED} - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
@@ -174,7 +174,7 @@ _COMBINED_ODD = tuple(
 _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
-_NOBODY = pa.array(["", "-"])
+_NO_VISITOR = pa.array(["", "-"])
 BAD_TIME, NOT_COMMON_LOG, NOT_COMBINED_LOG = "bad_time", "not_common_log", "not_combined_log"
 
 
@@ -257,7 +257,7 @@ def _requests(found: Mapping[str, pa.Array], reasons: Reasons, no_such_log: str)
     method, page, query = asked(found["request"])
     status = pc.fill_null(found["status"], "-")
     visitor = _first_of_list(found["host"])
-    reasons.add(nobody(visitor), no_such_log)
+    reasons.add(is_no_visitor(visitor), no_such_log)
     return Requests(
         visitor=visitor,
         method=method,
@@ -288,9 +288,9 @@ def first_address(visitors: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(visitors, _LIST_OF_ADDRESSES, r"\1\2")
 
 
-def nobody(visitors: pa.Array) -> NDArray[np.bool_]:
+def is_no_visitor(visitors: pa.Array) -> NDArray[np.bool_]:
     """Which visitors (n,) are none: nothing or `-`."""
-    return np.asarray(pc.is_in(visitors, _NOBODY), dtype=bool)
+    return np.asarray(pc.is_in(visitors, _NO_VISITOR), dtype=bool)
 
 
 def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:

@@ -25,7 +25,7 @@ from etl.logs.server_log import (
     Requests,
     asked,
     first_address,
-    nobody,
+    is_no_visitor,
     readable,
     seconds_of_text,
     target_parts,
@@ -200,7 +200,7 @@ def read_requests(
     found = _read(lines, form, names, columns, reasons, drops)
     visitor = first_address(pc.fill_null(found["visitor"], ""))
     there = reasons.good & drops.good
-    reasons.add(there & nobody(pc.utf8_trim_whitespace(visitor)), missing_value(columns["visitor"]))
+    reasons.add(there & is_no_visitor(pc.utf8_trim_whitespace(visitor)), missing_value(columns["visitor"]))
     time, timely = seconds_of_text(w3c.moments(found["date"], found["time"]) if "date" in found else found["time"])
     reasons.add(there & ~timely, BAD_TIME)
     method, page, query = _asked(found)

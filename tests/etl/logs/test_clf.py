@@ -82,7 +82,7 @@ def test_times(stamp: str, seconds: int) -> None:
         (line(status="2000"), NOT_COMMON_LOG),
         (line(size="x"), NOT_COMMON_LOG),
         (line(host="two words"), NOT_COMMON_LOG),
-        (line(host="-"), NOT_COMMON_LOG),  # nobody
+        (line(host="-"), NOT_COMMON_LOG),
         (line(host="-, 10.0.0.1"), NOT_COMMON_LOG),
         (line(stamp="9/Jul/1995:00:00:07 -0400"), NOT_COMMON_LOG),
         (line(stamp="29/Feb/1995:00:00:00 +0000"), BAD_TIME),
