@@ -437,10 +437,18 @@ def _has_lines(source: Source, head: bytes, header: bool) -> bool:
 
 
 def check_lines(source: Source, head: bytes) -> None:
-    """Raise DataError for a file in UTF-16 or UTF-32, or whose lines end with carriage returns only. `head` is the
-    beginning of the file as stored, packed or not.
+    """Raise DataError for a file in UTF-16 or UTF-32, whose lines end with carriage returns only, or that is packed
+    twice. `head` is the beginning of the file as stored, packed or not.
     """
     start = _unpacked(source, head)
+    inside = foreign_codec(start) or codec_of(start)
+    if source.codec != PLAIN and inside != PLAIN:
+        raise DataError(
+            f"input {source.url} is a packed file inside a packed file",
+            got=f"{inside} inside {source.codec}",
+            allowed="lines of text, packed once or not at all",
+            next_step=f"Unpack it once: {_print(source)} > NEW, and give NEW to --input.",
+        )
     wide = next((name for bom, name in _BOMS.items() if start.startswith(bom)), None) or _by_zeros(start)
     if wide is not None:
         raise DataError(

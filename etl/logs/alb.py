@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.logs.server_log import BAD_TIME, QUOTED, Requests, asked, part, readable, seconds_of_text
+from etl.logs.server_log import BAD_TIME, QUOTED, Requests, asked, is_no_visitor, part, readable, seconds_of_text
 from etl.logs.values import Reasons
 
 NOT_ALB_LOG = "not_alb_log"
@@ -34,8 +34,10 @@ def parse_alb(lines: pa.Array) -> Requests:
     reasons.add(~timely, BAD_TIME)
     method, page, query = asked(part(found, "request"))
     status = pc.fill_null(part(found, "status"), "-")
+    visitor = pc.fill_null(pc.replace_substring_regex(part(found, "client"), r"^\[?(.*?)\]?:\d+$", r"\1"), "")
+    reasons.add(is_no_visitor(visitor), NOT_ALB_LOG)
     return Requests(
-        visitor=pc.fill_null(pc.replace_substring_regex(part(found, "client"), r"^\[?(.*?)\]?:\d+$", r"\1"), ""),
+        visitor=visitor,
         method=method,
         page=pc.replace_substring_regex(page, _HOST, ""),
         query=query,

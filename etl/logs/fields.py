@@ -152,13 +152,15 @@ class Form:
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
-    is a value (never for other types).
+    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
+    declares the float.
     """
 
     name: str
     kind: pa.DataType
     nullable: bool = False
     may_be_empty: bool = True
+    exact: bool = False
 
     @property
     def textual(self) -> bool:
@@ -191,6 +193,9 @@ def read_table(
     if form.log_format == "json":
         read = json_lines.read_objects(some, {column.name: column.kind for column in columns}, inner)
         found = {column.name: _not_null(column, read[column.name], inner) for column in columns}
+        for column in columns:
+            if column.exact:
+                json_lines.refuse_rounded(column.name, found[column.name], some, inner)
         place = np.arange(len(kept))
     else:
         if form.log_format == W3C:

@@ -155,7 +155,7 @@ class LogInput(Input[LogCounts]):
             _check_covered(counts)
         rows, carry = parsed.where(f"_kind = {ROW}"), None
         if isinstance(plan.parser, RecordLines):
-            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, plan.by_place)
+            rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label)
         else:
             past, texts = plan.past, web.texts_of(plan.combined)
             past.check_order(rows, counts.first_page, [source.url for source in plan.sources], config.label)

@@ -33,6 +33,7 @@ _OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
 # accept; a string may contain anything.
 _DOUBTFUL = r"\}[ \t\r]*[^ \t\r,\]}]|[:,\[][ \t\r]*-?(?:NaN|Inf)"
 _DIGITS = re.compile(r"-?[0-9]+")
+_EXACT = 1 << 53  # float64 has each whole number up to it
 
 
 class Refusal(NamedTuple):
@@ -253,12 +254,29 @@ def _checked(name: str, kind: pa.DataType, values: pa.Array, lines: pa.Array, re
     return values.cast(kind)
 
 
-def _detail(line: str, name: str, kind: pa.DataType) -> str:
+def refuse_rounded(name: str, values: pa.Array, lines: pa.Array, reasons: Reasons) -> None:
+    """Refuse the rows whose floats (n,) are not the whole numbers that lines (n,) hold: they have too many digits."""
+    large = np.asarray(pc.fill_null(pc.greater_equal(pc.abs(values), float(_EXACT)), False), dtype=bool)
+    details = {}
+    for row in np.flatnonzero(large & reasons.good).tolist():
+        text = _value(lines[row].as_py(), name)
+        if text is None or (_DIGITS.fullmatch(text) is not None and int(text) != int(values[row].as_py())):
+            details[row] = not_of(values.type, text or "a value")
+    rounded = np.zeros(len(lines), dtype=bool)
+    rounded[list(details)] = True
+    reasons.add(rounded, bad_value(name), details)
+
+
+def _value(line: str, name: str) -> str | None:
+    """A value about as it is written, None in a line that Arrow accepts and Python does not."""
     try:
-        value = dict(_parsed(line).pairs)[name]
-    except (ValueError, RecursionError):  # Arrow accepts it, Python does not
-        return not_of(kind, "a value")
-    return not_of(kind, _written(value))
+        return _written(dict(_parsed(line).pairs)[name])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _detail(line: str, name: str, kind: pa.DataType) -> str:
+    return not_of(kind, _value(line, name) or "a value")
 
 
 def _rows_of(lists: pa.Array) -> NDArray[np.int64]:

@@ -88,18 +88,16 @@ def _paths(document: dict[str, Any], inside: str) -> Iterator[str]:
 
 
 def kinds_in(sources: Iterable[Source]) -> dict[str, pa.DataType]:
-    """The types of the scalars in the first JSON objects of each file, by their keys: whole numbers and others are
-    float64. Of several types of a key the first counts.
+    """The types of the scalars in the first JSON objects of each file, by their keys. Of several types of a key the
+    last in the order of _SCALAR counts, whichever file is the first.
     """
-    kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
-    found: dict[str, pa.DataType] = {}
+    kinds = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
+    found: dict[str, int] = {}
     for document in (one for source in sources for one in _objects(_head(source, False))):
         for key, value in document.items():
-            if type(value) in kinds:
-                kind = found.setdefault(key, kinds[type(value)])
-                if pa.types.is_integer(kind) and type(value) is float:
-                    found[key] = pa.float64()
-    return found
+            if type(value) in _SCALAR:
+                found[key] = max(found.get(key, 0), _SCALAR.index(type(value)))
+    return {key: kinds[place] for key, place in found.items()}
 
 
 def _head(source: Source, quoted_newlines: bool) -> list[bytes]:

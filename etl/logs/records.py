@@ -101,7 +101,9 @@ def columns_for(
     for name in (*id_columns, *others):
         if name not in found and name not in PLACE_COLUMNS:
             kind = pa.timestamp("us") if name in time_columns else kinds.get(name, pa.string())
-            found[name] = Column(name, kind, nullable=name not in id_columns, may_be_empty=name not in id_columns)
+            is_id = name in id_columns
+            exact = pa.types.is_floating(kind)
+            found[name] = Column(name, kind, nullable=not is_id, may_be_empty=not is_id, exact=exact)
     return tuple(found.values())
 
 
@@ -112,12 +114,10 @@ def label_kinds(schema: Schema) -> tuple[str, ...]:
     return _WIDER.get(kind, (kind,))
 
 
-def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None, by_place: bool) -> DataFrame:
-    """Records with the label and the writer's columns; `by_place` if file and position are the id, of which each
-    record has its own.
-    """
+def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None) -> DataFrame:
+    """Records with the label and the writer's columns. Equal ids get no numbers: the writer refuses them."""
     names = [c.quoted(name) for name in parser.schema.names]
-    kept = records.selectExpr(*names, "_file", "_position", "_source", *(["0L AS _occurrence"] if by_place else []))
+    kept = records.selectExpr(*names, "_file", "_position", "_source", "0L AS _occurrence")
     if label is None or schema.label is None:
         return kept
     wanted, called = c.ddl_type(schema.label), c.quoted(schema.label.name)

@@ -7,8 +7,8 @@ size may be `-`. Further fields (Nginx writes some) are ignored: each one word o
 string is written \\"; escapes stay as the server wrote them.
 
 Lines that are not so are tried once more with looser expressions, for what servers write too: a virtual host in front
-of the host, a list of proxies' addresses as host (the first is the visitor), a user with blanks, unescaped quotes,
-blanks at the end.
+of the host, a list of proxies' addresses as host or in front of it (the first is the visitor), a user with blanks,
+unescaped quotes, blanks at the end. An address alone is no virtual host, and `-` is no visitor.
 """
 
 from __future__ import annotations
@@ -144,15 +144,19 @@ LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
 _STATUS = r"(?P<status>\d{3}|-) (?:\d+|-)"
 _COMMON_REST = rf"^{_STATUS}{MORE}$"
 _COMBINED_REST = rf'^{_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
-# A virtual host has a dot or a port. With it, a list or a user of several words only `-` can be the ident.
-_ODD_FRONT = (
-    r"^(?:[^\s,]*[.:][^\s,]* )?(?P<host>[^\s,]+)(?:, ?[^\s,]+)*"
-    rf' - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
-)
+# A virtual host is a name with a dot, or has a port; an address alone is none.
+_SERVER = r"(?:[^\s,:]*(?:[^\s,:.\d][^\s,:]*\.|\.[^\s,:]*[^\s,:.\d])[^\s,:]*|[^\s,:]*:[^\s,:]*|\[[^\s,\]]*\]:\d+)"
+_V4, _V6 = r"\d{1,3}(?:\.\d{1,3}){3}", r"[0-9A-Fa-f]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?"
+ADDRESS = rf"(?:{_V4}|{_V6}|\[{_V6}\])"
+_LISTED = r"(?:, ?[^\s,]+)*"
+# The forwarded addresses, then the proxy's own.
+_PROXY_FRONT = rf"^(?P<host>{ADDRESS}){_LISTED} {ADDRESS} \S+ {USER} {_STAMP}"
+# With a virtual host, a list or a user of several words only `-` can be the ident.
+_ODD_FRONT = rf'^(?:{_SERVER} )?(?P<host>[^\s,]+){_LISTED} - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
 # Where quotes are not escaped, the last quote before status and size ends the request, and a quote before a blank or
 # the line's end the other texts.
 _WORDS = rf'(?: (?:[^\s"]+|"{QUOTED}"))* *$'
-_FRONTS = (_FRONT, _ODD_FRONT)
+_FRONTS = (_FRONT, _PROXY_FRONT, _ODD_FRONT)
 _COMMON_ODD = tuple(
     rf"{front}{body}"
     for body in (rf'"(?P<request>{QUOTED})" {_STATUS}{MORE} *$', rf'"(?P<request>.*)" {_STATUS} *$')
@@ -170,6 +174,7 @@ _COMBINED_ODD = tuple(
 _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
+_NO_VISITOR = pa.array(["", "-"])
 BAD_TIME, NOT_COMMON_LOG, NOT_COMBINED_LOG = "bad_time", "not_common_log", "not_combined_log"
 
 
@@ -251,8 +256,10 @@ def _requests(found: Mapping[str, pa.Array], reasons: Reasons, no_such_log: str)
     reasons.add(~timely, BAD_TIME)
     method, page, query = asked(found["request"])
     status = pc.fill_null(found["status"], "-")
+    visitor = _first_of_list(found["host"])
+    reasons.add(is_no_visitor(visitor), no_such_log)
     return Requests(
-        visitor=_first_of_list(found["host"]),
+        visitor=visitor,
         method=method,
         page=page,
         query=query,
@@ -269,6 +276,21 @@ def _first_of_list(hosts: pa.Array) -> pa.Array:
     listed = pc.fill_null(pc.match_substring(hosts, ","), False)
     first = pc.list_element(pc.split_pattern(hosts.filter(listed), ",", max_splits=1), 0)
     return pc.replace_with_mask(hosts, listed, first)
+
+
+_LIST_OF_ADDRESSES = rf"^\s*(?:({ADDRESS})\s*,.*|([^,]*?)\s*,(?:.*,)?[\s+]*{ADDRESS}(?::\d+)?\s*)$"
+
+
+def first_address(visitors: pa.Array) -> pa.Array:
+    """Visitors (n,) without the addresses that proxies appended; other texts with a comma stay as they are."""
+    if not len(visitors) or b"," not in flat(visitors)[1].tobytes():
+        return visitors
+    return pc.replace_substring_regex(visitors, _LIST_OF_ADDRESSES, r"\1\2")
+
+
+def is_no_visitor(visitors: pa.Array) -> NDArray[np.bool_]:
+    """Which visitors (n,) are none: nothing or `-`."""
+    return np.asarray(pc.is_in(visitors, _NO_VISITOR), dtype=bool)
 
 
 def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:

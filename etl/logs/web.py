@@ -20,8 +20,17 @@ from etl.logs.alb import parse_alb
 from etl.logs.fields import Column, Form, read_table
 from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
 from etl.logs.parse import NO_TIME, Found
-from etl.logs.server_log import BAD_TIME, Requests, asked, readable, seconds_of_text, target_parts
-from etl.logs.values import Reasons, bad_value
+from etl.logs.server_log import (
+    BAD_TIME,
+    Requests,
+    asked,
+    first_address,
+    is_no_visitor,
+    readable,
+    seconds_of_text,
+    target_parts,
+)
+from etl.logs.values import Reasons, bad_value, missing_value
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 
@@ -189,7 +198,9 @@ def read_requests(
     """
     reasons = Reasons(len(lines))
     found = _read(lines, form, names, columns, reasons, drops)
+    visitor = first_address(pc.fill_null(found["visitor"], ""))
     there = reasons.good & drops.good
+    reasons.add(there & is_no_visitor(pc.utf8_trim_whitespace(visitor)), missing_value(columns["visitor"]))
     time, timely = seconds_of_text(w3c.moments(found["date"], found["time"]) if "date" in found else found["time"])
     reasons.add(there & ~timely, BAD_TIME)
     method, page, query = _asked(found)
@@ -198,7 +209,7 @@ def read_requests(
         tabs = w3c.has_tabs(readable(lines, Reasons(len(lines))))
         said = {name: w3c.said_in(found[name], tabs, agent=name == "agent") for name in COMBINED}
     return Requests(
-        visitor=pc.fill_null(found["visitor"], ""),
+        visitor=visitor,
         method=pc.fill_null(method, ""),
         page=page,
         query=query,

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.input.files import find_sources, plan_ranges, source_name
+from etl.input.files import find_lines, find_sources, plan_ranges, source_name
 from etl.input.unpack import codec_of, unpacked
 from lockstep.storage.errors import DataError
 
@@ -94,6 +94,19 @@ def test_packers_that_are_not_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"log\.xz has a compression") as caught:
         find_sources([str(tmp_path)])
     assert caught.value.got == "xz" and "zstd" in caught.value.allowed
+
+
+@pytest.mark.parametrize("count", [1, 20_000])
+@pytest.mark.parametrize("outer", [gzip.compress, bz2.compress, zstd])
+@pytest.mark.parametrize("inner", [gzip.compress, bz2.compress, zstd, lzma.compress])
+def test_a_packed_file_inside_a_packed_file_is_refused_by_name(
+    tmp_path: Path, inner: Callable[[bytes], bytes], outer: Callable[[bytes], bytes], count: int
+) -> None:
+    lines = b"id,y\n" + b"".join(b"%d,1\n" % number for number in range(count))
+    (tmp_path / "a.csv").write_bytes(lines)
+    (tmp_path / "b.csv.gz").write_bytes(outer(inner(lines)))
+    with pytest.raises(DataError, match=r"b\.csv\.gz is a packed file inside a packed file"):
+        find_lines([str(tmp_path)], header=True)
 
 
 def test_a_packed_file_is_one_range_under_its_plain_name(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from ipaddress import ip_address
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etl.logs import server_log
 from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
@@ -79,6 +82,8 @@ def test_times(stamp: str, seconds: int) -> None:
         (line(status="2000"), NOT_COMMON_LOG),
         (line(size="x"), NOT_COMMON_LOG),
         (line(host="two words"), NOT_COMMON_LOG),
+        (line(host="-"), NOT_COMMON_LOG),
+        (line(host="-, 10.0.0.1"), NOT_COMMON_LOG),
         (line(stamp="9/Jul/1995:00:00:07 -0400"), NOT_COMMON_LOG),
         (line(stamp="29/Feb/1995:00:00:00 +0000"), BAD_TIME),
         (line(stamp="00/Jul/1995:00:00:00 +0000"), BAD_TIME),
@@ -135,7 +140,6 @@ def test_no_lines() -> None:
         (line(request='GET /x" 200 5'), "h", '/x" 200 5', 200),  # the last quote that can end the request does
         (line(status="-", size="-"), "h", "/a", 0),  # nothing was answered
         (line().replace(b" - - ", b' - "J. Doe" '), "h", "/a", 200),
-        (line(host="-"), "-", "/a", 200),
     ],
 )
 def test_odd_lines(text: bytes, host: str, page: str, status: int) -> None:
@@ -163,3 +167,40 @@ def test_combined_lines(behind: bytes, referrer: str | None, agent: str | None) 
     assert found.referrer is not None and found.agent is not None
     assert (found.referrer.to_pylist(), found.agent.to_pylist()) == ([referrer, "r"], [agent, "a"])
     assert found.page.to_pylist()[1] == "/a"
+
+
+ADDRESSES = st.ip_addresses().map(str)
+SERVERS = ("www.example.com", "example.com:80", "localhost:8080", "127.0.1.1:80", "[2001:db8::1]:443")
+WORDS = st.one_of(ADDRESSES, st.sampled_from((*SERVERS, "localhost", "bob", "-")))
+HOSTS = st.lists(ADDRESSES | st.just("unknown"), max_size=2).flatmap(
+    lambda more: st.tuples(WORDS, st.sampled_from((",", ", "))).map(lambda host: host[1].join([host[0], *more]))
+)
+
+
+def is_address(word: str) -> bool:
+    try:
+        ip_address(word)
+    except ValueError:
+        return False
+    return True
+
+
+def visitor_of(front: str) -> str | None:
+    """The visitor by the words in front of the time, the last two of which are ident and user."""
+    parts = front.replace(", ", ",").split(" ")
+    words, listed = [part.split(",")[0] for part in parts], ["," in part for part in parts]
+    visitor = words[0] if len(words) == 3 else None
+    if len(words) == 4:
+        if (is_address(words[0]) and is_address(words[1]) and not listed[1]) or (words[1] == "-" and words[2] != "-"):
+            visitor = words[0]
+        elif words[0] in SERVERS and not listed[0] and words[2] == "-":
+            visitor = words[1]
+    return None if visitor == "-" else visitor
+
+
+@given(st.lists(HOSTS, min_size=1, max_size=2), st.sampled_from(("- -", "- bob")))
+def test_an_address_is_no_virtual_host_and_a_dash_no_visitor(hosts: list[str], behind: str) -> None:
+    front = f"{' '.join(hosts)} {behind}"
+    found = parsed(line().replace(b"h - -", front.encode(), 1))
+    visitor = found.visitor[0].as_py() if found.reasons.good[0] else None
+    assert visitor == visitor_of(front), front

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.logs import job as logs
+from etl.spark.errors import SameIdError
 from etl.write.config import LogsConfig
 from jobs._etl import BY_PLACE, summary
 from lockstep.features.sample_id import sample_id
@@ -116,3 +117,19 @@ def test_a_rotated_log_and_its_packed_copy_are_not_counted_twice(spark: SparkSes
         logs.run(spark, log_job(tmp_path, "next", "logs", append_to=str(tmp_path / "out"), **label))
     found: DatasetManifest = load_dataset(str(tmp_path / "out"))
     assert BY_PLACE not in summary(found, "out") and found.source[0].path is None
+
+
+@pytest.mark.parametrize("split", ["80/20", "group:paid:1/1"])
+def test_equal_ids_of_a_job_are_refused_with_both_places(spark: SparkSession, tmp_path: Path, split: str) -> None:
+    day(tmp_path, "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "orders.csv").write_text("order,paid\nb-0,no\na-7,no\n")  # a-7 is paid in the other file
+    told = config(tmp_path, "out", "a", "b", id_columns=("order",), split=split)
+    with pytest.raises(SameIdError) as caught:
+        logs.run(spark, told)
+    assert "Name more id columns" in str(caught.value)
+    if split == "80/20":
+        first = (tmp_path / "a" / "orders.csv").read_bytes().index(b"a-7,")
+        for word in (f"a/orders.csv at {first}", "b/orders.csv at 18"):
+            assert word in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etl.input.files import find_sources
 from etl.input.unpack import unpacked
@@ -216,6 +218,25 @@ def test_a_json_time_does_not_hang_on_its_neighbours(tmp_path: Path) -> None:
         assert drops.good.tolist() == [line != "" for line in order]
 
 
+@given(st.lists(st.ip_addresses().map(str), min_size=1, max_size=3), st.sampled_from((",", ", ", " , ")))
+def test_the_visitor_is_the_first_of_a_list(addresses: list[str], mark: str) -> None:
+    texts = {mark.join(addresses): addresses[0], "-": None, " ": None, mark.join(["-", *addresses]): None}
+    texts |= {mark.join(["unknown", *addresses]): "unknown", "Doe, John": "Doe, John"}
+    columns = {"visitor": "x_forwarded_for", "time": "time", "status": "status", "request": "request"}
+    rest = {"time": 7, "status": 200, "request": "GET / HTTP/1.1"}
+    names = ("x_forwarded_for", *rest)
+    written = {
+        "json": [json.dumps({"x_forwarded_for": text, **rest}) for text in texts],
+        "tsv": ["\t".join([text, *map(str, rest.values())]) for text in texts],
+    }
+    for log_format, lines in written.items():
+        drops = Reasons(len(texts))
+        found = read_requests(pa.array(lines, pa.binary()), Form(log_format), names, columns, drops)
+        good = found.reasons.good
+        assert found.visitor.filter(pa.array(good)).to_pylist() == [first for first in texts.values() if first]
+        assert set(found.reasons.tolist()) == {None, "missing_value:x_forwarded_for"}
+
+
 @pytest.mark.parametrize(
     ("label", "names"),
     [
@@ -271,7 +292,31 @@ def test_the_head_of_a_json_file(tmp_path: Path) -> None:
     assert kinds_in([source]) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
     (tmp_path / "later").write_text('{"a":"x","e":1}\n')  # a key that only the second file has
     found = find_sources([str(tmp_path / "log"), str(tmp_path / "later")])
-    assert kinds_in(found) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
+    for order in (found, found[::-1]):
+        assert kinds_in(order) == {"a": pa.string(), "b": pa.string(), "d": pa.bool_(), "e": pa.int64()}
+
+
+@given(st.permutations([True, 1, 1.5, "x"]), st.integers(1, 4))
+def test_the_widest_type_counts_in_any_order(tmp_path_factory: pytest.TempPathFactory, values: Any, many: int) -> None:
+    folder = tmp_path_factory.mktemp("kinds")
+    for number, value in enumerate(values[:many]):
+        (folder / str(number)).write_text(json.dumps({"a": value}) + "\n")
+    order = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    widest = max(values[:many], key=lambda value: list(order).index(type(value)))
+    assert kinds_in(find_sources([str(folder)])) == {"a": order[type(widest)]}
+
+
+def test_whole_numbers_that_a_float_rounds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SCHEMA.replace("x", "f").replace("int64", "float64"))
+    texts = ["1.0", "2", "9007199254740992", "9007199254740993", "-9007199254740993", "1e300", "0.1", str(1 << 70)]
+    texts += [str((1 << 70) + 1), "null"]
+    rows = [f'{{"f":{text},"u":{text},"y":true}}'.replace('"f":null', '"f":0') for text in texts]
+    (tmp_path / "log").write_text("\n".join([*rows, ""]))
+    kept, bad, _ = rows_of(plan(tmp_path / "log", "json", schema=str(tmp_path / "s.toml"), label="u > 0"))
+    exact = [value for value in map(json.loads, texts) if value is None or float(value) == value]
+    assert [row["u"] for row in kept] == exact
+    lost = [text for text in texts if text != "null" and float(text) != json.loads(text)]
+    assert [row["_reason"] for row in bad] == [f"bad_value:u: {text} is no float64" for text in lost]
 
 
 @pytest.mark.parametrize(
