@@ -15,9 +15,9 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from etl.input.files import find_lines
 from etl.input.log_formats import LOG_FORMATS
 from etl.logs import job as logs
+from etl.logs.plan import sources_of
 from etl.logs.propose import propose
 from etl.write.config import LABEL_WINDOW_S, LogsConfig
 from jobs import _etl
@@ -76,10 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if args.propose_schema:
         print(propose(config))
         return 0
-    found = _etl.finished(
-        args, config, lambda: find_lines(config.inputs, header=config.has_header, root=config.input_root)
-    )
-    if found is not None:
+    if (found := _etl.finished(args, config, lambda: sources_of(config))) is not None:
         print(_etl.summary(found, args.output))
         return 0
     plan = logs.check(config)

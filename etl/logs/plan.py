@@ -174,6 +174,11 @@ class Plan:
         return {ROLES: dict(self.parser.columns)} if isinstance(self.parser, WebLines) else {}
 
 
+def sources_of(config: LogsConfig) -> list[Source]:
+    """The files of a log, without those that are empty. Raises the errors of find_lines."""
+    return find_lines(config.inputs, header=config.has_header, root=config.input_root)
+
+
 def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
@@ -189,7 +194,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         # Flags are checked before a file is read. Only in W3C logs the files decide which features there are.
         combined = config.log_format == "combined"
         checked = None if config.log_format == w3c.W3C else _web_target(config, combined, parent)
-        sources = find_lines(config.inputs, header=header)
+        sources = sources_of(config)
         names = [_names(source, config) for source in sources]
         by_role = _web_columns(sources, names, config) if LOG_FORMATS[config.log_format].has_columns else {}
         _check_parent(by_role, config, parent)
@@ -199,7 +204,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
     schema = config.schema if isinstance(config.schema, Schema) else load_schema(config.schema)
     id_columns = config.id_columns or PLACE_COLUMNS
-    sources = find_lines(config.inputs, header=header, root=config.input_root)
+    sources = sources_of(config)
     if not config.id_columns:
         check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
