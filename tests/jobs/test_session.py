@@ -104,8 +104,10 @@ def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
 
 def signalled(
     tmp_path: Path, number: int, sign: str, later_s: float, send: Callable[[int, int], None], pinned: str = "true"
-) -> None:
-    """An ETL job that gets a signal `later_s` after a file `sign` is there ends silently and leaves nothing."""
+) -> bool:
+    """An ETL job that gets a signal `later_s` after a file `sign` is there ends silently and leaves nothing; returns
+    whether the signal ended it, False for a job that was done before.
+    """
     scratch, output = tmp_path / "scratch", tmp_path / "output"
     scratch.mkdir()
     output.mkdir()
@@ -121,13 +123,14 @@ def signalled(
     send(job.pid, number)
     _, said = job.communicate(timeout=300)
     if job.returncode == 0 and (output / "data" / "_manifest.json").exists():
-        return  # it was done
+        return False
     assert job.returncode == 128 + number, said
     assert not any(word in said for word in ("Traceback", "Exception", "\tat ", "ERROR", "error:", "WARNING:jobs")), (
         said
     )
     assert not list(output.iterdir()), "no staging folder stays"
     until(lambda: not list(scratch.iterdir()))  # Java, which ends by itself, has files there too
+    return True
 
 
 def to_all(leader: int, number: int) -> None:
@@ -151,7 +154,8 @@ def test_sigterm_to_an_etl_job_or_to_its_group_is_silent_and_leaves_nothing(
     tmp_path: Path, sign: str, later_s: float, send: Callable[[int, int], None], pinned: str
 ) -> None:
     """`timeout`, Airflow, a terminal and batch systems send it to the whole group: Java and Python's workers too."""
-    signalled(tmp_path, signal.SIGTERM, sign, later_s, send, pinned)
+    ended = signalled(tmp_path, signal.SIGTERM, sign, later_s, send, pinned)
+    assert ended or sign.startswith("output/"), "a job that has no staging folder yet is not done"
 
 
 @pytest.mark.soak
@@ -163,7 +167,9 @@ def test_a_signal_to_every_process_of_an_etl_job_at_any_moment(
     moments = [("scratch/tmp*/", later_s) for later_s in (0.5, 3.0, 5.0, 7.0)]
     moments += [("output/_staging-*/", later_s) for later_s in (0.0, 2.0, 4.0, 6.0, 8.0)]
     moments += [("output/_staging-*/split=train/*", later_s) for later_s in (0.0, 0.3)]
+    ended = 0
     for at, (sign, later_s) in enumerate(moments):
         folder = tmp_path / str(at)
         folder.mkdir()
-        signalled(folder, number, sign, later_s, send)
+        ended += signalled(folder, number, sign, later_s, send)
+    assert ended >= 4, "at least those before the staging folder"

@@ -60,7 +60,7 @@ def test_a_folder_and_its_archive_are_one_dataset(spark: SparkSession, tmp_path:
     for given, output, more in ((root, "a", {"source": "folder"}), (archive, "b", {"split_bytes": 700})):
         again, keep = config(given, tmp_path / output, **more), Namespace(if_exists="keep")
         sources = job.plan_of(again).sources
-        kept = finished(keep, again, lambda sources=sources: sources)  # type: ignore[misc]
+        kept = finished(keep, again, lambda sources=sources: sources)  # type: ignore[misc] # bound now
         assert kept is not None and kept.digest == of_folder.digest
     (root / "train" / "cat" / "more.png").write_bytes(picture(9))
     changed = config(root, tmp_path / "a", source="folder")
