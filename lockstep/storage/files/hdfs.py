@@ -42,7 +42,14 @@ from lockstep.storage.urls import join, split_url
 _RPC = re.compile(r'^(?:Fatal)?RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
 # hdfs-native prints twenty fields of a DataNode; these two identify it.
 _DATANODE = re.compile(r'DatanodeInfoProto \{ id: DatanodeIdProto \{ ip_addr: \\*"([^"\\]+)\\*".*?xfer_port: (\d+)')
-_RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
+# Each DataTransferError is a DataNode that was lost or that answered amiss: another may take the block, or have it.
+_RETRYABLE_TEXT = (
+    "could only be written to",
+    "SafeModeException",
+    "DataTransferError(",
+    "All DataNodes failed",  # which `_parts` shortens
+    "Not enough valid shards",
+)
 
 
 def translate(error: BaseException, *, verb: str, place: str, whom: str) -> LockstepError:
