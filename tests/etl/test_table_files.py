@@ -125,6 +125,20 @@ def partitioned(folder: Path, name: str, values: list[str]) -> Path:
 
 
 @slow
+def test_the_caller_talks_to_java_over_the_connection_it_had(spark: SparkSession, tmp_path: Path) -> None:
+    """Another one is another thread of Java, where no session is active, so that `format("tfrecord")` is unknown."""
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
+    spark.createDataFrame([(1,)], "a int")  # makes the session active in this thread of Java
+    thread = jvm.java.lang.Thread.currentThread().getName()
+    df, _ = read_files(spark, [str(tmp_path)], "parquet", lambda name: True)
+    assert jvm.java.lang.Thread.currentThread().getName() == thread
+    df.write.format("tfrecord").mode("append").save(str(tmp_path / "out"))
+    assert spark.read.format("tfrecord").load(str(tmp_path / "out")).count() == 2
+
+
+@slow
 def test_partitions_keep_their_text(spark: SparkSession, tmp_path: Path) -> None:
     cases: list[tuple[list[str], str, list[Any]]] = [
         (["007", "042", "100"], "string", ["007", "042", "100"]),

@@ -32,9 +32,7 @@ def test_a_dataset_is_read_and_plain_files_are_written_and_read(spark: SparkSess
         spark.read.format("tfrecord").option("columns", "pag").load(str(tmp_path / "d"))
 
     out = tmp_path / "out"
-    # A writer looks for data sources in the session that is active in its thread of Java. Reading the footers of tables
-    # gives this thread another connection, and so another thread of Java; this call makes the session active there.
-    spark.createDataFrame([(1,)], "a int")
+    spark.createDataFrame([(1,)], "a int")  # active again, if a test forked this process, which ends its connection
     frame = spark.range(10).selectExpr("id", "if(id % 3 = 0, null, id) some", "array(id, id) words")
     frame.coalesce(1).write.format("tfrecord").mode("append").save(str(out))
     assert sorted(os.listdir(out)) == ["_SUCCESS", "part-00000.tfrecord"]
