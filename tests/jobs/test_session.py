@@ -120,7 +120,8 @@ def signalled(
     until(lambda: job.poll() is not None or any(tmp_path.glob(sign)))
     with suppress(subprocess.TimeoutExpired):
         job.wait(later_s)
-    send(job.pid, number)
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it was done before
+        send(job.pid, number)
     _, said = job.communicate(timeout=300)
     if job.returncode == 0 and (output / "data" / "_manifest.json").exists():
         return False
