@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
 from training.control.task import MARK
 
 START_S = 120.0  # for the import of TensorFlow from a slow disk
+END_S = 5.0
 IN_CONTAINER = ("CONTAINER_ID", "KUBERNETES_SERVICE_HOST")  # of YARN and of Kubernetes: a zygote's memory would count
 _OF_ONE_RANK = (MARK, "LOCKSTEP_FILES")
 
@@ -98,7 +99,7 @@ class _Zygote:
         self.owner = os.getpid()
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "training.rank.zygote", str(its.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -111,7 +112,7 @@ class _Zygote:
 
     @property
     def lives(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner == os.getpid() and self.process.poll() is None
 
     def fork(self, environment: Mapping[str, str], page: int, stacks: int) -> ForkedRank | None:
         """A new rank, which waits for its order; None if the zygote has ended."""
@@ -143,7 +144,7 @@ class _Zygote:
         """Have it end once its ranks have ended."""
         self._line.close()
         if self.owner == os.getpid():
-            threading.Thread(target=self._process.wait, name="zygote-end", daemon=True).start()
+            threading.Thread(target=self.process.wait, name="zygote-end", daemon=True).start()
 
 
 _zygotes: list[_Zygote] = []  # none or one
@@ -169,7 +170,10 @@ def fork_rank(environment: Mapping[str, str], page: int, stacks: int) -> ForkedR
 
 def _end() -> None:
     while _zygotes:
-        _zygotes.pop().end()
+        zygote = _zygotes.pop()
+        zygote.end()
+        with suppress(subprocess.TimeoutExpired):  # it has ranks yet, which end with this process
+            zygote.process.wait(END_S)
 
 
 atexit.register(_end)
