@@ -108,10 +108,15 @@ class Killer(SessionLauncher):
 
     def _kill(self, rank: int) -> None:
         pid = rank
-        if len(self.killed_at) >= self.kills:  # the rank's parent: the Spark task's Python worker
-            pid = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        if len(self.killed_at) >= self.kills:  # the Spark task's Python worker: above the zygote that forked the rank
+            pid = parent_of(parent_of(rank))
         self.killed_at.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def write_data(root: Path) -> None:

@@ -20,8 +20,10 @@ from typing import Any
 from lockstep.storage.tokens import VARIABLE, held
 from training.comm.tls import Credentials
 from training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
+from training.launch.forked import ForkedRank, fork_rank
 from training.world import World
 
+OURS = "training.rank."  # entries that set no variable which TensorFlow and Keras read when they are imported
 _PASSES = 5  # a process may start another one during the search
 _BETWEEN_S = 0.02
 
@@ -137,21 +139,39 @@ def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: C
     }
 
 
-RankProcess = subprocess.Popen[bytes]
+RankProcess = subprocess.Popen[bytes] | ForkedRank
 
 
 def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
     """Start a rank's process, and hand it its order, the page of its last words, and the file for its stacks."""
-    process = start_process([], order.mark, order.world.ranks_per_node, last_words, stacks)
+    process: RankProcess | None = None
+    if order.task.entry.startswith(OURS) and not order.devices:
+        remove_abandoned_folders()
+        process = fork_rank(environment_of(order.mark, order.world.ranks_per_node), last_words, stacks)
+    if process is None:
+        process = start_process([], order.mark, order.world.ranks_per_node, last_words, stacks)
     give_order(process, order, last_words, stacks)
     return process
 
 
 def start_process(
     arguments: Sequence[str], mark: str, ranks_per_node: int, last_words: int, stacks: int
-) -> RankProcess:
+) -> subprocess.Popen[bytes]:
     """Start `training.rank` with this process' import path; it waits for its order (`give_order`)."""
     remove_abandoned_folders()
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "training.rank", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment_of(mark, ranks_per_node),
+        process_group=0,
+        pass_fds=(last_words, stacks),
+    )
+
+
+def environment_of(mark: str, ranks_per_node: int) -> dict[str, str]:
+    """The environment of a rank's process."""
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # A rank needs none of the secrets that Spark gave to this worker.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
@@ -161,15 +181,7 @@ def start_process(
     # TensorFlow starts new threads each epoch. glibc gives each a heap, up to eight a core, and never returns it:
     # memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
     environment.setdefault("MALLOC_ARENA_MAX", "2")
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "training.rank", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        process_group=0,
-        pass_fds=(last_words, stacks),
-    )
+    return environment
 
 
 def give_order(process: RankProcess, order: Order, last_words: int, stacks: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from training.control.roster import Roster
 from training.control.stacks import new_stacks
 from training.control.task import Limits
 from training.launch.executors import GPU, first_line, rank_profile
-from training.launch.process import RankProcess, end_left, new_mark, start_process
+from training.launch.process import OURS, end_left, new_mark, start_process
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -36,14 +37,13 @@ AGAIN_S = 10.0  # after its executor was lost, or its process was killed
 KEPT_S = 60.0  # after its task, for a supervisor; restarts wait 30 s at most
 CANCEL_EVERY_S = 0.5
 END_S = 5.0
-OURS = "training.rank."
 
 
 @dataclass(frozen=True, slots=True)
 class SpareRank:
     """A rank's process that waits for its order, of this Python process."""
 
-    process: RankProcess
+    process: subprocess.Popen[bytes]
     page: int
     """The file of its last words."""
     stacks: int

@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
@@ -77,17 +78,19 @@ PR_SET_PDEATHSIG = 1
 CONNECT_DEADLINE_S = 30.0
 
 
-def main() -> int:
-    """Run the entry named in the order; returns the exit code."""
+def main(files: Mapping[str, int]) -> int:
+    """Run the entry named in the order; returns the exit code. `files` are those of the order, if this is a fork."""
     faulthandler.enable()  # a crash in native code leaves a trace in the rank's log
     _die_with_parent()
     # Ctrl-C reaches the whole process group of a terminal; only the driver decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and not files:
         _import_early(sys.argv[1])
     order = _order()
-    if order is None:
+    # The parent may have died before the death signal was set; that of a fork is a zygote.
+    if order is None or (not files and os.getppid() != order["parent"]):
         return EXIT_CRASHED
+    order |= files
     answer_with_stacks(order["stacks"])
     if order["tokens_file"]:
         os.environ[tokens.VARIABLE] = order["tokens_file"]
@@ -130,8 +133,7 @@ def _order() -> dict[str, Any] | None:
     if not line:
         return None
     order: dict[str, Any] = json.loads(line)
-    # The parent may have died before the death signal was set.
-    return order if os.getppid() == order["parent"] else None
+    return order
 
 
 def _call(task: RankTask, context: RankContext) -> dict[str, Any]:
@@ -182,12 +184,17 @@ def _watch_stdin() -> None:
     os._exit(EXIT_CRASHED)
 
 
-if __name__ == "__main__":
+def run(files: Mapping[str, int]) -> NoReturn:
+    """Run `main`, and end this process with its exit code."""
     try:
-        code = main()
+        code = main(files)
     except BaseException:  # the driver is not connected: the log has it (Python's own exit waits for our threads)
         traceback.print_exc()
         code = EXIT_CRASHED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not sys.exit: a library's thread or exit hook could keep a finished rank alive
+
+
+if __name__ == "__main__":
+    run({})
