@@ -23,6 +23,7 @@ from training.exchange.agreement import Agreement, NonFinitePolicy
 from training.exchange.compare_ranks import view_of
 from training.exchange.exchange import Exchange
 from training.models import ModelOptions, build
+from training.models.ready import ready_model
 from training.plan.client_plan import RunPlan
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
@@ -39,13 +40,14 @@ from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
 from training.steps.reduction import exchange_for
+from training.steps.row_means import Steps, check_row_means, optimizers_of, some_rows
 from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
 from training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
 from training.strategies.parameter_server import ServedExchange, ServedSteps
-from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
+from training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ def distributed(
             sync=config.batchnorm == "sync",
             micro_batches=config.micro_batches,
             seed=config.seed,
+            checked=True,
         )
     distribute(
         model.optimizer,
@@ -287,6 +290,9 @@ class JoinedModel:
     def install_step(self) -> None:
         """Give the model the train step that its rank needs."""
 
+    def check_rows(self, batch: Callable[[], Any]) -> None:
+        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit."""
+
     def to_score(self) -> keras.Model:
         """The model to validate, with its weights now."""
         return self.model
@@ -322,6 +328,7 @@ class RankModel(JoinedModel):
             rows = share_of_replica(config, of_tensorflow, rows)
         with nullcontext() if of_tensorflow is None else of_tensorflow.scope():
             super().__init__(context, config, plan, signature, rows, groups)
+        self._own_step = self.model.train_step
         self._step: RankStep | CanonicalStep | TensorflowStep
         self.strategy = EveryStep(self.communicator)
         if of_tensorflow is not None:
@@ -371,6 +378,18 @@ class RankModel(JoinedModel):
         self._step.install(self.model, group)
         if self.tables is not None:
             self.tables.install()
+
+    def check_rows(self, batch: Callable[[], Any]) -> None:
+        """As of JoinedModel: on several ranks, and where a rank takes its rows in parts. A collective."""
+        config, apart = self._config, isinstance(self.exchange, LocalExchange)
+        parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
+        parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
+        if not parts or apart or ready_model(config.model) is not None:
+            return
+        model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
+        own_step = self._own_step if model is self.model else model.train_step
+        steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.seed)
+        check_row_means(steps, some_rows(batch(), self.communicator.on_host), config.model)
 
     def fit(
         self,
