@@ -1,8 +1,8 @@
-"""Within a training step: the rows of all ranks, means over ranks, and sums, for losses that are no means over rows.
+"""In a training step: the rows of all ranks, means over ranks, and sums, for losses that are no means over rows.
 
-The exchange multiplies each rank's gradients by n_r / G and adds them, so ranks train on the sum of (n_r / G) L_r, where
-L_r is rank r's loss. That is the loss of the global batch if L_r is a mean over rows. Any other loss needs one of these
-functions. On one rank, and outside of training steps, they return what they are given.
+The exchange multiplies each rank's gradients by n_r / G and adds them, so ranks train on the sum of (n_r / G) L_r,
+where L_r is rank r's loss. That is the loss of the global batch if L_r is a mean over rows. Any other loss needs one of
+these functions. On one rank, and outside of training steps, they return what they are given.
 """
 
 from __future__ import annotations

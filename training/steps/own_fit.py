@@ -275,14 +275,15 @@ def of_all_ranks(model: keras.Model, communicator: Communicator, scale: float, l
     result = as_floats(model.get_metrics_result())
     if set(result) == set(mine):
         return result
-    others = {
-        name: _numbers(name, value) for name, value in sorted(mine.items()) if name not in own or own[name] != value
-    }
+    names = sorted(mine)
+    differs = np.array([name not in own or own[name] != mine[name] for name in names], np.uint8)
+    communicator.all_reduce(differs, "max")
+    others = {name: _numbers(name, mine[name]) for name, other in zip(names, differs, strict=True) if other}
     flat = np.concatenate([np.zeros(0), *(value.reshape(-1) for value in others.values())]) * scale
     communicator.all_reduce(flat)
     parts = np.split(flat, np.cumsum([value.size for value in others.values()])[:-1]) if others else []
     means = {name: part.reshape(value.shape) for (name, value), part in zip(others.items(), parts, strict=True)}
-    return {name: means[name].tolist() if name in means else result[name] for name in sorted(mine)}
+    return {name: means[name].tolist() if name in means else result[name] for name in names}
 
 
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:

@@ -8,8 +8,8 @@ changes weights before it computes them.
 The model's own train_step runs a few times on some rows, in eager mode, without applying anything. Of rows `a` and `b`,
 those of `a` are replaced by others. The gradient of both must change by a's share of the change in the gradient of `a`
 alone. What does not depend on rows (a penalty on weights) cancels, and what is drawn for a row (dropout) is the same
-each time, since `a` comes first in both. Batch normalisations use their moving averages meanwhile: their statistics over
-ranks are a choice of the run.
+each time, since `a` comes first in both. Batch normalisations use their moving averages meanwhile: over which rows
+their statistics are is a choice of the run.
 """
 
 from __future__ import annotations
@@ -235,6 +235,7 @@ def check_row_means(steps: Steps, data: Any, name: str) -> None:
     """
     there = len(next(x for x in keras.tree.flatten(data) if x is not None))
     a, b = (max(1, min(most, there // part)) for most, part in zip(MOST_ROWS, (5, 3), strict=True))
+    fault: _Fault | None = None
     for first in (0, a + b):  # whether one activation is above zero may hang on rounding, but not with other rows too
         order = [number % there for number in range(first, first + 2 * (a + b))]
         rows = (order[:a], order[a : 2 * a], order[2 * a : 2 * a + b], order[2 * a + b :])
@@ -247,6 +248,7 @@ def check_row_means(steps: Steps, data: Any, name: str) -> None:
             return
         if fault is None:
             return
+    assert fault is not None, "returned before"
     _refuse(fault, steps.model, name)
 
 
@@ -312,7 +314,8 @@ def _tolerance(model: keras.Model) -> float:
 def _worst(
     seen: Sequence[dict[tuple[int, str], Array]], factors: Sequence[float], tolerance: float
 ) -> tuple[str, float]:
-    """The path of the variable whose gradients, times `factors`, add up to most, relative to their size, and that share;
+    """The path of the variable whose gradients, times `factors`, add up to most, relative to their size, and this share.
+
     "" if all add up to zero within `tolerance`, or if they are not finite, which the step itself reports.
     """
     keys = {key for one in seen for key in one}
@@ -370,8 +373,8 @@ def _refuse(fault: _Fault, model: keras.Model, name: str) -> None:
             f"the model {name} changes weights within a step, each rank by its own rows, so ranks would part",
             got=f"{fault.path}, changed {when[fault.kind]} ({' and '.join(own) or kind.__name__})",
             allowed="weights that optimizers of the model change, and changes that are the same on all ranks",
-            next_step=f"{MEAN[0].upper()}{MEAN[1:]}, before they change weights; make each optimizer an attribute of the "
-            f"model; or train on one rank. {PAGE}",
+            next_step=f"{MEAN[0].upper()}{MEAN[1:]}, before they change weights; make each optimizer an attribute of "
+            f"the model; or train on one rank. {PAGE}",
         )
     how = "is a sum over the rows of a batch" if fault.kind == "sum" else "sees how rows of a batch lie together"
     raise ConfigError(
