@@ -53,6 +53,7 @@ from training.steps.model_state import (
     tensors_of,
     variables_of,
 )
+from training.steps.other_optimizers import others_of
 from training.steps.own_fit import of_all_ranks, only_on_leader
 from training.strategies.sharded_embedding import Tables, check_fits
 
@@ -250,7 +251,7 @@ class Fit(AbstractContextManager["Fit"]):
         if error is not None:
             self._rank_model.abort(error)
             self._checkpoints.abandon(error)
-        self._exchange.close()
+        self._rank_model.close()
 
     def run(self) -> dict[str, Any]:
         """Train the rest of the run; returns the rank's result."""
@@ -274,7 +275,8 @@ class Fit(AbstractContextManager["Fit"]):
         del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
-        compare_start(self._comm, self._share, model.optimizer, model.weights)
+        for optimizer in (model.optimizer, *others_of(model)):
+            compare_start(self._comm, self._share, optimizer, model.weights)
         if self._progress.step < self._steps and not self._progress.stopped:
             self._rank_model.check_rows(self._next_batch)
         self._saver.make_ready()

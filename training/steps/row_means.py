@@ -54,6 +54,8 @@ class Seen:
     """What a step did on some rows. Arrays by (number of the call of `apply`, path of the variable)."""
 
     gradients: dict[tuple[int, str], Array] = field(default_factory=dict)
+    applied: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    """Each call of `apply`: the optimizer, and the variables."""
     early: dict[str, Array] = field(default_factory=dict)
     """Trained weights that had changed when an optimizer was to apply gradients."""
     late: dict[str, Array] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class Steps:
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None, *, optimizer: Any) -> None:
             given = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-            number = len({call for call, _ in seen.gradients})
+            number = len(seen.applied)
+            seen.applied.append((optimizer, given))
             for variable, grad in zip(given, list(grads), strict=True):
                 if grad is not None:
                     seen.gradients[number, variable.path] = _sample(grad)
@@ -200,17 +203,6 @@ def _same_draws(seed: int) -> Iterator[None]:
         np.random.set_state(numpys)
         random.setstate(pythons)
         tf.config.experimental.enable_tensor_float_32_execution(tf32)
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that are attributes of `model`, also in lists and dicts: first that of `compile`."""
-    found = [model.optimizer, *(keras.tree.flatten([value for _, value in sorted(_attributes(model))]))]
-    return list({id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}.values())
-
-
-def _attributes(model: keras.Model) -> list[tuple[str, Any]]:
-    kinds = keras.optimizers.Optimizer | list | tuple | dict
-    return [(name, value) for name, value in vars(model).items() if isinstance(value, kinds) and name[0] != "_"]
 
 
 def some_rows(data: Any, communicator: Communicator) -> Any:
@@ -314,7 +306,7 @@ def _tolerance(model: keras.Model) -> float:
 def _worst(
     seen: Sequence[dict[tuple[int, str], Array]], factors: Sequence[float], tolerance: float
 ) -> tuple[str, float]:
-    """The path of the variable whose gradients, times `factors`, add up to most, relative to their size, and this share.
+    """The path of the variable whose gradients, times `factors`, add up to most, relative to their size; and how much.
 
     "" if all add up to zero within `tolerance`, or if they are not finite, which the step itself reports.
     """
