@@ -36,6 +36,7 @@ from training.scoring.scores import BINARY, CLASSES
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
 from training.steps.distribute import distribute, exchange_of, finalize, steps_of
+from training.steps.metric_sums import check_metric_sums
 from training.steps.model_state import build_all, zeros_of
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.other_optimizers import build_others, optimizers_of, others_of
@@ -428,7 +429,10 @@ class RankModel(JoinedModel):
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step
         steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.seed)
-        check_row_means(steps, some_rows(batch(), self.communicator.on_host), config.model)
+        rows = some_rows(batch(), self.communicator.on_host)
+        check_row_means(steps, rows, config.model)
+        with plain_lookups(model):
+            check_metric_sums(model, rows, config.model)
 
     def fit(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
@@ -87,6 +89,18 @@ def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
         return list(model.metrics_variables)
     others = {id(variable) for other in (WEIGHTS, METRICS) for variable in variables_of(model, other)}
     return [variable for variable in model.variables if id(variable) not in others]
+
+
+@contextmanager
+def unchanged(model: keras.Model) -> Iterator[list[tuple[keras.Variable, tf.Tensor]]]:
+    """Restore all variables of `model`, weights, metrics and seeds, at the end; yields them with their values now."""
+    # No copies: TensorFlow copies what is assigned to while it is held.
+    before = [(one, tf.identity(one.value)) for one in model.variables if not one.dtype.startswith("string")]
+    try:
+        yield before
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def tensors_of(model: keras.Model, *kinds: str) -> Tensors:

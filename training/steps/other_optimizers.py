@@ -60,7 +60,7 @@ def build_others(
             f"the model {name} has several optimizers, and applies that of `compile` {count} times a step",
             got=f"{count} calls of {model.optimizer.name}.apply",
             allowed="one: it says when a step is done",
-            next_step="Pass to super().compile(optimizer=...) one that is applied once a step, such as the generator's.",
+            next_step="Pass to super().compile(optimizer=...) one that is applied once, such as the generator's.",
         )
     for one, variables in given.values():
         if not one.built:

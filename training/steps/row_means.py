@@ -34,7 +34,7 @@ from training.exchange.compare_ranks import view_of
 from training.steps.batchnorm import normalisations
 from training.steps.draws import draws_of_step
 from training.steps.losses import Denominators, Divides
-from training.steps.model_state import SEEDS, variables_of
+from training.steps.model_state import SEEDS, unchanged, variables_of
 from training.steps.ordered import OrderedCalls
 from training.steps.over_ranks import StepOverRanks, step_over_ranks
 from training.steps.patching import swapped, swapped_class
@@ -119,13 +119,11 @@ class Steps:
         """A step on these rows of `data`, as a part of `whole` rows; `draw` chooses what it draws."""
         seen = Seen()
         part = keras.tree.map_structure(lambda x: None if x is None else tf.gather(x, list(rows)), data)
-        variables = [v for v in self.model.variables if not v.dtype.startswith("string")]
-        before = [tf.identity(v.value) for v in variables]  # no copies: TensorFlow copies what is assigned to
         trained = {id(v) for v in self.model.trainable_variables}
         state = {id(v) for v in (*self.model.metrics_variables, *variables_of(self.model, SEEDS))}
 
         def changed(of: Callable[[int], bool]) -> dict[str, Array]:
-            pairs = ((v, view_of(v), view_of(old)) for v, old in zip(variables, before, strict=True) if of(id(v)))
+            pairs = ((v, view_of(v), view_of(old)) for v, old in before if of(id(v)))
             return {v.path: now.copy() for v, now, old in pairs if _differ(now, old)}
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None, *, optimizer: Any) -> None:
@@ -137,28 +135,25 @@ class Steps:
                     seen.gradients[number, variable.path] = _sample(grad)
             seen.early |= changed(trained.__contains__)
 
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(_same_draws(self.seed + draw))
-                for variable in variables_of(self.model, SEEDS) if draw else ():
-                    variable.assign(variable + draw)
-                for one in self.optimizers:
-                    stack.enter_context(swapped(one, "apply", _bound(apply, one)))
-                    stack.enter_context(swapped(one, "scale_loss", lambda loss: loss))
-                for layer in normalisations(self.model):
-                    stack.enter_context(swapped_class(layer, _Moving))
-                stack.enter_context(self.stand_ins(self.model))
-                scale = len(rows) / whole
-                stack.enter_context(_RowSums(scale, len(rows)).of(self.model))
-                stack.enter_context(step_over_ranks(_Reached(scale, seen)))
-                self.train_step(part)
+        with ExitStack() as stack:
+            before = stack.enter_context(unchanged(self.model))
+            stack.callback(self.model._clear_losses)
+            stack.enter_context(_same_draws(self.seed + draw))
+            for variable in variables_of(self.model, SEEDS) if draw else ():
+                variable.assign(variable + draw)
+            for one in self.optimizers:
+                stack.enter_context(swapped(one, "apply", _bound(apply, one)))
+                stack.enter_context(swapped(one, "scale_loss", lambda loss: loss))
+            for layer in normalisations(self.model):
+                stack.enter_context(swapped_class(layer, _Moving))
+            stack.enter_context(self.stand_ins(self.model))
+            scale = len(rows) / whole
+            stack.enter_context(_RowSums(scale, len(rows)).of(self.model))
+            stack.enter_context(step_over_ranks(_Reached(scale, seen)))
+            self.train_step(part)
             seen.late = changed(lambda one: one not in state)
             terms = ((layer.name, layer._losses) for layer in self.model._flatten_layers())
             seen.added = {name: sum(float(tf.reduce_sum(term)) for term in own) for name, own in terms if own}
-        finally:
-            self.model._clear_losses()
-            for variable, old in zip(variables, before, strict=True):
-                variable.assign(old)
         return seen
 
 
@@ -368,10 +363,10 @@ def _refuse(fault: _Fault, model: keras.Model, name: str) -> None:
             next_step=f"{MEAN[0].upper()}{MEAN[1:]}, before they change weights; make each optimizer an attribute of "
             f"the model; or train on one rank. {PAGE}",
         )
-    how = "is a sum over the rows of a batch" if fault.kind == "sum" else "sees how rows of a batch lie together"
+    how = "it is a sum over rows" if fault.kind == "sum" else "it depends on which rows are together"
     raise ConfigError(
         f"the loss of the model {name} is no mean over rows, so several ranks would train another model than one",
-        got=f"{source} {how}: the gradient of {fault.path} of a batch is {fault.share:.1%} off that of its parts",
+        got=f"{source}: {how}; the gradient of {fault.path} is {fault.share:.1%} off the mean of its parts'",
         allowed="losses to which each row adds the same whatever the other rows are, divided by the number of rows",
         next_step=f"{GATHER}, {TOTAL}, or {MEAN}; or train on one rank. {PAGE}",
     )
