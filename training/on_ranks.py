@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from training.control.context import communicator
     from training.steps.distribute import distribute, exchange_of, undistribute
     from training.steps.model_state import derive_seeds
+    from training.steps.over_ranks import gather, mean, total
     from training.steps.own_fit import callbacks_on_ranks, evaluate, predict, rank_step
 
 __all__ = [
-    "callbacks_on_ranks", "communicator", "derive_seeds", "distribute", "evaluate", "exchange_of", "predict",
-    "rank_step", "undistribute",
+    "callbacks_on_ranks", "communicator", "derive_seeds", "distribute", "evaluate", "exchange_of", "gather", "mean",
+    "predict", "rank_step", "total", "undistribute",
 ]  # fmt: skip
 
 _MODULES = {
@@ -27,8 +28,11 @@ _MODULES = {
     "distribute": "training.steps.distribute",
     "evaluate": "training.steps.own_fit",
     "exchange_of": "training.steps.distribute",
+    "gather": "training.steps.over_ranks",
+    "mean": "training.steps.over_ranks",
     "predict": "training.steps.own_fit",
     "rank_step": "training.steps.own_fit",
+    "total": "training.steps.over_ranks",
     "undistribute": "training.steps.distribute",
 }
 

@@ -53,6 +53,7 @@ from training.steps.model_state import (
     tensors_of,
     variables_of,
 )
+from training.steps.other_optimizers import others_of
 from training.steps.own_fit import of_all_ranks, only_on_leader
 from training.strategies.sharded_embedding import Tables, check_fits
 
@@ -250,7 +251,7 @@ class Fit(AbstractContextManager["Fit"]):
         if error is not None:
             self._rank_model.abort(error)
             self._checkpoints.abandon(error)
-        self._exchange.close()
+        self._rank_model.close()
 
     def run(self) -> dict[str, Any]:
         """Train the rest of the run; returns the rank's result."""
@@ -274,7 +275,10 @@ class Fit(AbstractContextManager["Fit"]):
         del restored  # the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
-        compare_start(self._comm, self._share, model.optimizer, model.weights)
+        for optimizer in (model.optimizer, *others_of(model)):
+            compare_start(self._comm, self._share, optimizer, model.weights)
+        if self._progress.step < self._steps and not self._progress.stopped:
+            self._rank_model.check_rows(self._next_batch)
         self._saver.make_ready()
         began_at, began = self._progress.step, time.perf_counter()
         control.beat(began_at, "train")
@@ -318,6 +322,12 @@ class Fit(AbstractContextManager["Fit"]):
     def _share(self) -> float:
         """This rank's part of the rows of a step."""
         return self._feed.rows / self._plan.global_batch
+
+    def _next_batch(self) -> Any:
+        """This rank's rows of the next step, as of Keras' fit."""
+        step = self._progress.step
+        with FeedPipeline(self._feed, step, step + 1, None, self._augmentation) as pipeline:
+            return next(iter(pipeline.dataset))
 
     def _finalize(self) -> None:
         self._rank_model.finalize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from training.exchange.agreement import Agreement, NonFinitePolicy
 from training.exchange.compare_ranks import view_of
 from training.exchange.exchange import Exchange
 from training.models import ModelOptions, build
+from training.models.ready import ready_model
 from training.plan.client_plan import RunPlan
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
@@ -35,17 +36,20 @@ from training.scoring.scores import BINARY, CLASSES
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
 from training.steps.distribute import distribute, exchange_of, finalize, steps_of
-from training.steps.model_state import build_all
+from training.steps.metric_sums import check_metric_sums
+from training.steps.model_state import build_all, zeros_of
 from training.steps.optimizers import Scaled, scale_learning_rate
+from training.steps.other_optimizers import build_others, optimizers_of, others_of
 from training.steps.rank_step import RankStep
 from training.steps.reduction import exchange_for
+from training.steps.row_means import Steps, check_row_means, some_rows
 from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
 from training.strategies.delay import Delayed, DelayedExchange
 from training.strategies.every_step import EveryStep
 from training.strategies.local_steps import LocalExchange, LocalSteps
 from training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
 from training.strategies.parameter_server import ServedExchange, ServedSteps
-from training.strategies.sharded_embedding import Tables, check_combination, table_bytes
+from training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,9 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         )
     compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
+    if len(found := optimizers_of(model)) > 1:
+        seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
+        _check_others(build_others(model, seen.applied, config.model), config)
     return Prepared(model, callbacks, group_rows, learning_rate, compression)
 
 
@@ -136,6 +143,29 @@ def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, pla
     optimizer.momentum, optimizer.clipnorm = 0.0, None
     steps = round(plan.total / plan.global_batch)  # an epoch, as in the source for its language model
     return replace(method, momentum=momentum, clip_norm=clip_norm, warm_up_steps=steps)
+
+
+def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainConfig) -> None:
+    """Raise ConfigError for a run that cannot have optimizers beside that of `compile`."""
+    reasons = {
+        f"--strategy {config.strategy}": config.strategy != "sync",
+        "--delay": config.delay,
+        "--sync-every": config.sync_every != 1,
+        "--canonical": config.canonical,
+        "--micro-batches": config.micro_batches > 1,
+        "--compression": config.compression != "none",
+        "--non-finite skip": config.non_finite == "skip",
+        "--learning-rate-scaling or --warm-up-epochs": config.learning_rate_scaling != "none" or config.warm_up_epochs,
+        "--precision mixed_float16": config.precision == "mixed_float16",
+    }
+    wrong = [what for what, is_so in reasons.items() if is_so]
+    if others and wrong:
+        raise ConfigError(
+            f"{wrong[0]} cannot be combined with optimizers beside that of `compile`",
+            got=f"{', '.join(one.name for one in others)}, and {wrong[0]}",
+            allowed="each optimizer's gradients summed whole in each step",
+            next_step=f"Leave out {wrong[0]}.",
+        )
 
 
 def check_metrics(model: keras.Model, config: TrainConfig, of_search: str | None) -> None:
@@ -217,6 +247,7 @@ def distributed(
             sync=config.batchnorm == "sync",
             micro_batches=config.micro_batches,
             seed=config.seed,
+            checked=True,
         )
     distribute(
         model.optimizer,
@@ -229,6 +260,10 @@ def distributed(
         non_finite=non_finite,
         make_exchange=make_exchange or partial(exchange_for, compression=prepared.compression),
     )
+    for other in others_of(model):
+        group = communicator.group(range(communicator.num_ranks))
+        group.deadline_s = communicator.deadline_s
+        distribute(other, group, scale, auto_scale_loss=False, finalizes=False, same_start=False, non_finite=non_finite)
     return step
 
 
@@ -287,6 +322,9 @@ class JoinedModel:
     def install_step(self) -> None:
         """Give the model the train step that its rank needs."""
 
+    def check_rows(self, batch: Callable[[], Any]) -> None:
+        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit."""
+
     def to_score(self) -> keras.Model:
         """The model to validate, with its weights now."""
         return self.model
@@ -294,6 +332,12 @@ class JoinedModel:
     def finalize(self) -> None:
         """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
         finalize(self.model.optimizer, self.model.trainable_variables)
+        for other in others_of(self.model):
+            finalize(other, other._trainable_variables)
+
+    def close(self) -> None:
+        """End the exchanges of gradients."""
+        self.exchange.close()
 
     def abort(self, error: BaseException) -> None:
         """End the exchange, whose thread may wait for ranks that will never come."""
@@ -322,6 +366,8 @@ class RankModel(JoinedModel):
             rows = share_of_replica(config, of_tensorflow, rows)
         with nullcontext() if of_tensorflow is None else of_tensorflow.scope():
             super().__init__(context, config, plan, signature, rows, groups)
+        self._own_step = self.model.train_step
+        self._others: list[Exchange] = []  # of optimizers beside that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep
         self.strategy = EveryStep(self.communicator)
         if of_tensorflow is not None:
@@ -347,6 +393,7 @@ class RankModel(JoinedModel):
                 make = partial(ServedExchange, staleness=most, every=every, whole=self._whole)
         self._step = distributed(config, plan, self.prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
+        self._others = [exchange_of(one) for one in others_of(self.model)]
         if isinstance(self.exchange, DelayedExchange):
             self.strategy = Delayed(self.model, self.exchange)
         elif isinstance(self.exchange, ServedExchange):
@@ -371,6 +418,21 @@ class RankModel(JoinedModel):
         self._step.install(self.model, group)
         if self.tables is not None:
             self.tables.install()
+
+    def check_rows(self, batch: Callable[[], Any]) -> None:
+        """As of JoinedModel: on several ranks, and where a rank takes its rows in parts. A collective."""
+        config, apart = self._config, isinstance(self.exchange, LocalExchange)
+        parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
+        parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
+        if not parts or apart or ready_model(config.model) is not None:
+            return
+        model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
+        own_step = self._own_step if model is self.model else model.train_step
+        steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.seed)
+        rows = some_rows(batch(), self.communicator.on_host)
+        check_row_means(steps, rows, config.model)
+        with plain_lookups(model):
+            check_metric_sums(model, rows, config.model)
 
     def fit(
         self,
@@ -406,7 +468,8 @@ class RankModel(JoinedModel):
             # TensorFlow repeats only the text of an exception that Python code raised.
             failed_input = None if pipeline is None else pipeline.failure
             of_tables = None if self.tables is None else self.tables.error
-            cause = self.exchange.fault() or self._step.error or of_tables or failed_input or error
+            of_others = next((fault for one in self._others if (fault := one.fault())), None)
+            cause = self.exchange.fault() or of_others or self._step.error or of_tables or failed_input or error
             if cause is error:
                 raise
             raise cause from None
@@ -431,6 +494,11 @@ class RankModel(JoinedModel):
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
         else:
             super().finalize()
+
+    def close(self) -> None:
+        super().close()
+        for other in self._others:
+            other.close()
 
     def abort(self, error: BaseException) -> None:
         self.exchange.error = self.exchange.error or error  # closing it then waits for no rank

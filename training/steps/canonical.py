@@ -22,6 +22,7 @@ from training.steps.batchnorm import batchnorm_as, statistics_of
 from training.steps.draws import drawn_from, draws_of_step, step_of
 from training.steps.losses import Denominators, weighed_by_rows
 from training.steps.model_state import METRICS, SEEDS, variables_of
+from training.steps.over_ranks import StepOverRanks, step_over_ranks
 from training.steps.patching import swapped
 from training.steps.rank_step import KeptStatistics, SkippedStep, install_step, remove_step
 
@@ -163,6 +164,7 @@ class CanonicalStep:
             weighed_by_rows(model, data),
             batchnorm_as(model, group_rows=self._group_rows),
             Denominators(None, 1.0 / self._units).of(model),
+            step_over_ranks(StepOverRanks(None, 1.0 / self._units, refused="--canonical")),
             draws_of_step(self._seed, self._step_and_unit(number)),
         ):
             logs = self._plain(data)

@@ -74,13 +74,20 @@ class Denominators:
     With `micro_batches` the optimizer takes the mean over that many calls: sums are multiplied to compensate, and
     denominators of masks and weights, unknown before the last micro-batch, are refused. They are also refused without
     `calls`, where a rank takes its rows unit by unit and `scale` is a unit's share; `refused` is the flag to blame.
+    `checked`: losses that return one number are known to be means over rows (training.steps.row_means).
     """
 
     def __init__(
-        self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1, refused: str = "--canonical"
+        self,
+        calls: OrderedCalls | None,
+        scale: float,
+        micro_batches: int = 1,
+        refused: str = "--canonical",
+        *,
+        checked: bool = False,
     ) -> None:
         self._calls, self._scale, self._micro_batches = calls, scale, micro_batches
-        self._refused = refused
+        self._refused, self._checked = refused, checked
 
     @contextmanager
     def of(self, model: keras.Model) -> Iterator[None]:
@@ -116,7 +123,7 @@ class Denominators:
         """Keras' loss of this rank's rows, times this rank's correction."""
         mask = keras.src.backend.get_keras_mask(y_pred)
         if type(loss).__call__ is not LOSS_BASE.__call__:
-            return _unknown(loss, loss(y_true, y_pred, sample_weight), mask, sample_weight)
+            return self._unknown(loss, loss(y_true, y_pred, sample_weight), mask, sample_weight)
         with tf.name_scope(loss.name):
             y_pred, y_true = (
                 keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
@@ -128,7 +135,7 @@ class Denominators:
                 mask = of_values if mask is None else mask & of_values
             local = reduce_weighted_values(values, sample_weight, mask, loss.reduction, loss.dtype)
             if len(values.shape) == 0:
-                return _unknown(loss, local, mask, sample_weight)
+                return self._unknown(loss, local, mask, sample_weight)
             divides = divides_by(loss.reduction, masked=mask is not None, weighted=sample_weight is not None)
             if divides == "rows":
                 return local
@@ -136,18 +143,22 @@ class Denominators:
                 total = tf.reduce_sum(local) * self._micro_batches / self._scale
                 # `none` leaves a value for each entry: Keras adds their gradients, and reports their mean.
                 return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
-            if self._micro_batches > 1 or self._calls is None:
-                parts = self._refused if self._calls is None else "--micro-batches"
-                raise ConfigError(
-                    f"the loss {loss.name} cannot be split into {'parts' if self._calls is None else 'micro-batches'}",
-                    got=f"a sum divided by the batch's {divides}, and {parts}",
-                    allowed="losses that are divided by the number of rows, or by nothing",
-                    next_step=f"Leave out {parts}, or use reduction `sum` with weights that you have divided.",
-                )
+            self._check_whole(loss, divides)
             if divides == "mask":
                 return self._corrected(local, tf.reduce_sum(tf.cast(mask, tf.float64)), loss.name)
             weights = apply_mask(sample_weight, mask, dtype=loss.dtype, reduction=loss.reduction)
             return self._corrected(local, tf.reduce_sum(tf.cast(weights, tf.float64)), loss.name)
+
+    def _check_whole(self, loss: Any, divides: Divides) -> None:
+        """Raise ConfigError if a step sees its rows in parts: only the whole has the number that divides the loss."""
+        if self._micro_batches > 1 or self._calls is None:
+            parts = self._refused if self._calls is None else "--micro-batches"
+            raise ConfigError(
+                f"the loss {loss.name} cannot be split into {'parts' if self._calls is None else 'micro-batches'}",
+                got=f"a sum divided by the batch's {divides}, and {parts}",
+                allowed="losses that are divided by the number of rows, or by nothing",
+                next_step=f"Leave out {parts}, or use reduction `sum` with weights that you have divided.",
+            )
 
     def _corrected(self, local: Any, part: Any, name: str) -> Any:
         """local * (part / sum of parts) / scale; 0 where no rank has a part."""
@@ -164,21 +175,21 @@ class Denominators:
         factor.set_shape(())
         return local * tf.cast(factor, local.dtype)
 
-
-def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
-    """A loss that returns one number for all rows: treated as a mean over rows, or refused if it cannot be one."""
-    function = getattr(loss, "fn", None)
-    of_keras = (type(loss) if function is None else function).__module__.startswith("keras.")
-    if of_keras or mask is not None or sample_weight is not None:
-        raise ConfigError(
-            f"the loss {loss.name} cannot be split over ranks",
-            got="one number for a whole batch" + ("" if of_keras else ", with a mask or sample weights"),
-            allowed="one value a row (for Dice and Tversky an `axis` that leaves out the rows'), "
-            "without a mask and weights a mean over rows",
-            next_step="Return one value a row from `call` and leave the reduction to Keras.",
-        )
-    log.warning("the loss %s returns one number: it must be a mean over its rows", loss.name)
-    return local
+    def _unknown(self, loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
+        """A loss that returns one number for all rows: treated as a mean over rows, or refused if it cannot be one."""
+        function = getattr(loss, "fn", None)
+        of_keras = (type(loss) if function is None else function).__module__.startswith("keras.")
+        if of_keras or mask is not None or sample_weight is not None:
+            raise ConfigError(
+                f"the loss {loss.name} cannot be split over ranks",
+                got="one number for a whole batch" + ("" if of_keras else ", with a mask or sample weights"),
+                allowed="one value a row (for Dice and Tversky an `axis` that leaves out the rows'), "
+                "without a mask and weights a mean over rows",
+                next_step="Return one value a row from `call` and leave the reduction to Keras.",
+            )
+        if not self._checked:
+            log.warning("the loss %s returns one number: it must be a mean over its rows", loss.name)
+        return local
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
@@ -18,6 +20,7 @@ from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.exchange.compare_ranks import view_of
 from training.run.checkpoint import Tensors, TensorSpec, take
+from training.steps.other_optimizers import others_of
 
 
 def show_labels_as_columns(model: keras.Model) -> None:
@@ -63,12 +66,17 @@ def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
     """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
     show_labels_as_columns(model)
     # Keras has no public way to build metrics and loss; its JAX and PyTorch trainers use this one.
+    model._symbolic_build(data_batch=zeros_of(signature, rows))
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def zeros_of(signature: Signature, rows: int) -> Any:
+    """A batch of zeros, as fit takes it."""
     x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
     specs = [spec for spec in (signature.label, signature.weight) if spec is not None]
     others = [np.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
-    model._symbolic_build(data_batch=(x, *others) if others else x)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    return (x, *others) if others else x
 
 
 def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
@@ -76,11 +84,23 @@ def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
     if kind == WEIGHTS:
         return list(model.weights)
     if kind == OPTIMIZER:
-        return list(model.optimizer.variables)
+        return [variable for one in (model.optimizer, *others_of(model)) for variable in one.variables]
     if kind == METRICS:
         return list(model.metrics_variables)
     others = {id(variable) for other in (WEIGHTS, METRICS) for variable in variables_of(model, other)}
     return [variable for variable in model.variables if id(variable) not in others]
+
+
+@contextmanager
+def unchanged(model: keras.Model) -> Iterator[list[tuple[keras.Variable, tf.Tensor]]]:
+    """Restore all variables of `model`, weights, metrics and seeds, at the end; yields them with their values now."""
+    # No copies: TensorFlow copies what is assigned to while it is held.
+    before = [(one, tf.identity(one.value)) for one in model.variables if not one.dtype.startswith("string")]
+    try:
+        yield before
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def tensors_of(model: keras.Model, *kinds: str) -> Tensors:

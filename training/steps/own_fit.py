@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator, part_bounds
@@ -265,13 +266,33 @@ def _gathered(array: Any, communicator: Communicator) -> Any:
 
 
 def of_all_ranks(model: keras.Model, communicator: Communicator, scale: float, logs: dict[str, Any]) -> dict[str, Any]:
-    """Metrics over all ranks, the same on each; `logs` are this rank's, `scale` its share of the rows. A collective."""
+    """Metrics over all ranks, the same on each; `logs` are this rank's, `scale` its share of the rows. A collective.
+
+    What a train_step of the user's returns beside its metrics, numbers and arrays, is the mean weighted by rows.
+    """
+    mine, own = as_floats(logs), as_floats(model.get_metrics_result())
     summed_metrics(model, communicator)
     result = as_floats(model.get_metrics_result())
-    if set(result) == set(logs):
+    if set(result) == set(mine):
         return result
-    # The user's train_step returns other values: take their mean, weighted by the ranks' rows.
-    names = sorted(logs)
-    values = np.array([float(logs[name]) for name in names]) * scale
-    communicator.all_reduce(values)
-    return dict(zip(names, values.tolist(), strict=True))
+    names = sorted(mine)
+    differs = np.array([name not in own or own[name] != mine[name] for name in names], np.uint8)
+    communicator.all_reduce(differs, "max")
+    others = {name: _numbers(name, mine[name]) for name, other in zip(names, differs, strict=True) if other}
+    flat = np.concatenate([np.zeros(0), *(value.reshape(-1) for value in others.values())]) * scale
+    communicator.all_reduce(flat)
+    parts = np.split(flat, np.cumsum([value.size for value in others.values()])[:-1]) if others else []
+    means = {name: part.reshape(value.shape) for (name, value), part in zip(others.items(), parts, strict=True)}
+    return {name: means[name].tolist() if name in means else result[name] for name in names}
+
+
+def _numbers(name: str, value: Any) -> NDArray[np.float64]:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"train_step returns `{name}` among its logs, which is no number",
+            got=f"{type(value).__name__}: {value!r}"[:200],
+            allowed="numbers and arrays of numbers, whose means over ranks an epoch reports",
+            next_step="Leave it out of what train_step returns.",
+        ) from None

@@ -21,6 +21,7 @@ from training.steps.distribute import exchange_of, is_first, is_last, skipped_of
 from training.steps.draws import draws_of_step, step_of
 from training.steps.losses import Denominators, weigh_tests, weighed_by_rows
 from training.steps.ordered import OrderedCalls
+from training.steps.over_ranks import StepOverRanks, step_over_ranks
 from training.steps.patching import swapped
 
 
@@ -155,6 +156,7 @@ class RankStep:
     Keras, except with `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported
     losses, are not. `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size. With
     `seed`, draws of keras.random without a seed depend on it, the step and the rank; else they are the process's own.
+    `checked`: the caller checks that losses are means over rows (training.steps.row_means); else a warning says so.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class RankStep:
         sync: bool = False,
         micro_batches: int = 1,
         seed: int | None = None,
+        checked: bool = False,
     ) -> None:
         if group_rows is not None and sync:
             raise ConfigError(
@@ -174,7 +177,7 @@ class RankStep:
                 next_step="Leave out group_rows or sync.",
             )
         self._scale, self._group_rows, self._sync, self._micro_batches = scale, group_rows, sync, micro_batches
-        self._seed = seed
+        self._seed, self._checked = seed, checked
         self._calls: OrderedCalls | None = None
 
     @property
@@ -229,7 +232,11 @@ class RankStep:
             if not several and self._micro_batches == 1:
                 yield
                 return
-            with Denominators(calls, self._scale, self._micro_batches).of(model):
+            reached = calls if self._micro_batches == 1 else None
+            with (
+                Denominators(calls, self._scale, self._micro_batches, checked=self._checked).of(model),
+                step_over_ranks(StepOverRanks(reached, self._scale, self._micro_batches)),
+            ):
                 yield
 
     def _draws(self, model: keras.Model, rank: int) -> AbstractContextManager[None]:
@@ -243,7 +250,8 @@ class RankStep:
     def _warn(self, model: keras.Model) -> None:
         """Warn of effects that the results do not show."""
         own = type(model)
-        if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
+        its_own = own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss
+        if its_own and not self._checked:
             log.warning("%s computes its loss itself: what it adds to compile's must be means over rows", own.__name__)
         layers = [layer.name for layer in normalisations(model) if not isinstance(layer, GhostBatchNormalization)]
         if layers and self._group_rows == 1:

@@ -29,6 +29,7 @@ from training.steps.batchnorm import batchnorm_as, statistics_of
 from training.steps.draws import drawn_from, draws_of_step, step_of
 from training.steps.losses import Denominators, weigh_tests, weighed_by_rows
 from training.steps.model_state import SEEDS, variables_of
+from training.steps.over_ranks import StepOverRanks, step_over_ranks
 from training.steps.patching import swapped
 
 
@@ -204,7 +205,8 @@ class TensorflowStep:
         words = [step_of(self._model.optimizer), tf.cast(number, tf.int64)]
         for place, variable in enumerate(self._seeds):
             variable.assign(drawn_from(self._seed, f"seed generator {place} of a unit", words, variable.dtype))
-        with draws_of_step(self._seed, words):
+        parts = StepOverRanks(None, 1.0, refused=self._flag)
+        with draws_of_step(self._seed, words), step_over_ranks(parts):
             logs = self._model.train_step(mine)
         if len(seen.wrong) != 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from training.run.checkpoint_division import Piece, deal, held
 from training.run.late_copy import LateCopy
 from training.steps.distribute import exchange_of, skipped_of
 from training.steps.ordered import Calls
+from training.steps.patching import swapped_class
 from training.strategies.growing_table import GrowingTable
 from training.strategies.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
 
@@ -165,6 +166,24 @@ def plain_tables(tensors: Mapping[str, Array]) -> Iterator[None]:
         yield
     finally:
         _PLAIN.reset(before)
+
+
+class _PlainLookup(ShardedEmbedding):
+    """Mixed in before a layer's own class: numbers of each id instead of its row, without other ranks."""
+
+    def call(self, ids: Any, training: bool | None = None) -> Any:
+        places = tf.range(1, self.options.width + 1, dtype=tf.float32)
+        numbers = tf.sin(tf.cast(ids, tf.float32)[..., tf.newaxis] * places)
+        return tf.cast(numbers, self.compute_dtype) * (1 + tf.cast(self.anchor, self.compute_dtype))
+
+
+@contextmanager
+def plain_lookups(model: keras.Model) -> Iterator[None]:
+    """While this is open, tables in shards call no other rank: rows are functions of ids, times 1 + the anchor."""
+    with ExitStack() as stack:
+        for layer in sharded_layers(model):
+            stack.enter_context(swapped_class(layer, _PlainLookup))
+        yield
 
 
 def sharded_layers(model: keras.Model) -> list[ShardedEmbedding]:
