@@ -229,7 +229,10 @@ def check_validation(config: TrainConfig, split: str) -> None:
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> RunResult | None:
     """The result that counts, if it was asked for as many epochs and steps as the configuration asks for."""
     done = find_result(fs, paths)
-    if done is None or int(done["epochs_asked"]) < config.epochs:
+    if done is None or int(done["epochs_asked"]) < config.epochs or done["keep_best"] != config.keep_best:
+        return None  # with another --keep-best, the model has other weights
+    stopped_by = done["stopped_by"] or ""
+    if stopped_by.startswith("--early-stop ") and not stopped_by.startswith(f"--early-stop {config.early_stop}:"):
         return None
     if steps_asked(plan, int(done["epochs_asked"]), done["max_steps"]) < steps_asked(
         plan, config.epochs, config.max_steps

@@ -200,7 +200,8 @@ class Fit(AbstractContextManager["Fit"]):
             config,
             self._model,
             self._comm,
-            self._callbacks.callbacks,
+            [callback for callback in self._callbacks.callbacks if callback is not self._early_stop],
+            self._early_stop,
             self._audit,
             self._exchange,
             self._strategy,
@@ -292,6 +293,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._finalize()
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
+        if self._config.keep_best is not None:  # after all that ends a run, such as averages that become the weights
+            control.beat(step, "restore the best checkpoint")
+            self._saver.restore_best()
         exported = model if self._tables is None else self._plain(self._tables)
         if self._reports is not None:
             self._reports.flush()

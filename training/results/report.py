@@ -39,7 +39,7 @@ from training.results.resources import (
     usage_rows,
 )
 from training.results.state import STOPPED, WORDS, read_stopped, state_of
-from training.rules import VALIDATION
+from training.rules import VALIDATION, metric_in
 from training.run import notes
 from training.run.command import command_of
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
@@ -323,8 +323,13 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
         ("checkpoint", result["checkpoint"]),
-        ("model", result["model"]),
+        *([] if (best := result["best"]) is None else [("best checkpoint", _best_words(result["keep_best"], best))]),
+        ("model", result["model"] if best is None else f"{result['model']}, of the best checkpoint"),
     ]
+
+
+def _best_words(rule: str, best: Mapping[str, Any]) -> str:
+    return f"{best['checkpoint']}: best {metric_in(rule)} {best['value']:.6g} at step {best['step']}"
 
 
 def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:
