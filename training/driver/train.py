@@ -161,7 +161,7 @@ def train(
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
     with ended_in_order(), StopRequest(config.stop_grace_s).taken() as stop, signals, ownership:
-        open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
+        open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm, search_metric=hooks.metric)
         limits = limits_of(config, hooks.limits)
         steps = steps_asked(plan, config.epochs, config.max_steps)
         board = Board(
@@ -462,6 +462,7 @@ class _Driver:
             keep_best=self._config.keep_best,
             best=None if best is None else best.to_json(),
             class_counts=first.get("class_counts"),
+            watching=[str(callback) for callback in first.get("watching", [])],
             left_over=[str(sample) for sample in first.get("left_over", [])],
             max_steps=self._config.max_steps,
             stopped_by=first.get("stopped_by"),

@@ -312,6 +312,7 @@ class Fit(AbstractContextManager["Fit"]):
             "samples_per_s": self._samples_per_s(step),
             "validation_s": validation_s,
             "stopped_by": self._stopped_by(),
+            "watching": self._watching(),
             "left_over": left_over,
             "class_counts": self._class_counts,
         }
@@ -363,6 +364,15 @@ class Fit(AbstractContextManager["Fit"]):
         if self._early_stop is not None and self._early_stop.reason is not None:
             return self._early_stop.reason
         return "a callback of the model" if self._progress.stopped else f"--max-steps {self._config.max_steps}"
+
+    def _watching(self) -> list[str]:
+        """The model's own callbacks that choose by the validation."""
+        if self._validation is None:
+            return []
+        named = (
+            (type(callback).__name__, getattr(callback, "monitor", None)) for callback in self._rank_model.callbacks
+        )
+        return [f"{name} of {metric}" for name, metric in named if isinstance(metric, str) and of_validation(metric)]
 
     def _last_step(self, epoch: int) -> int:
         """The step after which the epoch ends in this run."""

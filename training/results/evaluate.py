@@ -21,6 +21,7 @@ from training.control.task import RankTask
 from training.launch.session import Launch
 from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from training.rank import runtime
+from training.results.chosen_on import chosen_on, chosen_words, has_rows_of
 from training.results.export_run import Which, weights_of
 from training.run import notes
 from training.run.paths import RunPaths
@@ -46,6 +47,8 @@ class _Scored:
     model: str | None
     checkpoint: str | None
     kept: tuple[float, ...] | None
+    document: dict[str, Any]
+    """run.json."""
 
     @classmethod
     def of(cls, run: str, which: Which | str | None, evaluated: DatasetManifest) -> Self:
@@ -54,7 +57,14 @@ class _Scored:
         config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
         url = isinstance(which, str) and which not in ("last", "best")
         model, checkpoint = (None, str(which)) if url else weights_of(run, config, cast("Which | None", which))
-        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest))
+        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest), document)
+
+    def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
+        """What chose it by these rows (training.results.chosen_on)."""
+        if not has_rows_of(self.document, datasets):
+            return []
+        result = find_result(filesystem(self.run), RunPaths(self.run))
+        return chosen_on(self.document, split, (result or {}).get("watching", ()))
 
 
 def evaluate(
@@ -81,7 +91,8 @@ def evaluate(
     depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
     continues are evaluated too, and the result names them as `earlier`, nearest first.
 
-    Returns {run, dataset, split, model, samples, left_out ({samples, first}: with --bad-images skip, rows of images
+    Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
+    training.results.chosen_on), samples, left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
@@ -128,7 +139,8 @@ def evaluate(
     if len(models) > 1:
         found["members"] = [{**one, **scored} for one, scored in zip(where, found["members"], strict=True)]
     named = where[0] if len(models) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
-    result = {**named, "dataset": dataset, "split": split, **found}
+    reasons = dict.fromkeys(reason for one in models for reason in one.chosen_on(datasets, split))
+    result = {**named, "dataset": dataset, "split": split, "chosen_on": list(reasons), **found}
     if earlier:
         result["earlier"] = datasets[1:]
     trained = find_result(filesystem(first.run), RunPaths(first.run))
@@ -258,6 +270,8 @@ def summary(result: Mapping[str, Any]) -> str:
             difference = result["difference"].get(name, {"value": None, "interval": None})
             row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
         table.append([*row, *(number(member["metrics"].get(name)) for member in members)])
+    if chosen := chosen_words(result["chosen_on"]):
+        head += f"\n{chosen}"
     parts = [
         [head, *aligned(table)],
         aligned(_comparisons(result.get("comparisons", []))),

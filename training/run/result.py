@@ -50,6 +50,8 @@ class RunResult:
     """The --keep-best that was asked for."""
     best: dict[str, Any] | None = None
     """{checkpoint, step, value, metrics} of the checkpoint that is the best by it; None if none has its metric."""
+    watching: list[str] = field(default_factory=list)
+    """The model's own callbacks that watch the validation, such as `EarlyStopping of val_loss`."""
     class_counts: list[int] | None = None
     """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
@@ -199,7 +201,7 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
     names = ("checkpoint", "model", "class_counts", "max_steps", "stopped_by", "privacy", "keep_best", "best")
     later = dict.fromkeys(names)
     none_bad = {"samples": 0, "first": []}
-    found = {**later, "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
+    found = {**later, "watching": [], "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
     documents.mapping(found["bad_records"], where=f"{where}: bad_records")
     if found["max_steps"] is not None:
         documents.count(found["max_steps"], where=f"{where}: max_steps", least=1)
@@ -209,6 +211,8 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
         for name in ("epsilon", "delta"):
             documents.number(documents.mapping(found["privacy"], where=f"{where}: privacy").get(name), where=where)
     documents.number(found["validation_s"], where=f"{where}: validation_s")
+    for callback in documents.items(found["watching"], where=f"{where}: watching"):
+        documents.string(callback, where=f"{where}: watching")
     if found["keep_best"] is not None:
         documents.string(found["keep_best"], where=f"{where}: keep_best")
     if found["best"] is not None:

@@ -173,16 +173,18 @@ def open_run(
     manifest: DatasetManifest,
     plan: RunPlan,
     confirm: Callable[[], None] | None = None,
+    search_metric: str | None = None,
 ) -> None:
     """Write run.json for a new run, or for one without a checkpoint; else check it as `check_run` does, and write it
     again if this call has other `MENDABLE` fields, with a note of what it is judged by.
 
-    `confirm` is called just before the rename (lockstep.storage.publish.write_stream).
+    `search_metric` is the --metric of the search whose trial this is; `confirm` is called just before the rename
+    (lockstep.storage.publish.write_stream).
     """
     if not check_run(fs, paths, config, plan):
         fs.mkdirs(paths.root)
         again = fs.exists(paths.run_json)
-        document = seal(_document(config, manifest, plan))
+        document = seal({**_document(config, manifest, plan), "search_metric": search_metric})
         write_file(fs, paths.run_json, document, exclusive=not again, confirm=confirm)
         return
     found, given = read_run(fs, paths), config.to_json()
