@@ -212,16 +212,16 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     return manifest, encoder
 
 
-def check_validation(config: TrainConfig, split: str) -> None:
-    """Raise ConfigError unless the run's datasets have rows in `split`, and fit together there."""
+def check_validation(config: TrainConfig, split: str, flag: str = "--validate") -> None:
+    """Raise ConfigError unless the run's datasets have rows in `split`, the value of `flag`, and fit together there."""
     for url in config.datasets:
         splits = load_dataset(url).splits
         if split not in splits or not splits[split].records:
             raise ConfigError(
-                f"{url} has nothing to validate on",
-                got=f"--validate {split}, {'a split without records' if split in splits else 'no such split'}",
+                f"{url} has nothing to {'validate' if flag == '--validate' else 'evaluate'} on",
+                got=f"{flag} {split}, {'a split without records' if split in splits else 'no such split'}",
                 allowed=", ".join(sorted(set(splits) - set(config.split.split(",")))) or "a dataset with another split",
-                next_step="Correct --validate, or build the dataset with that split.",
+                next_step=f"Correct {flag}, or build the dataset with that split.",
             )
     open_parts(config.datasets, split)
 
