@@ -123,8 +123,9 @@ def write_logs(
     """Write web logs, or records of a declared schema, as the dataset `output`; the job is `lockstep etl_logs`.
 
     `inputs` are files or folders of lines, also compressed. `options` are the other fields of LogsConfig, such as
-    log_format, schema, label, split or max_bad (the share of rejected lines with which it still succeeds). Nothing
-    appears at `output` before the dataset is complete; rejected lines are kept next to it, each with its place.
+    log_format, schema, label, split or max_bad (the share of rejected lines with which it still succeeds); with
+    append_to, those left out are as that dataset was made. Nothing appears at `output` before the dataset is complete;
+    rejected lines are kept next to it, each with its place.
 
     Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
     DataError for too many rejected lines or an input that is not such a log.
@@ -140,9 +141,11 @@ def write_logs(
     """
     from etl.logs.job import run
     from etl.write.config import LogsConfig
+    from etl.write.continued import continued
 
     _require_known("write_logs", options, LogsConfig.__dataclass_fields__.keys() - {"inputs", "output"})
-    return run(spark, LogsConfig(inputs=several(inputs), output=absolute(output), **options))
+    values = {"inputs": several(inputs), "output": absolute(output), **options}
+    return run(spark, LogsConfig(**continued(values, values.keys())))
 
 
 def write_images(
@@ -155,8 +158,8 @@ def write_images(
 
     `inputs` are files, archives or folders; the job is `lockstep etl_images`. `options` are the other fields of
     ImagesConfig, such as source (idx, the default, cifar10, cifar100, folder, tar or parquet), image_size (height,
-    width), split or store. Nothing appears at `output` before the dataset is complete; images that cannot be read are
-    kept next to it, each with its file.
+    width), split or store; with append_to, those left out are as that dataset was made. Nothing appears at `output`
+    before the dataset is complete; images that cannot be read are kept next to it, each with its file.
 
     Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
     DataError for too many rejected images or files that do not hold what they should.
@@ -173,9 +176,11 @@ def write_images(
     """
     from etl.images.config import ImagesConfig
     from etl.images.job import run
+    from etl.write.continued import continued
 
     _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
-    return run(spark, ImagesConfig(inputs=several(inputs), output=absolute(output), **options))
+    values = {"inputs": several(inputs), "output": absolute(output), **options}
+    return run(spark, ImagesConfig(**continued(values, values.keys())))
 
 
 def train(
@@ -204,10 +209,11 @@ def train(
     (Ctrl-C, or the kernel's) lets the ranks write a checkpoint first; the same call resumes from there.
 
     With keep_best, the model has the weights of the best checkpoint, `best` (`step`, `value`, `metrics`), else of the
-    last step. The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`), `seconds`,
-    `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported model), and
-    the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError for damaged
-    data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
+    last step. The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`),
+    `seconds`, `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported
+    model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError
+    for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run
+    over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
