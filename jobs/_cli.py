@@ -60,6 +60,17 @@ class JobParser(argparse.ArgumentParser):
         self._given = list(argv)
         return self.parse_args([*from_files, *argv])
 
+    def given(self, argv: Sequence[str]) -> set[str]:
+        """The names of the values that flags or files give, and not defaults. Raises what `parse` raises."""
+        defaults = [(action, action.default) for action in self._actions]
+        try:
+            for action, _ in defaults:
+                action.default = argparse.SUPPRESS
+            return set(vars(self.parse(argv)))
+        finally:
+            for action, default in defaults:
+                action.default = default
+
     def _flags_of(self, path: str) -> list[str]:
         document = read_toml(path)
         # By pkgutil, since the folder may be in a zip.

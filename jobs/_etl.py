@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,12 +15,15 @@ from etl.logs.roles import ASKED, flag_of, said
 from etl.split.leakage import content_line
 from etl.write.carried import Carried, carried_files, carried_in
 from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
+from etl.write.continued import continued
 from jobs._cli import JobParser, joined, names
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
+FIELDS = {"input": "inputs", "null_text": "null_texts"}
+"""Fields of the configurations whose flags have other names."""
 BY_PLACE = (
     "ids: records are known by file and position, so an edited or renamed file moves its records to other splits;"
     " --id-columns avoids that\n"
@@ -54,7 +57,8 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     sampled = "keep this share of a class for training (`train`, all folds), such as click=0:10%%; several with `,`"
     add("--sample", type=joined, metavar="COLUMN=VALUE:SHARE", help=sampled)
     add("--weights", default="none", metavar="W", help=f"{' | '.join(WEIGHTS)}: a field `weight` by class of the label")
-    add("--append-to", metavar="URL", help="the dataset that the new one continues")
+    further = "the dataset that the new one continues; flags that are left out are as it was made"
+    add("--append-to", metavar="URL", help=further)
     add("--clean", action="store_true", help="first remove what killed jobs left next to the output")
     add("--petastorm", action="store_true", help="also write the metadata of Petastorm's make_reader (a pickle)")
     baked = "store the inputs of a model, fitted on `train` only, instead of the features (docs/schema.md)"
@@ -91,6 +95,11 @@ def web_values(args: Namespace) -> dict[str, Any]:
 def write_values(args: Namespace) -> dict[str, Any]:
     """The fields of WriteConfig from the flags."""
     return {field.name: getattr(args, field.name) for field in fields(WriteConfig) if hasattr(args, field.name)}
+
+
+def continuing(values: dict[str, Any], given: Collection[str] | None) -> dict[str, Any]:
+    """`values`, with --append-to those of the dataset for flags that are not `given`; None: all are."""
+    return continued(values, values.keys() if given is None else {FIELDS.get(name, name) for name in given})
 
 
 def output_values(args: Namespace) -> dict[str, Any]:

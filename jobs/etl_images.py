@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -15,7 +15,7 @@ from etl.images import job as image_sets
 from etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
 from etl.write.config import parse_size
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, finished, output_values, summary
+from jobs._etl import add_output_flags, continuing, finished, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.features.images.resize import FITS, ROTATIONS
 from lockstep.storage.settings import set_hadoop_settings
@@ -49,20 +49,21 @@ def parser() -> JobParser:
     return job
 
 
-def config_of(args: Namespace) -> ImagesConfig:
-    """The configuration from the flags."""
-    return ImagesConfig(
-        image_size=None if args.image_size is None else parse_size(args.image_size),
-        classes=None if args.classes is None else tuple(args.classes.split(",")),
+def config_of(args: Namespace, given: Collection[str] | None = None) -> ImagesConfig:
+    """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    values = {
+        "image_size": None if args.image_size is None else parse_size(args.image_size),
+        "classes": None if args.classes is None else tuple(args.classes.split(",")),
         **{name: getattr(args, name) for name in OWN},
         **output_values(args),
-    )
+    }
+    return ImagesConfig(**continuing(values, given))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
-    args = parser().parse(argv)
-    config = config_of(args)
+    args = (job := parser()).parse(argv)
+    config = config_of(args, job.given(argv))
     if (found := finished(args, config, lambda: image_sets.plan_of(config).sources)) is not None:
         print(summary(found, args.output))
         return 0

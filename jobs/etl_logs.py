@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -53,26 +53,27 @@ def parser() -> JobParser:
     return job
 
 
-def config_of(args: Namespace) -> LogsConfig:
-    """The configuration from the flags."""
-    return LogsConfig(
-        log_format=args.log_format,
-        label=args.label,
-        schema=args.schema,
-        id_columns=args.id_columns,
-        columns=args.columns,
-        time_columns=args.time_columns,
-        null_texts=tuple(args.null_text),
-        quoted_newlines=args.quoted_newlines,
+def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConfig:
+    """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    values = {
+        "log_format": args.log_format,
+        "label": args.label,
+        "schema": args.schema,
+        "id_columns": args.id_columns,
+        "columns": args.columns,
+        "time_columns": args.time_columns,
+        "null_texts": tuple(args.null_text),
+        "quoted_newlines": args.quoted_newlines,
         **_etl.web_values(args),
         **_etl.output_values(args),
-    )
+    }
+    return LogsConfig(**_etl.continuing(values, given))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
-    args = parser().parse(argv)
-    config = config_of(args)
+    args = (job := parser()).parse(argv)
+    config = config_of(args, job.given(argv))
     if args.propose_schema:
         print(propose(config))
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -15,7 +15,7 @@ from etl import tables
 from etl.split.splits import ALLOWED
 from etl.tables import TableConfig
 from jobs._cli import JobParser, names, run_job
-from jobs._etl import add_label_window, add_write_flags, summary, write_values
+from jobs._etl import add_label_window, add_write_flags, continuing, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -28,7 +28,7 @@ def parser() -> JobParser:
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
     add("--input-format", default="parquet", metavar="F", help="of --input: any that Spark knows (default parquet)")
-    add("--id-columns", type=names, required=True, metavar="A,B", help="columns that identify a row; unique together")
+    add("--id-columns", type=names, default=(), metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
@@ -37,25 +37,26 @@ def parser() -> JobParser:
     return job
 
 
-def config_of(args: Namespace) -> TableConfig:
-    """The configuration from the flags."""
-    return TableConfig(
-        table=args.table,
-        query=args.query,
-        inputs=tuple(args.input),
-        input_format=args.input_format,
-        id_columns=args.id_columns,
-        label=args.label,
-        exclude=args.exclude,
-        schema=args.schema,
+def config_of(args: Namespace, given: Collection[str] | None = None) -> TableConfig:
+    """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    values = {
+        "table": args.table,
+        "query": args.query,
+        "inputs": tuple(args.input),
+        "input_format": args.input_format,
+        "id_columns": args.id_columns,
+        "label": args.label,
+        "exclude": args.exclude,
+        "schema": args.schema,
         **write_values(args),
-    )
+    }
+    return TableConfig(**continuing(values, given))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
-    args = parser().parse(argv)
-    config = config_of(args)
+    args = (job := parser()).parse(argv)
+    config = config_of(args, job.given(argv))
     plan = tables.check(config)
     with spark_session("lockstep etl_table", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))

@@ -21,13 +21,8 @@ def parser() -> JobParser:
     add = job.add_argument
     add("--run", required=True, metavar="URL", help="the run, finished or not")
     add("--output", required=True, metavar="URL", help="directory of the model; must not exist")
-    add(
-        "--checkpoint",
-        type=which,
-        default="last",
-        metavar="last|best|STEP",
-        help="last (default), best (by the run's --keep-best) or a step",
-    )
+    text = "last, best (by the run's --keep-best) or a step (default: best of a run with --keep-best, else last)"
+    add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     text = "keras (default), or savedmodel, which TensorFlow loads without Keras and Lockstep; has the Keras file too"
     add("--format", choices=FORMATS, default="keras", help=text)
     return job

@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
             result = train(config, launch, take_over=args.take_over, hooks=hooks, checked=checked)
     print(result.summary())
     report(result)
+    if words := result.best_words():
+        print(words)
     return 0
 
 

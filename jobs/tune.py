@@ -16,7 +16,7 @@ from jobs import _train
 from jobs._cli import JobParser, read_toml, run_job
 from jobs._launch import launch_of
 from training.config import flag_of
-from training.driver.preflight import preflight_before_spark
+from training.driver.preflight import all_local, check_validation, preflight_before_spark
 from training.search.config import SearchConfig
 from training.search.space import ELASTIC, corners, space_of
 
@@ -29,6 +29,8 @@ def parser() -> JobParser:
     add("--run", required=True, metavar="URL", help="Directory of the search; an existing search is resumed")
     add("--space", required=True, metavar="FILE.toml", help="Parameters: ranges or choices of jobs.train's options")
     add("--metric", required=True, metavar="NAME:max", help="What is best: NAME:max or NAME:min of an epoch's metrics")
+    test = "The split that no trial sees: the best trial is evaluated on it (default: test, if trials do not see it)"
+    add("--test", metavar="SPLIT", help=test)
     add("--trials", type=int, metavar="T", help="Trials in total (default with --sampler grid: the whole grid)")
     add("--parallel", type=int, default=1, metavar="P", help="Trials at once, each of N ranks (default 1)")
     add("--sampler", choices=("random", "grid", "tpe"), default="tpe", help="What proposes parameters (default tpe)")
@@ -43,11 +45,17 @@ def main(argv: Sequence[str]) -> int:
     config = config_of(args)
     for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
         preflight_before_spark(corner)
+    if config.test is not None and all_local(config.base):
+        check_validation(config.base, config.test, "--test")
+    from training.search.report import tested_words
     from training.search.tune import tune  # loads Optuna
 
     with launch_of(config.base.launcher, "tune", args.master) as launch:
         best = tune(config, launch, take_over=args.take_over)
     print(f"best trial {best['trial']}: {config.metric_name} {best['value']:.6g} with {' '.join(best['flags'])}")
+    print(f"chosen on split {best['chosen_on']}: optimistic")
+    if best["test"] is not None:
+        print(f"on split {best['test']['split']}, which no trial has seen: {tested_words(best['test'])}")
     print(f"run {best['run']}\nmodel {best['model']}\nreport {best['report']}")
     print(json.dumps(best, sort_keys=True))
     return 0
@@ -58,7 +66,7 @@ def config_of(args: Namespace) -> SearchConfig:
     return SearchConfig(
         base=_train.config_of(args),
         space=space_of(read_toml(args.space, "--space"), args.space),
-        **{name: getattr(args, name) for name in ("metric", "trials", "parallel", "sampler", "pruner")},
+        **{name: getattr(args, name) for name in ("metric", "trials", "parallel", "sampler", "pruner", "test")},
     )
 
 

@@ -123,8 +123,9 @@ def write_logs(
     """Write web logs, or records of a declared schema, as the dataset `output`; the job is `lockstep etl_logs`.
 
     `inputs` are files or folders of lines, also compressed. `options` are the other fields of LogsConfig, such as
-    log_format, schema, label, split or max_bad (the share of rejected lines with which it still succeeds). Nothing
-    appears at `output` before the dataset is complete; rejected lines are kept next to it, each with its place.
+    log_format, schema, label, split or max_bad (the share of rejected lines with which it still succeeds); with
+    append_to, those left out are as that dataset was made. Nothing appears at `output` before the dataset is complete;
+    rejected lines are kept next to it, each with its place.
 
     Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
     DataError for too many rejected lines or an input that is not such a log.
@@ -140,9 +141,11 @@ def write_logs(
     """
     from etl.logs.job import run
     from etl.write.config import LogsConfig
+    from etl.write.continued import continued
 
     _require_known("write_logs", options, LogsConfig.__dataclass_fields__.keys() - {"inputs", "output"})
-    return run(spark, LogsConfig(inputs=several(inputs), output=absolute(output), **options))
+    values = {"inputs": several(inputs), "output": absolute(output), **options}
+    return run(spark, LogsConfig(**continued(values, values.keys())))
 
 
 def write_images(
@@ -155,8 +158,8 @@ def write_images(
 
     `inputs` are files, archives or folders; the job is `lockstep etl_images`. `options` are the other fields of
     ImagesConfig, such as source (idx, the default, cifar10, cifar100, folder, tar or parquet), image_size (height,
-    width), split or store. Nothing appears at `output` before the dataset is complete; images that cannot be read are
-    kept next to it, each with its file.
+    width), split or store; with append_to, those left out are as that dataset was made. Nothing appears at `output`
+    before the dataset is complete; images that cannot be read are kept next to it, each with its file.
 
     Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
     DataError for too many rejected images or files that do not hold what they should.
@@ -173,9 +176,11 @@ def write_images(
     """
     from etl.images.config import ImagesConfig
     from etl.images.job import run
+    from etl.write.continued import continued
 
     _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
-    return run(spark, ImagesConfig(inputs=several(inputs), output=absolute(output), **options))
+    values = {"inputs": several(inputs), "output": absolute(output), **options}
+    return run(spark, ImagesConfig(**continued(values, values.keys())))
 
 
 def train(
@@ -203,10 +208,12 @@ def train(
     In a notebook the cell shows a line of progress and the curves so far, elsewhere stderr a bar or lines. An interrupt
     (Ctrl-C, or the kernel's) lets the ranks write a checkpoint first; the same call resumes from there.
 
-    The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`), `seconds`,
-    `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported model), and
-    the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError for damaged
-    data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
+    With keep_best, the model has the weights of the best checkpoint, `best` (`step`, `value`, `metrics`), else of the
+    last step. The result has `metrics` (of the last epoch), `steps`, `epochs` (that were trained, of `epochs_asked`),
+    `seconds`, `first_step_s`, `samples_per_s` (after the first step), `checkpoint`, `model` (the URL of the exported
+    model), and the methods `evaluate(split)` and `predict(rows)`. Raises ConfigError for invalid arguments, DataError
+    for damaged data, TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run
+    over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -242,8 +249,9 @@ def cross_validate(
     """Train a model once for each fold of a dataset, and evaluate it on the fold that was held out.
 
     `dataset` has a split `kfold:K`. `run` is a directory for the K runs; the same call resumes. All other arguments are
-    those of `train`. Returns `folds`, a list of {fold, run, model, samples, metrics}, and `metrics`: {name: {mean, std,
-    n}}, the standard deviation over n folds divided by n - 1. Raises what `train` and `evaluate` raise.
+    those of `train`. Returns `folds`, a list of {fold, run, model, samples, metrics}, `metrics`: {name: {mean, std,
+    n}}, the standard deviation over n folds divided by n - 1, and `pooled`: samples, metrics and intervals (95 %) of
+    all held-out rows, each predicted by the model that has not seen it. Raises what `train` and `evaluate` raise.
 
     >>> import lockstep
     >>> result = lockstep.cross_validate("folds", "cv", "logistic", global_batch=16, epochs=1)
@@ -276,6 +284,7 @@ def tune(
     parallel: int = 1,
     sampler: Literal["tpe", "random", "grid"] = "tpe",
     pruner: Literal["none", "median", "hyperband"] = "none",
+    test: str | None = None,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
     take_over: bool = False,
@@ -286,11 +295,13 @@ def tune(
     `search` is its directory. `space` has a range {"low": 1e-3, "high": 1.0, "log": True} or {"choices": [16, 32]} for
     names of options, or for settings of the model ("set.width"). `metric` is NAME:max or NAME:min of an epoch's
     metrics, such as val_auc:max with validate="val". `trials` is their number (None: the whole grid), `parallel` how
-    many train at once, each on `num_ranks` ranks; a barrier session needs slots for all. All other arguments are those
-    of `train`.
+    many train at once, each on `num_ranks` ranks; a barrier session needs slots for all. The best trial is evaluated on
+    the split `test`, which no trial may see (None: the one of this name, if there is one). All other arguments are
+    those of `train`.
 
-    Returns the best trial (`trial`, `parameters`, `value`, `run`, `model`, `flags`, `report`), and `trials`, a list of
-    {trial, run, parameters, state, value, epochs} with the state done, pruned or failed. Raises what `train` raises,
+    Returns the best trial (`trial`, `parameters`, `value`, `run`, `model`, `flags`, `report`), `chosen_on`, the split
+    that chose it, `test` (None, or its split, samples, metrics and intervals on the split apart), and `trials`, a list
+    of {trial, run, parameters, state, value, epochs} with the state done, pruned or failed. Raises what `train` raises,
     ConfigError also for a space that does not fit, TrainingFailedError if no trial has a value.
 
     >>> import lockstep
@@ -315,7 +326,7 @@ def tune(
     check_name(base.model, base.extra, here=spark is None)
     config = SearchConfig(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
-        sampler=sampler, pruner=pruner,
+        sampler=sampler, pruner=pruner, test=test,
     )  # fmt: skip
     hooks, progress = Hooks(model_function=function), search_progress_here()
     best = tune(config, _launch(spark), take_over=take_over, hooks=hooks, progress=progress)
@@ -345,7 +356,8 @@ def evaluate(
     place of the newest model: `last`, `best` (by keep_best) or a step. `batch` is the rows that a rank computes at a
     time. Ranks are processes of this host or, with `spark`, run in a barrier stage.
 
-    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`,
+    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `chosen_on` (what chose the
+    model by these rows, so that its figures are optimistic), `class_counts`,
     `calibration`, `roc`, `confusion`, `slices`, of the baseline `baseline` and `difference`, of several runs `members`.
     Raises ConfigError for invalid arguments, NotFoundError for a run, dataset or split that does not exist.
 

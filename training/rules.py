@@ -56,6 +56,11 @@ class Keep:
         return min(values)[2] if values else None
 
 
+def metric_in(best: str) -> str:
+    """The metric of METRIC:min or METRIC:max."""
+    return best.rpartition(":")[0]
+
+
 def of_validation(metric: str | None) -> bool:
     """Whether a metric (or METRIC:max) is one of the validation split, and not of the training rows."""
     return metric is not None and metric.startswith(VALIDATION)

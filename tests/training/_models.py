@@ -39,6 +39,14 @@ def with_callbacks(signature: Signature, options: ModelOptions) -> tuple[keras.M
     return model, callbacks
 
 
+def with_averages(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression whose weights become their moving averages at the end of the training."""
+    model = logistic(signature, options)
+    optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
+    model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], jit_compile=False)
+    return model
+
+
 class Tested(keras.callbacks.Callback):
     """Keeps the hooks of tests, and the ends of epochs, in order: (hook, number, logs)."""
 

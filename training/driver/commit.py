@@ -22,12 +22,13 @@ from training.control.server import Handler
 from training.driver.balance import Balancer
 from training.driver.live import RunProgress
 from training.driver.memory_watch import MemoryWatch
-from training.driver.retention import MetricValues, empty_trash, retire
+from training.driver.retention import empty_trash, retire
 from training.driver.status import Board
 from training.driver.stragglers import Stragglers
 from training.launch.executors import ExecutorMemory
 from training.rules import Keep, check_metric
 from training.run import notes
+from training.run.best import Best, MetricValues, find_best
 from training.run.checkpoint_division import merge
 from training.run.comm_plans import freeze_plan
 from training.run.lineage import Checkpoint, CheckpointRef, Claim, check_newest
@@ -70,6 +71,9 @@ class CommitHandler:
         self._failed: LockstepError | None = None
         self._busy = False
         self._changed = threading.Condition()
+        self._best: Best | None = None
+        self._looked = False
+        self._looking = threading.Lock()
 
     def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
         """Take a rank's report: {step, files, tensors, audit, state, base}. Returns when all ranks' are committed.
@@ -114,15 +118,27 @@ class CommitHandler:
                     )
         return {"committed": True}
 
+    def best(self) -> Best | None:
+        """The checkpoint whose weights the run's model gets, looked up once: ask after the last commit. None for a run
+        whose model has the weights of the last step.
+        """
+        with self._looking:
+            if not self._looked:
+                self._best = find_best(self._fs, self._paths, self._keep, self._values)
+                self._looked = True
+            return self._best
+
     def model(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
         """Publish rank 0's final export, {files}, as models/gNNNN."""
+        best = self.best()
+        of = self.tip if best is None else best.ref
         staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
         files = _files([fields], staged)
         manifest = {
             "format_version": MODEL_FORMAT_VERSION,
             "kind": "model",
             "generation": self._claim.generation,
-            "checkpoint": str(self.tip) if self.tip else None,
+            "checkpoint": str(of) if of else None,
             "plan": self._plan,
             "files": files,
         }
@@ -331,6 +347,9 @@ class RunHandler(Handler):
             if rank == 0:  # before its report, so before the commit, after which these steps are never repeated
                 self._metrics.try_flush()
             return self.commits.checkpoint(rank, fields)
+        if kind == "best":
+            best = self.commits.best()
+            return {"checkpoint": None if best is None else best.url}
         if kind == "model":
             return self.commits.model(rank, fields)
         if kind == "metrics":
@@ -352,7 +371,7 @@ class RunHandler(Handler):
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
-            allowed="restore, checkpoint, metrics, model, comm_plan, memory, suspect",
+            allowed="restore, checkpoint, metrics, best, model, comm_plan, memory, suspect",
             next_step="Ship one version to ranks and driver.",
         )
 

@@ -212,16 +212,16 @@ def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
     return manifest, encoder
 
 
-def check_validation(config: TrainConfig, split: str) -> None:
-    """Raise ConfigError unless the run's datasets have rows in `split`, and fit together there."""
+def check_validation(config: TrainConfig, split: str, flag: str = "--validate") -> None:
+    """Raise ConfigError unless the run's datasets have rows in `split`, the value of `flag`, and fit together there."""
     for url in config.datasets:
         splits = load_dataset(url).splits
         if split not in splits or not splits[split].records:
             raise ConfigError(
-                f"{url} has nothing to validate on",
-                got=f"--validate {split}, {'a split without records' if split in splits else 'no such split'}",
+                f"{url} has nothing to {'validate' if flag == '--validate' else 'evaluate'} on",
+                got=f"{flag} {split}, {'a split without records' if split in splits else 'no such split'}",
                 allowed=", ".join(sorted(set(splits) - set(config.split.split(",")))) or "a dataset with another split",
-                next_step="Correct --validate, or build the dataset with that split.",
+                next_step=f"Correct {flag}, or build the dataset with that split.",
             )
     open_parts(config.datasets, split)
 
@@ -229,7 +229,10 @@ def check_validation(config: TrainConfig, split: str) -> None:
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> RunResult | None:
     """The result that counts, if it was asked for as many epochs and steps as the configuration asks for."""
     done = find_result(fs, paths)
-    if done is None or int(done["epochs_asked"]) < config.epochs:
+    if done is None or int(done["epochs_asked"]) < config.epochs or done["keep_best"] != config.keep_best:
+        return None  # with another --keep-best, the model has other weights
+    stopped_by = done["stopped_by"] or ""
+    if stopped_by.startswith("--early-stop ") and not stopped_by.startswith(f"--early-stop {config.early_stop}:"):
         return None
     if steps_asked(plan, int(done["epochs_asked"]), done["max_steps"]) < steps_asked(
         plan, config.epochs, config.max_steps

@@ -9,60 +9,20 @@ the same with checkpoints outside its own chain.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from lockstep.storage.errors import DataError, ExistsError, NotFoundError, StorageError
+from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.urls import basename, join, parent
-from training.rules import BEST, Keep
-from training.run.checkpoint import read_manifest
-from training.run.lineage import Checkpoint, CheckpointRef, base_ref, check_newest, checkpoints, lineage, read_claims
+from training.rules import Keep
+from training.run.best import MetricValues
+from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
 from training.run.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
 _SWEPT = "swept-"
-
-
-def metric_of(state: dict[str, Any], metric: str) -> float | None:
-    """A metric of the epoch that a checkpoint ends; None within an epoch, and for a value that is not finite."""
-    value = None if state.get("in_epoch", True) else state.get("metrics", {}).get(metric)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-class MetricValues:
-    """The metric of `Keep.best` and the base of checkpoints; each manifest is read once."""
-
-    def __init__(self, keep: Keep) -> None:
-        found = BEST.fullmatch(keep.best) if keep.best is not None else None
-        self._metric = found["metric"] if found else None
-        self._known: dict[CheckpointRef, tuple[float | None, CheckpointRef | None]] = {}
-
-    def know(self, ref: CheckpointRef, manifest: Mapping[str, Any]) -> None:
-        """Keep what is needed of a manifest that need not be read then."""
-        value = None if self._metric is None else metric_of(manifest["state"], self._metric)
-        self._known[ref] = value, base_ref(manifest, str(ref))
-
-    def with_bases(self, kept: set[CheckpointRef], urls: Mapping[CheckpointRef, str]) -> set[CheckpointRef]:
-        """`kept`, and the checkpoints of which some of them hold the difference."""
-        bases = (self._look(ref, urls[ref])[1] for ref in kept)
-        return kept | {base for base in bases if base is not None}
-
-    def of(self, ref: CheckpointRef, url: str) -> float | None:
-        """The metric of the checkpoint at `url`; None for one within an epoch, and for one that cannot be read."""
-        return None if self._metric is None else self._look(ref, url)[0]
-
-    def _look(self, ref: CheckpointRef, url: str) -> tuple[float | None, CheckpointRef | None]:
-        if ref not in self._known:
-            try:
-                self.know(ref, read_manifest(url))
-            except (DataError, NotFoundError) as error:
-                log.warning("checkpoint %s cannot be read: %s", ref, error.what)
-                return None, None
-        return self._known[ref]
 
 
 def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values: MetricValues | None = None) -> None:

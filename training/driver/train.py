@@ -161,7 +161,7 @@ def train(
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
     with ended_in_order(), StopRequest(config.stop_grace_s).taken() as stop, signals, ownership:
-        open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm)
+        open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm, search_metric=hooks.metric)
         limits = limits_of(config, hooks.limits)
         steps = steps_asked(plan, config.epochs, config.max_steps)
         board = Board(
@@ -288,7 +288,7 @@ class _Driver:
                     results = self._launches.run(self._task(claim), claim.generation, handler, processes)
                 self._board.set(int(results[0]["steps"]))
                 if not results[0].get("left"):
-                    return self._finish(claim, commits.tip, results[0])
+                    return self._finish(claim, commits, results[0])
             except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
                 commits.close(COMMIT_WAIT_S)
                 self._say_saved(commits.tip)
@@ -441,8 +441,8 @@ class _Driver:
             confirm=self._ownership.confirm,
         )
 
-    def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
-        generation = claim.generation
+    def _finish(self, claim: Claim, commits: CommitHandler, first: dict[str, Any]) -> RunResult:
+        generation, tip, best = claim.generation, commits.tip, commits.best()
         model = self._paths.model(generation)
         result = RunResult(
             run=self._paths.root,
@@ -459,7 +459,10 @@ class _Driver:
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,
             model=model if self._fs.exists(model) else None,
+            keep_best=self._config.keep_best,
+            best=None if best is None else best.to_json(),
             class_counts=first.get("class_counts"),
+            watching=[str(callback) for callback in first.get("watching", [])],
             left_over=[str(sample) for sample in first.get("left_over", [])],
             max_steps=self._config.max_steps,
             stopped_by=first.get("stopped_by"),

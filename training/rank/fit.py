@@ -201,7 +201,8 @@ class Fit(AbstractContextManager["Fit"]):
             config,
             self._model,
             self._comm,
-            self._callbacks.callbacks,
+            [callback for callback in self._callbacks.callbacks if callback is not self._early_stop],
+            self._early_stop,
             self._audit,
             self._exchange,
             self._strategy,
@@ -296,6 +297,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._finalize()
         self._callbacks.end(self._progress.metrics)
         step, left_over = self._progress.step, []
+        if self._config.keep_best is not None:  # after all that ends a run, such as averages that become the weights
+            control.beat(step, "restore the best checkpoint")
+            self._saver.restore_best()
         exported = model if self._tables is None else self._plain(self._tables)
         if self._reports is not None:
             self._reports.flush()
@@ -312,6 +316,7 @@ class Fit(AbstractContextManager["Fit"]):
             "samples_per_s": self._samples_per_s(step),
             "validation_s": validation_s,
             "stopped_by": self._stopped_by(),
+            "watching": self._watching(),
             "left_over": left_over,
             "class_counts": self._class_counts,
         }
@@ -369,6 +374,15 @@ class Fit(AbstractContextManager["Fit"]):
         if self._early_stop is not None and self._early_stop.reason is not None:
             return self._early_stop.reason
         return "a callback of the model" if self._progress.stopped else f"--max-steps {self._config.max_steps}"
+
+    def _watching(self) -> list[str]:
+        """The model's own callbacks that choose by the validation."""
+        if self._validation is None:
+            return []
+        named = (
+            (type(callback).__name__, getattr(callback, "monitor", None)) for callback in self._rank_model.callbacks
+        )
+        return [f"{name} of {metric}" for name, metric in named if isinstance(metric, str) and of_validation(metric)]
 
     def _last_step(self, epoch: int) -> int:
         """The step after which the epoch ends in this run."""

@@ -30,6 +30,7 @@ from training.control.context import RankContext
 from training.control.protocol import json_safe
 from training.exchange.exchange import Exchange
 from training.rank import callback_state
+from training.rank.early_stop import EarlyStop
 from training.rank.metrics import Saved
 from training.run import checkpoint_division
 from training.run.checkpoint import (
@@ -178,6 +179,7 @@ class Saver:
         model: keras.Model,
         communicator: Communicator,
         callbacks: list[Any],
+        early_stop: EarlyStop | None,
         audit: AuditLog | None,
         exchange: Exchange,
         strategy: EveryStep,
@@ -185,6 +187,7 @@ class Saver:
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._early_stop = early_stop
         self._exchange, self._strategy, self._tables = exchange, strategy, tables
         self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
@@ -201,8 +204,9 @@ class Saver:
         reply = self._context.control.request("restore", self._config.start_limit_s)
         self.staging = str(reply["staging"])
         url = reply["checkpoint"]
-        if url is None:
-            return None
+        return None if url is None else self._read(url)
+
+    def _read(self, url: str) -> Found:
         manifest = read_resumable(url, self._context.payload["plan"])
         if self._tables is not None:
             found = Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
@@ -218,12 +222,11 @@ class Saver:
         Raises ConfigError for another model, DataError for tensors that do not fit.
         """
         world, saved, url = self._context.world, found.manifest["state"], found.url
-        kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
-        model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
-        if self._tables is not None:
-            for one in (found,) if found.base is None else (found.base, found):
-                self._tables.restore(one.url, one.manifest, one.own)
+        self._load(found)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        rule = saved.get("early_stop")  # not among the callbacks: a later call may have another rule, or none
+        if self._early_stop is not None and rule is not None:
+            self._early_stop.resume(rule)
         self._strategy.load(found.parts[0], url)
         same = found.manifest["num_ranks"] == world.num_ranks
         if same:
@@ -240,11 +243,28 @@ class Saver:
             self._metrics = partial(model_state.load_metrics, self._model, mine, url, takes_sums=takes)
         self._exchange.restore_compression(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
-        stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
+        by_rule = rule is not None and rule["reason"] is not None  # training.rank.fit asks the rule of this call
+        stopped = bool(saved["stopped"]) and not by_rule and self._config.epochs <= int(saved["epochs"])
         counts = [part[CLASS_COUNTS] for part in parts if takes_sums and CLASS_COUNTS in part]
         return Progress(
             self.last_step, stopped, dict(saved["metrics"]), class_counts=np.sum(counts, axis=0) if counts else None
         )
+
+    def restore_best(self) -> None:
+        """Load weights and optimizer state of the run's best checkpoint, if the driver knows one. A collective, after
+        the last checkpoint.
+        """
+        url = self._context.control.request("best", self._config.stall_limit_s)["checkpoint"]
+        if url is not None:
+            self._load(self._read(url))
+
+    def _load(self, found: Found) -> None:
+        """Load the state that all ranks have alike."""
+        kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
+        model_state.load(self._model, whole_tensors(found.url, found.manifest, found.parts, kinds), kinds, found.url)
+        if self._tables is not None:
+            for one in (found,) if found.base is None else (found.base, found):
+                self._tables.restore(one.url, one.manifest, one.own)
 
     def restore_metrics(self) -> None:
         """Load the metrics of the epoch that is resumed into the model; Keras has just reset them."""
@@ -286,6 +306,7 @@ class Saver:
                 "epochs": self._config.epochs,
                 "metrics": json_safe(progress.metrics),
                 "callbacks": callbacks,
+                "early_stop": None if self._early_stop is None else self._early_stop.state(),
             }
         if self._touching is not None:
             self._touching.join()

@@ -21,6 +21,7 @@ from training.control.task import RankTask
 from training.launch.session import Launch
 from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from training.rank import runtime
+from training.results.chosen_on import chosen_on, chosen_words, has_rows_of
 from training.results.export_run import Which, weights_of
 from training.run import notes
 from training.run.paths import RunPaths
@@ -46,6 +47,8 @@ class _Scored:
     model: str | None
     checkpoint: str | None
     kept: tuple[float, ...] | None
+    document: dict[str, Any]
+    """run.json."""
 
     @classmethod
     def of(cls, run: str, which: Which | str | None, evaluated: DatasetManifest) -> Self:
@@ -54,7 +57,19 @@ class _Scored:
         config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
         url = isinstance(which, str) and which not in ("last", "best")
         model, checkpoint = (None, str(which)) if url else weights_of(run, config, cast("Which | None", which))
-        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest))
+        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest), document)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a rank needs of it."""
+        kept = {name: getattr(self, name) for name in ("run", "model", "checkpoint", "kept")}
+        return {**kept, "config": self.config.to_json()}
+
+    def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
+        """What chose it by these rows (training.results.chosen_on)."""
+        if not has_rows_of(self.document, datasets):
+            return []
+        result = find_result(filesystem(self.run), RunPaths(self.run))
+        return chosen_on(self.document, split, (result or {}).get("watching", ()))
 
 
 def evaluate(
@@ -70,6 +85,7 @@ def evaluate(
     clusters: str | None = None,
     checkpoint: Which | str | None = None,
     earlier: bool = False,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`:
     `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
@@ -79,9 +95,11 @@ def evaluate(
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
     COLUMN:day or COLUMN:hour. Rows of one value of the stored column `clusters` (by default that of a split by group)
     depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
-    continues are evaluated too, and the result names them as `earlier`, nearest first.
+    continues are evaluated too, and the result names them as `earlier`, nearest first. The rows of the datasets `more`
+    follow.
 
-    Returns {run, dataset, split, model, samples, left_out ({samples, first}: with --bad-images skip, rows of images
+    Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
+    training.results.chosen_on), samples, left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
@@ -96,6 +114,7 @@ def evaluate(
     manifest = checked_dataset(dataset, split, slices)
     grouped, stored = clusters_of(manifest, clusters)
     datasets = [url for url, _ in load_chain(dataset)] if earlier else [dataset]
+    datasets += [absolute(url) for url in more]
     models = [_Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
     require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
     first = models[0]
@@ -105,16 +124,7 @@ def evaluate(
     _check_alike(models, manifest, split)
     payload = {
         "config": first.config.to_json(),
-        "members": [
-            {
-                "run": one.run,
-                "config": one.config.to_json(),
-                "model": one.model,
-                "checkpoint": one.checkpoint,
-                "kept": one.kept,
-            }
-            for one in models
-        ],
+        "members": [one.to_json() for one in models],
         "datasets": datasets,
         "split": split,
         "batch": batch,
@@ -128,13 +138,39 @@ def evaluate(
     if len(models) > 1:
         found["members"] = [{**one, **scored} for one, scored in zip(where, found["members"], strict=True)]
     named = where[0] if len(models) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
-    result = {**named, "dataset": dataset, "split": split, **found}
+    reasons = dict.fromkeys(reason for one in models for reason in one.chosen_on(datasets, split))
+    result = {**named, "dataset": dataset, "split": split, "chosen_on": list(reasons), **found}
     if earlier:
-        result["earlier"] = datasets[1:]
+        result["earlier"] = datasets[1 : len(datasets) - len(more)]
     trained = find_result(filesystem(first.run), RunPaths(first.run))
     thinned = thinned_of(manifest, split)
     notes.show([*_doubts(result, trained, first.kept, thinned), *notes.of_groups(grouped if stored is None else None)])
     return result
+
+
+def evaluate_pooled(
+    runs: Mapping[str, str], dataset: str, launch: Launch, *, num_ranks: int = 1, batch: int = BATCH_ROWS
+) -> dict[str, Any]:
+    """Evaluate several runs, each on the split of `dataset` that it is the value of, and put all predictions together:
+    {samples, metrics, intervals} of the metrics that rows decide. The splits have no row in common.
+    """
+    dataset = absolute(dataset)
+    manifest = load_dataset(dataset)
+    _, stored = clusters_of(manifest, None)
+    models = [_Scored.of(run, None, manifest) for run in runs.values()]
+    payload = {
+        "config": models[0].config.to_json(),
+        "members": [{**one.to_json(), "split": split} for split, one in zip(runs, models, strict=True)],
+        "datasets": [dataset],
+        "split": next(iter(runs)),
+        "batch": batch,
+        "baseline": None,
+        "slices": [],
+        "clusters": stored,
+        "pooled": True,
+    }
+    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=any(one.config.tls == "on" for one in models))
+    return dict(launch(task, num_ranks)[0])
 
 
 def _check_alike(models: Sequence[_Scored], manifest: DatasetManifest, split: str) -> None:
@@ -258,6 +294,8 @@ def summary(result: Mapping[str, Any]) -> str:
             difference = result["difference"].get(name, {"value": None, "interval": None})
             row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
         table.append([*row, *(number(member["metrics"].get(name)) for member in members)])
+    if chosen := chosen_words(result["chosen_on"]):
+        head += f"\n{chosen}"
     parts = [
         [head, *aligned(table)],
         aligned(_comparisons(result.get("comparisons", []))),

@@ -19,7 +19,7 @@ from training.models.on_disk import load_checkpoint, load_export
 from training.reading.open import OpenSplit
 from training.scoring.baseline import Baseline
 from training.scoring.ensemble import ensemble_of
-from training.scoring.score_split import Details, Outputs, open_split, score, takes_logits
+from training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
 from training.scoring.slices import slices_of
 from training.steps import model_state
 from training.steps.losses import weigh_tests
@@ -42,7 +42,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Evaluate each model without any collective, then combine the states and rows of all ranks.
 
     Returns a result of training.results.evaluate from `samples` on, of several models that of their mean, with
-    `members`; {} on other ranks than 0.
+    `members`, or of a payload with `pooled` what Pool.result returns; {} on other ranks than 0.
     """
     payload, beat = context.payload, context.control.beat
     members = [_opened(context, member) for member in payload["members"]]
@@ -61,14 +61,23 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     details = Details(slices, _class_names(first.split.manifest), payload["clusters"])
 
     def scored(
-        model: keras.Model, of: _Member, outputs: Outputs | None = None, members: Sequence[tuple[str, Outputs]] = ()
+        model: keras.Model,
+        of: _Member,
+        outputs: Outputs | None = None,
+        members: Sequence[tuple[str, Outputs]] = (),
+        pool: Pool | None = None,
     ) -> dict[str, Any]:
         return score(
             model, of.split, of.signature, comm, beat,
             batch=payload["batch"], kept=of.kept, baseline=baseline, details=details,
-            skip_bad_images=of.skip_bad_images, outputs=outputs, members=members,
+            skip_bad_images=of.skip_bad_images, outputs=outputs, members=members, pool=pool,
         )  # fmt: skip
 
+    if payload.get("pooled"):
+        pool = Pool()
+        for member in members:
+            scored(member.model, member, pool=pool)
+        return pool.result()
     outputs = [Outputs(member.model, member.kept, detailed=True) for member in members]
     found = [scored(member.model, member, one) for member, one in zip(members, outputs, strict=True)]
     if len(members) == 1:
@@ -84,7 +93,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
     payload, config = context.payload, TrainConfig.from_json(member["config"])
     context.control.beat(0, OPENING)
-    split = open_split(payload["datasets"], payload["split"], config)
+    split = open_split(payload["datasets"], member.get("split", payload["split"]), config)
     if config.on_bad_record == "skip":
         split.leave_out_bad_records()
     signature = labels_of(config, split.encoder.signature)

@@ -22,12 +22,12 @@ from training.control.context import RankContext
 from training.control.task import RankTask
 from training.driver.ownership import staging_folder
 from training.driver.preflight import open_dataset
-from training.driver.retention import MetricValues
 from training.launch.session import Launch
 from training.launch.signals import ended_in_order
 from training.plan.datasets import held_out
 from training.rank import runtime
 from training.reading.open import load_fitted
+from training.run.best import find_best
 from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
 from training.run.paths import RunPaths
 from training.run.weights_source import newest_of
@@ -50,11 +50,12 @@ class Exported:
 
 
 def export_run(
-    run: str, output: str, launch: Launch, *, checkpoint: Which = "last", form: Format = "keras"
+    run: str, output: str, launch: Launch, *, checkpoint: Which | None = None, form: Format = "keras"
 ) -> Exported:
     """Export a checkpoint of the run's chain as a model to `output`, which must not exist.
 
-    `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The whole checkpoint is read and checked first.
+    `checkpoint` is `last`, `best` (by the run's --keep-best) or a step; None is the best of a run that keeps it, else
+    the last. The whole checkpoint is read and checked first.
     With the form `savedmodel`, the directory is a SavedModel too (training.models.saved_model).
     Raises ConfigError for a missing checkpoint or an output within the run, CorruptionError for a changed checkpoint,
     ExistsError if the output exists.
@@ -144,7 +145,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 
 def weights_of(run: str, config: TrainConfig, which: Which | None) -> tuple[str | None, str | None]:
     """A run's (model, checkpoint), one of them None: the checkpoint that `which` names; without, the newest model, else
-    the newest checkpoint. Raises what `chosen` raises.
+    the checkpoint that stands for the run. Raises what `chosen` raises.
     """
     if which is None:
         return newest_of(run)
@@ -154,9 +155,12 @@ def weights_of(run: str, config: TrainConfig, which: Which | None) -> tuple[str 
 
 
 def chosen(
-    fs: FileSystem, paths: RunPaths, config: TrainConfig, urls: dict[CheckpointRef, str], which: Which
+    fs: FileSystem, paths: RunPaths, config: TrainConfig, urls: dict[CheckpointRef, str], which: Which | None
 ) -> CheckpointRef:
-    """The checkpoint of the run's chain that `which` names. Raises ConfigError, and DataError if there is none."""
+    """The checkpoint of the run's chain that `which` names; for None the best of a run that keeps it, else the last.
+
+    Raises ConfigError, and DataError if there is none.
+    """
     chain = lineage(read_claims(fs, paths), urls)
     if not chain:
         raise DataError(
@@ -165,14 +169,14 @@ def chosen(
             allowed="a run that has written one",
             next_step="Resume the run: `python -m jobs.train` with the same flags.",
         )
-    if which == "last":
-        return chain[0]
-    if which == "best":
-        values = MetricValues(config.keep)
-        best = config.keep.best_of(chain, lambda ref: values.of(ref, urls[ref]))
-        if best is None:
+    if which in ("best", None):
+        best = find_best(fs, paths, config.keep)
+        if best is not None:
+            return best.ref
+        if which == "best":
             raise _no_such(paths, f"--keep-best {config.keep_best}, and no checkpoint with that metric", chain)
-        return best
+    if which in ("last", None):
+        return chain[0]
     found = [ref for ref in chain if ref.step == which]
     if not found:
         raise _no_such(paths, f"step {which}", chain)

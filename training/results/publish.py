@@ -13,6 +13,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, write_file
 from lockstep.storage.urls import absolute, basename, join
 from training.launch.session import Launch
+from training.results.chosen_on import chosen_words
 from training.results.evaluate import evaluate
 from training.rules import BEST, BEST_ALLOWED
 from training.run.paths import RunPaths
@@ -40,7 +41,8 @@ def publish(
     any more is replaced. `_current.json` is replaced atomically; a worse or equal model leaves it and is noted in
     `_refused/`. A run that is published already is not evaluated again. Returns the document that was written, or that
     is there: {published, reason, run, model, model_sha256 (of the model's manifest), metric, value, dataset,
-    dataset_digest, earlier, split, samples, at, replaces (None, or run, model and value of the one before)}. Raises
+    dataset_digest, earlier, split, samples, chosen_on (as `evaluate` has it, of this model), at, replaces (None, or
+    run, model and value of the one before)}. Raises
     NotFoundError for an unfinished run, ConfigError for an unknown metric, ExistsError if another process publishes
     there meanwhile.
     """
@@ -70,6 +72,7 @@ def publish(
         "earlier": result["earlier"],
         "split": split,
         "samples": result["samples"],
+        "chosen_on": result["chosen_on"],
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     if current is None:
@@ -84,10 +87,13 @@ def publish(
     before = _value(current_result, name)
     theirs = {"run": current["run"], "model": current["model"], "value": before}
     better = value < before if metric.endswith(":min") else value > before
-    words = f"{metric} {value:.6g}, and {before:.6g} of {current['run']}, on {result['samples']} rows"
+    said = f"{metric} {value:.6g}, and {before:.6g} of {current['run']}, on {result['samples']} rows"
+    for whose, each in (("this", result), ("the published", current_result)):
+        if each["chosen_on"]:
+            said += f"; {whose} model was {chosen_words(each['chosen_on'])}"
     if better:
-        return _write(fs, models, current, {**document, "reason": f"better: {words}", "replaces": theirs})
-    document |= {"published": False, "reason": f"not better: {words}", "replaces": None, "kept": theirs}
+        return _write(fs, models, current, {**document, "reason": f"better: {said}", "replaces": theirs})
+    document |= {"published": False, "reason": f"not better: {said}", "replaces": None, "kept": theirs}
     refused = join(models, REFUSED, f"{basename(run)}-{sha256_hex(run.encode())[:8]}.json")
     fs.mkdirs(join(models, REFUSED))
     write_file(fs, refused, seal(document), exclusive=False)

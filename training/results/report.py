@@ -17,6 +17,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
 from training.plan.datasets import open_mixture, open_parts
 from training.results import baselines
+from training.results.chosen_on import chosen_on, chosen_words
 from training.results.curves import (
     Followed,
     calibration_plot,
@@ -39,7 +40,7 @@ from training.results.resources import (
     usage_rows,
 )
 from training.results.state import STOPPED, WORDS, read_stopped, state_of
-from training.rules import VALIDATION
+from training.rules import VALIDATION, metric_in
 from training.run import notes
 from training.run.command import command_of
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
@@ -125,7 +126,7 @@ def about_run(
         ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
         ("global batch", config.get("global_batch")),
         ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
-        ("validated on", _validation(config)),
+        ("validated on", _validation(document, result.get("watching", ()))),
         ("early stop", config.get("early_stop")),
         ("learning rate", config.get("learning_rate") or "the model's own"),
         ("its scaling", _scaling(config)),
@@ -146,10 +147,12 @@ def _scaling(config: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
 
 
-def _validation(config: Mapping[str, Any]) -> str:
-    """`test, every 2 epochs`; nothing for a run without validation."""
+def _validation(document: Mapping[str, Any], watching: Sequence[str]) -> str:
+    """`test, every 2 epochs`, and what was chosen on it; nothing for a run without validation."""
+    config = document["config"]
     split, every = config.get("validate"), config.get("validate_every")
-    return "" if split is None else f"{split}, every {f'{every} epochs' if every != 1 else 'epoch'}"
+    chosen = f"; {said}" if split is not None and (said := chosen_words(chosen_on(document, split, watching))) else ""
+    return "" if split is None else f"{split}, every {f'{every} epochs' if every != 1 else 'epoch'}{chosen}"
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
@@ -224,12 +227,15 @@ def _result_section(
             f"{count} of class {number}" for number, count in enumerate(evaluation["class_counts"] or ())
         )
         records = f"{evaluation['samples']} records{f': {counts}' if counts else ''}"
-        body = paragraph(records) + Markup("").join(map(paragraph, _verdict(evaluation)))
+        said = [records, *filter(None, [chosen_words(evaluation.get("chosen_on", ()))]), *_verdict(evaluation)]
+        body = Markup("").join(map(paragraph, said))
         return Section(name, body + table(_evaluation_rows(evaluation), head=True) + later)
     last = history.epochs[-1]["metrics"] if history.epochs else {}
     names = sorted({name.removeprefix(VALIDATION) for name in last})
     rows = [(name, *(_number(last.get(key, "-")) for key in (name, VALIDATION + name))) for name in names]
-    body = table([("metric", "training", "validation"), *rows], head=True) if rows else Markup()
+    chosen = document.get("config") and chosen_on(document, str(document["config"].get("validate")))
+    validation = "validation (chosen on: optimistic)" if chosen else "validation"
+    body = table([("metric", "training", validation), *rows], head=True) if rows else Markup()
     if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
         words = ["python", "-m", "jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
         call = shlex.join([*words, "--baseline", "majority", "--report"])
@@ -323,8 +329,13 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
         ("checkpoint", result["checkpoint"]),
-        ("model", result["model"]),
+        *([] if (best := result["best"]) is None else [("best checkpoint", _best_words(result["keep_best"], best))]),
+        ("model", result["model"] if best is None else f"{result['model']}, of the best checkpoint"),
     ]
+
+
+def _best_words(rule: str, best: Mapping[str, Any]) -> str:
+    return f"{best['checkpoint']}: best {metric_in(rule)} {best['value']:.6g} at step {best['step']}"
 
 
 def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:

@@ -61,7 +61,8 @@ class ListedRun:
     epochs: float | None = None
     """That were trained until now (training.run.epochs); those asked for are in `config`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last epoch, `val_METRIC` of a validation among them, and SPLIT_METRIC of an evaluation in its report."""
+    """Of the last epoch, or of a finished run's best checkpoint (--keep-best), `val_METRIC` of a validation among them,
+    and SPLIT_METRIC of an evaluation in its report."""
     evaluated: str = ""
     """The split of the evaluation in its report."""
     stopped_by: str = ""
@@ -172,7 +173,7 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
         steps_asked = min(steps_asked, config["max_steps"])
     result = find_result(fs, paths)
     if result is not None and result["generation"] == newest:
-        state, metrics, steps = FINISHED, result["metrics"], result["steps"]
+        state, metrics, steps = FINISHED, (result["best"] or result)["metrics"], result["steps"]
     else:
         history = read_summary(paths.root)
         metrics = history.epochs[-1]["metrics"] if history.epochs else {}

@@ -139,7 +139,9 @@ Tensors = dict[str, NDArray[Any]]
 # 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`;
 # 3: of tables, the files hold what has changed since the `base`, a checkpoint of version 2 in the same folder.
 FORMAT_VERSIONS = (1, 2, 3)
-STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks")  # of the manifest's `state`, from rank 0
+# Of the manifest's `state`, from rank 0; `early_stop` is training.rank.early_stop's, None without the rule.
+STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
+EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 
 
 class TensorSpec(NamedTuple):
@@ -196,7 +198,10 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     documents.mapping(manifest.get("files"), where=f"{url}: files")
     documents.count(manifest.get("step"), where=f"{url}: step")
     documents.count(manifest.get("num_ranks"), where=f"{url}: num_ranks", least=1)
-    state = documents.obj(manifest.get("state"), STATE_KEYS, where=f"{url}: state")
+    state = documents.mapping(manifest.get("state"), where=f"{url}: state")
+    state = documents.obj({"early_stop": None} | state, STATE_KEYS, where=f"{url}: state")  # older ones lack it
+    if state["early_stop"] is not None:
+        documents.obj(state["early_stop"], EARLY_STOP_KEYS, where=f"{url}: early_stop")
     for document in documents.items(state["callbacks"], where=f"{url}: callbacks"):
         documents.mapping(document, where=f"{url}: callbacks")
     return manifest

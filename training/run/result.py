@@ -11,6 +11,7 @@ from lockstep.storage import documents
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from training.rules import metric_in
 from training.run.epochs import epochs_words
 from training.run.lineage import CheckpointRef, read_claims
 from training.run.paths import RunPaths
@@ -42,9 +43,15 @@ class RunResult:
     checkpoint: str | None
     """The chain's tip: a name in checkpoints/."""
     model: str | None
-    """URL of the final export."""
+    """URL of the final export: with `best` its weights, else those of the last step."""
     left_over: list[str]
     """Sample ids (hex) that fill no global batch."""
+    keep_best: str | None = None
+    """The --keep-best that was asked for."""
+    best: dict[str, Any] | None = None
+    """{checkpoint, step, value, metrics} of the checkpoint that is the best by it; None if none has its metric."""
+    watching: list[str] = field(default_factory=list)
+    """The model's own callbacks that watch the validation, such as `EarlyStopping of val_loss`."""
     class_counts: list[int] | None = None
     """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
@@ -85,8 +92,25 @@ class RunResult:
     def _early_words(self) -> str:
         if self.stopped_by is None:
             return ""
-        last = "; the model has the weights of the last step: --keep-best keeps the best ones"
-        return f"ended early by {self.stopped_by}{last if self.stopped_by.startswith('--early-stop') else ''}\n"
+        last = "; the model has the weights of the last step: --keep-best takes the best ones"
+        late = self.stopped_by.startswith("--early-stop") and self.keep_best is None
+        return f"ended early by {self.stopped_by}{last if late else ''}\n"
+
+    def best_words(self) -> str:
+        """With --keep-best, step and value of the best checkpoint and of the last one, and whose weights the model has;
+        else nothing.
+        """
+        if self.keep_best is None:
+            return ""
+        name = metric_in(self.keep_best)
+        if self.best is None:
+            return f"no checkpoint has {name}: the model has the weights of the last step, {self.steps}"
+        best = f"best {name} {self.best['value']:.6g} at step {self.best['step']}"
+        if self.best["step"] == self.steps:
+            return f"{best}, the last step: the model has these weights"
+        value = self.metrics.get(name)
+        last = f"{value:.6g} " if isinstance(value, int | float) else ""
+        return f"{best}: the model has these weights; last {last}at step {self.steps}: --checkpoint last"
 
     def _privacy_words(self) -> str:
         if self.privacy is None:
@@ -174,9 +198,10 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
             documents.count(rows, where=f"{where}: class_counts")
     restarts = checked_restarts(result.get("restart_log", []), where=f"{where}: restart_log")
     # What results of older versions lack.
-    later = dict.fromkeys(("checkpoint", "model", "class_counts", "max_steps", "stopped_by", "privacy"))
+    names = ("checkpoint", "model", "class_counts", "max_steps", "stopped_by", "privacy", "keep_best", "best")
+    later = dict.fromkeys(names)
     none_bad = {"samples": 0, "first": []}
-    found = {**later, "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
+    found = {**later, "watching": [], "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
     documents.mapping(found["bad_records"], where=f"{where}: bad_records")
     if found["max_steps"] is not None:
         documents.count(found["max_steps"], where=f"{where}: max_steps", least=1)
@@ -186,6 +211,16 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
         for name in ("epsilon", "delta"):
             documents.number(documents.mapping(found["privacy"], where=f"{where}: privacy").get(name), where=where)
     documents.number(found["validation_s"], where=f"{where}: validation_s")
+    for callback in documents.items(found["watching"], where=f"{where}: watching"):
+        documents.string(callback, where=f"{where}: watching")
+    if found["keep_best"] is not None:
+        documents.string(found["keep_best"], where=f"{where}: keep_best")
+    if found["best"] is not None:
+        best = documents.mapping(found["best"], where=f"{where}: best")
+        documents.string(best.get("checkpoint"), where=f"{where}: best: checkpoint")
+        documents.count(best.get("step"), where=f"{where}: best: step")
+        documents.number(best.get("value"), where=f"{where}: best: value")
+        documents.mapping(best.get("metrics"), where=f"{where}: best: metrics")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -53,15 +54,20 @@ LATER_FIELDS: dict[str, Any] = {
     "augment": "",
     "bad_images": "refuse",
     "init_from": None,
-    # Callbacks may act on its metrics.
-    "validate": None,
-    "validate_every": 1,
-    "early_stop": None,
     "extra": {},
     "shard_embeddings": None,
     # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
     "backend": "auto",
 }
+# A later call may have others, which change no weight of a step. run.json has those of the newest call, by which the
+# best checkpoint is found.
+JUDGING = ("validate", "validate_every", "early_stop", "keep_best")
+MENDABLE = (
+    *JUDGING, "keep_checkpoints", "keep_every", "checkpoint_every", "max_steps", "start_limit_s", "stall_limit_s",
+    "stop_grace_s", "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour",
+)  # fmt: skip
+# With these the model is another, which the run's weights may not fit.
+OF_THE_MODEL = ("model", "extra", "init_from", "shard_embeddings")
 PLAN_FIELDS = {
     "dataset_digest": "datasets",
     "records": "datasets",
@@ -167,16 +173,29 @@ def open_run(
     manifest: DatasetManifest,
     plan: RunPlan,
     confirm: Callable[[], None] | None = None,
+    search_metric: str | None = None,
 ) -> None:
-    """Write run.json for a new run, or for one without a checkpoint; else check it as `check_run` does.
+    """Write run.json for a new run, or for one without a checkpoint; else check it as `check_run` does, and write it
+    again if this call has other `MENDABLE` fields, with a note of what it is judged by.
 
-    `confirm` is called just before the rename (lockstep.storage.publish.write_stream).
+    `search_metric` is the --metric of the search whose trial this is; `confirm` is called just before the rename
+    (lockstep.storage.publish.write_stream).
     """
     if not check_run(fs, paths, config, plan):
         fs.mkdirs(paths.root)
         again = fs.exists(paths.run_json)
-        document = seal(_document(config, manifest, plan))
+        document = seal({**_document(config, manifest, plan), "search_metric": search_metric})
         write_file(fs, paths.run_json, document, exclusive=not again, confirm=confirm)
+        return
+    found, given = read_run(fs, paths), config.to_json()
+    before = TrainConfig.from_json(found["config"]).to_json()
+    changed = {name: given[name] for name in MENDABLE if given[name] != before[name]}
+    if changed:
+        for name in (name for name in JUDGING if name in changed):
+            words = f"{flag_of(name)} is {given[name] or 'unset'} from here on; it was {before[name] or 'unset'}"
+            print(f"note: {words}", file=sys.stderr, flush=True)
+        mended = seal({**found, "config": found["config"] | changed})
+        write_file(fs, paths.run_json, mended, exclusive=False, confirm=confirm)
 
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
@@ -185,11 +204,14 @@ def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> No
 
 
 def _differ(paths: RunPaths, name: str, got: str, allowed: str, field: str) -> None:
+    new = "a --run that does not exist yet"
+    if field not in OF_THE_MODEL:
+        new += f", which may begin with the weights of this one: --init-from {paths.root}"
     raise ConfigError(
         f"{paths.root} was begun with another `{name}`",
         got=got,
         allowed=allowed,
-        next_step=f"Give the run's own {flag_of(field)}, or a --run that does not exist yet.",
+        next_step=f"Give the run's own {flag_of(field)}, or {new}.",
     )
 
 

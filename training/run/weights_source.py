@@ -10,10 +10,13 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
+from training.rules import Keep
+from training.run.best import find_best
 from training.run.lineage import chain_of, find_tip
 from training.run.paths import RunPaths
 from training.run.published import read_published
 from training.run.result import find_model
+from training.run.run_json import read_run
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
@@ -32,7 +35,8 @@ class WeightsSource:
 
 
 def newest_of(run: str) -> tuple[str | None, str | None]:
-    """A run's (model, checkpoint), one of them None: its newest claim's model, else the chain's tip.
+    """A run's (model, checkpoint), one of them None: its newest claim's model, else the best checkpoint of a run with
+    --keep-best, else the chain's tip.
 
     Raises DataError if it has neither.
     """
@@ -40,6 +44,9 @@ def newest_of(run: str) -> tuple[str | None, str | None]:
     try:
         return find_model(fs, paths), None
     except NotFoundError:
+        keep = Keep(best=read_run(fs, paths)["config"].get("keep_best"))
+        if (best := find_best(fs, paths, keep)) is not None:
+            return None, best.url
         tip = find_tip(fs, paths)
     if tip is None:
         raise _no_checkpoint(run)

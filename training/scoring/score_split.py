@@ -41,6 +41,7 @@ from training.scoring.scores import (
     compared,
     gathered_on_first,
     output_columns,
+    sorted_rows,
     with_row_metrics,
 )
 from training.scoring.slices import ClusterColumn, SliceBy, SliceColumn, metrics_of_slices
@@ -87,6 +88,7 @@ def score(
     callbacks: keras.callbacks.CallbackList | None = None,
     skip_bad_images: bool = False,
     serve: Callable[[], None] = lambda: None,
+    pool: Pool | None = None,
 ) -> dict[str, Any]:
     """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
 
@@ -98,6 +100,7 @@ def score(
     outputs of the models that `model` averages, from their own scores: then `comparisons` are those of
     training.scoring.scores.compared, of `mean` and `members`. `callbacks` get the test hooks of this rank's part.
     `serve` is called after this rank's last batch: a model whose ranks need each other answers the others until theirs.
+    `pool` takes the rows on rank 0.
     """
     beat(0, "evaluate")
     watched = _Watched(split, skip_bad_images)
@@ -173,6 +176,8 @@ def score(
     if together is not None:
         rest, clusters = rest[:, :-1], rest[:, -1]
         result["clusters"] = {"column": together.column, "clusters": len(np.unique(clusters))}
+    if pool is not None:
+        pool.add(rows, asked, form, classes, clusters)
     found = with_row_metrics(result, rows, asked, form, classes, clusters)
     if details is not None:
         of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
@@ -188,6 +193,48 @@ def score(
         mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
         found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form, clusters) if others else []
     return json_safe(found)
+
+
+class Pool:
+    """The rows of several scores, each of another model on other rows, such as folds and those that were held out of
+    each: their metrics are those of all predictions together.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Floats] = []
+        self._clusters: list[Floats] = []
+        self._how: tuple[Sequence[RowMetric], OutputForm, int | None] | None = None
+
+    def add(
+        self,
+        rows: Floats,
+        asked: Sequence[RowMetric],
+        form: OutputForm,
+        classes: int | None,
+        clusters: NDArray[Any] | None,
+    ) -> None:
+        """Add the rows of one score, as training.scoring.scores.measure takes them."""
+        self._rows.append(rows)
+        self._clusters += [] if clusters is None else [clusters]
+        self._how = asked, form, classes
+
+    def result(self) -> dict[str, Any]:
+        """{samples, metrics, intervals}: the metrics that rows decide, no other ones of the models; {} if there are no
+        rows, as on other ranks than 0.
+        """
+        if self._how is None:
+            return {}
+        asked, form, classes = self._how
+        rows = np.concatenate(self._rows)
+        columns = rows.shape[1]
+        table = sorted_rows(
+            np.column_stack([rows, *([np.concatenate(self._clusters)] if self._clusters else [])]), columns
+        )
+        clusters = table[:, columns] if self._clusters else None
+        start: dict[str, Any] = {"metrics": {}, "baseline": None}
+        found = with_row_metrics(start, table[:, :columns], asked, form, classes, clusters)
+        kept = {name: found[name] for name in ("metrics", "intervals")}
+        return json_safe({"samples": len(rows), **kept})
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ class SearchConfig:
     """Trials at once."""
     sampler: Sampler = "tpe"
     pruner: Pruner = "none"
+    test: str | None = None
+    """The split that no trial sees, on which the best one is evaluated at the end; None: `test`, if the datasets have
+    it and no trial sees it."""
 
     def __post_init__(self) -> None:
         urls = tuple(map(absolute, self.base.datasets))
@@ -49,6 +52,8 @@ class SearchConfig:
         fixed = not self.base.elastic
         require(fixed, "a search's number of ranks", "--min-ranks or --max-ranks", "a fixed number for each trial")
         require(not self.base.balance, "a search's shares of ranks", "--balance", "even shares in each trial")
+        apart, seen = "a split that no trial trains or is judged on", self.seen
+        require(self.test is None or self.test not in seen, "--test", f"{self.test}, of {', '.join(seen)}", apart)
         require(self.parallel >= 1, "--parallel", str(self.parallel), "an integer from 1 up")
         for name, kinds in (("sampler", Sampler), ("pruner", Pruner)):
             words = get_args(kinds)
@@ -65,6 +70,16 @@ class SearchConfig:
             object.__setattr__(self, "trials", points if self.trials is None else self.trials)
         number = self.trials
         require(number is not None and number >= 1, "--trials", str(number), "an integer from 1 up", "Give --trials.")
+
+    @property
+    def seen(self) -> list[str]:
+        """The splits that trials see: those that they train on, and the one that judges them."""
+        return [*self.base.split.split(","), *([] if self.base.validate is None else [self.base.validate])]
+
+    @property
+    def chosen_on(self) -> str:
+        """The split whose rows decide which trial is best."""
+        return str(self.base.validate) if of_validation(self.metric) else self.base.split
 
     @property
     def number(self) -> int:

@@ -2,7 +2,7 @@
 
 CV/fold-0/        the run that fold-0 is held out of, an ordinary run
 CV/fold-0.json    its evaluation on fold-0
-CV/result.json    the metrics of all folds, with mean and standard deviation
+CV/result.json    the metrics of all folds, with mean and standard deviation, and of all held-out rows together
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from training.config import TrainConfig
 from training.driver.preflight import preflight
 from training.driver.train import Hooks, train
 from training.launch.session import Launch
-from training.results.evaluate import evaluate, number
+from training.results.evaluate import aligned, evaluate, evaluate_pooled, number, span
 from training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
@@ -78,9 +78,10 @@ def cross_validate(
     """Train a run for each fold of the dataset, one after another, and evaluate each on the fold held out.
 
     `config.run` is the directory of the cross-validation; `config.split` is ignored. The same call resumes after the
-    folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]) and
-    `metrics` ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided
-    by n - 1). Raises what `runs_of_folds`, `train` and `evaluate` raise.
+    folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]), `metrics`
+    ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided by n - 1)
+    and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all rows
+    together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
     """
     runs = runs_of_folds(config)
     root = absolute(config.run)
@@ -91,6 +92,7 @@ def cross_validate(
         evaluation = _evaluated(fs, join(root, f"{fold}.json"), fold, run, launch)
         kept = {name: evaluation[name] for name in ("run", "model", "samples", "metrics")}
         found.append({"fold": fold, **kept})
+    pooled = _pooled(fs, join(root, RESULT), found, config, launch)
     result = {
         "format_version": FORMAT_VERSION,
         "kind": "cross_validation",
@@ -98,6 +100,7 @@ def cross_validate(
         "model": config.model,
         "folds": found,
         "metrics": over_folds([fold["metrics"] for fold in found]),
+        "pooled": pooled,
     }
     write_file(fs, join(root, RESULT), seal(result), exclusive=False)
     return result
@@ -119,13 +122,13 @@ def summary(result: Mapping[str, Any]) -> str:
     folds = result["folds"]
     samples = sum(fold["samples"] for fold in folds)
     head = f"{len(folds)} folds of {PurePosixPath(result['dataset']).name}, model {result['model']}: {samples} samples"
-    table = [["metric", "mean", "std", *(fold["fold"] for fold in folds)]]
+    table = [["metric", "all rows", "95 % interval", "mean", "std", *(fold["fold"] for fold in folds)]]
+    pooled = result["pooled"]
     for name, over in result["metrics"].items():
         values = (number(fold["metrics"].get(name)) for fold in folds)
-        table.append([name, number(over["mean"]), number(over["std"]), *values])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([head, *lines])
+        together = [number(pooled["metrics"].get(name)), span(pooled["intervals"].get(name))]
+        table.append([name, *together, number(over["mean"]), number(over["std"]), *values])
+    return "\n".join([head, *aligned(table)])
 
 
 def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -144,6 +147,20 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
     document = {"format_version": FORMAT_VERSION, "kind": "evaluation", **found}
     write_file(fs, url, seal(document), exclusive=False)
     return document
+
+
+def _pooled(
+    fs: FileSystem, url: str, folds: Sequence[Mapping[str, Any]], config: TrainConfig, launch: Launch
+) -> dict[str, Any]:
+    """The metrics of all held-out rows together: those of the stored result at `url`, unless a model has changed."""
+    try:
+        stored = unseal_as("cross_validation", fs.read_bytes(url), url, version=FORMAT_VERSION)
+    except NotFoundError:
+        stored = {"folds": []}
+    if [fold["model"] for fold in stored["folds"]] == [fold["model"] for fold in folds] and "pooled" in stored:
+        return dict(stored["pooled"])
+    runs = {fold["fold"]: fold["run"] for fold in folds}
+    return evaluate_pooled(runs, config.datasets[0], launch, num_ranks=config.num_ranks)
 
 
 def _refuse_strange_directory(root: str, folds: Sequence[str]) -> None:

@@ -11,16 +11,23 @@ from markupsafe import Markup
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
+from training.results import evaluate
 from training.results.pages import DARK, LIGHT, Section, figures, page, svg, table
 from training.search.config import SearchConfig
 from training.search.space import Parameter
 from training.search.study import DONE, Study, Trial
 
 
-def write_search_report(fs: FileSystem, config: SearchConfig, study: Study) -> str:
-    """Write TUNE/report.html, also over an older one; returns its URL."""
+def write_search_report(
+    fs: FileSystem, config: SearchConfig, study: Study, tested: Mapping[str, Any] | None = None
+) -> str:
+    """Write TUNE/report.html, also over an older one; returns its URL. `tested` is the best trial's evaluation on the
+    split that no trial has seen.
+    """
     url = f"{config.root}/report.html"
-    write_file(fs, url, render(config, study.trials, study.best(), study.importances()).encode(), exclusive=False)
+    write_file(
+        fs, url, render(config, study.trials, study.best(), study.importances(), tested).encode(), exclusive=False
+    )
     return url
 
 
@@ -29,12 +36,30 @@ def parameter_words(parameters: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value_text(value)}" for name, value in parameters.items())
 
 
-def render(config: SearchConfig, trials: Sequence[Trial], best: Trial, importances: Mapping[str, float]) -> str:
+def tested_words(tested: Mapping[str, Any]) -> str:
+    """The metrics of the best trial on the split that no trial has seen, with their 95 % intervals."""
+    names = sorted(tested["metrics"], key=lambda name: (name not in tested["intervals"], name))
+    said = []
+    for name in names:
+        value, interval = evaluate.number(tested["metrics"][name]), tested["intervals"].get(name)
+        said.append(f"{name} {value} ({evaluate.span(interval)})" if interval else f"{name} {value}")
+    return f"{', '.join(said)}; {tested['samples']} samples"
+
+
+def render(
+    config: SearchConfig,
+    trials: Sequence[Trial],
+    best: Trial,
+    importances: Mapping[str, float],
+    tested: Mapping[str, Any] | None = None,
+) -> str:
     """The page's HTML."""
     names = [parameter.name for parameter in config.space]
     about = [
         ("metric", config.metric),
         ("best trial", f"{best.number}: {value_text(best.value)} with {parameter_words(best.parameters)}"),
+        ("its value", f"chosen on split {config.chosen_on}: optimistic"),
+        *([] if tested is None else [(f"on split {tested['split']}, which no trial has seen", tested_words(tested))]),
         ("its run", config.run_of(best.number)),
         ("its model", best.model or "none"),
         ("trials", ", ".join(f"{count} {state}" for state, count in _counts(trials).items())),

@@ -20,12 +20,12 @@ ELASTIC = ("min_ranks", "max_ranks", "slots_file")
 """Fields that let the number of ranks change, which a trial does not."""
 OPERATIONAL = frozenset({
     "run", "num_ranks", "servers", "devices", "read_ahead_bytes", "cache", "cache_bytes", "verify", "checkpoint_every",
-    "keep_checkpoints", "keep_every", "keep_best", "launcher", "tls", "trust_network", "start_limit_s", "stall_limit_s",
+    "keep_checkpoints", "keep_every", "launcher", "tls", "trust_network", "start_limit_s", "stall_limit_s",
     "heartbeat_limit_s", "max_restarts", "max_restarts_per_hour", "stop_grace_s", "spare_executors",
     *ELASTIC,
 })  # fmt: skip
 # With another value of these, the metrics of two trials measure different things; `extra` is searched by `set.NAME`.
-FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every"})
+FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every", "keep_best"})
 SEARCHED = tuple(field.name for field in fields(TrainConfig) if field.name not in OPERATIONAL | FIXED)
 KEYS = ("low", "high", "step", "log", "choices")
 MOST_STEPS = 2**53  # of a range: beyond, neighbouring doubles are further apart than the step

@@ -13,19 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, StorageError
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.documents import seal, unseal_as
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError
 from training.driver.ownership import Lease
-from training.driver.preflight import preflight
+from training.driver.preflight import check_validation, preflight
 from training.driver.stop import EndedByCallerError
 from training.driver.train import Hooks, train
 from training.launch.session import Launch, SessionLauncher
 from training.launch.signals import ended_in_order
+from training.results.evaluate import evaluate
 from training.rules import check_metric
+from training.run import notes
 from training.run.lineage import SupersededError
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
@@ -39,11 +42,15 @@ from training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Tr
 
 FORMAT_VERSION = 1
 LOOK_S = 0.5
+TEST = "test"
+"""The split that is kept apart if none is named."""
 END_S = 120.0  # for a trial to end in order: its ranks stop, and a commit in flight ends
 OF_THE_SEARCH = (StorageError, CorruptionError, SupersededError, LauncherGoneError, EndedByCallerError)
 Trainer = Callable[[TrainConfig, Hooks], RunResult]
 """Trains one configuration as training.driver.train.train does."""
 Shows = Callable[[SearchConfig, Study], SearchProgress]
+Tests = Callable[[str], dict[str, Any] | None]
+"""Evaluates a run on the split that no trial has seen; None without such a split."""
 
 
 def tune(
@@ -61,6 +68,7 @@ def tune(
     value; and the error of a trial, if none has ended before.
     """
     check_search(filesystem(config.root), config, VERSION)
+    test = split_apart(config)
     for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
         preflight(corner)
     launches: queue.SimpleQueue[Launch] = queue.SimpleQueue()
@@ -74,8 +82,33 @@ def tune(
         finally:
             launches.put(mine)
 
+    def tests(run: str) -> dict[str, Any] | None:
+        if test is None:
+            return None
+        first, *more = config.base.datasets
+        found = evaluate(run, first, test, launches.get_nowait(), num_ranks=config.base.num_ranks, more=more)
+        return {name: found[name] for name in ("split", "model", "samples", "metrics", "intervals", "compared_by")}
+
     hooks = replace(hooks or Hooks(), metric=config.metric)
-    return run_trials(config, trainer, take_over=take_over, hooks=hooks, progress=progress)
+    return run_trials(config, trainer, take_over=take_over, hooks=hooks, progress=progress, tests=tests)
+
+
+def split_apart(config: SearchConfig) -> str | None:
+    """The split to evaluate the best trial on: --test, else `test` if all datasets have it and no trial sees it.
+
+    Raises ConfigError for a --test that the datasets do not have.
+    """
+    if config.test is not None:
+        check_validation(config.base, config.test, "--test")
+        return config.test
+    there = all(TEST in load_dataset(url).splits for url in config.base.datasets)
+    if there and TEST not in config.seen:
+        return TEST
+    note = (
+        f"no split is kept apart: the best value is chosen on split `{config.chosen_on}`, so it is optimistic; next: "
+    )
+    notes.show([note + "build the dataset with a third split, such as --split 80/10/10, and give --test SPLIT"])
+    return None
 
 
 def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
@@ -100,9 +133,15 @@ def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
 
 
 def run_trials(
-    config: SearchConfig, trainer: Trainer, *, take_over: bool, hooks: Hooks, progress: Shows = AsLines
+    config: SearchConfig,
+    trainer: Trainer,
+    *,
+    take_over: bool,
+    hooks: Hooks,
+    progress: Shows = AsLines,
+    tests: Tests = lambda run: None,
 ) -> dict[str, Any]:
-    """`tune` without its checks; `trainer` runs a trial."""
+    """`tune` without its checks; `trainer` runs a trial, `tests` evaluates the best one."""
     fs = filesystem(config.root)
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), lease:
@@ -111,6 +150,8 @@ def run_trials(
         with progress(config, study) as shown:
             _Search(config, study, trainer, hooks, lease, shown).run()
         best = study.best()
+        run = config.run_of(best.number)
+        tested = _tested(config, best.model) or tests(run)
         document = {
             "search": config.root,
             "trial": best.number,
@@ -118,13 +159,26 @@ def run_trials(
             "flags": flags_of(best.parameters),
             "metric": config.metric,
             "value": best.value,
-            "run": config.run_of(best.number),
+            "chosen_on": config.chosen_on,
+            "test": tested,
+            "run": run,
             "model": best.model,
-            "report": write_search_report(fs, config, study),
+            "report": write_search_report(fs, config, study, tested),
         }
         data = seal({"format_version": FORMAT_VERSION, "kind": "best trial", **document})
         write_file(fs, f"{config.root}/best.json", data, exclusive=False, confirm=lease.check_not_lost)
     return document
+
+
+def _tested(config: SearchConfig, model: str | None) -> dict[str, Any] | None:
+    """The evaluation in best.json, if it is one of this model on the same split."""
+    url = f"{config.root}/best.json"
+    try:
+        document = unseal_as("best trial", filesystem(config.root).read_bytes(url), url, version=FORMAT_VERSION)
+    except NotFoundError:
+        return None
+    found: dict[str, Any] = document.get("test") or {}
+    return found if (found.get("model"), found.get("split")) == (model, config.test or TEST) else None
 
 
 def trials_of(config: SearchConfig) -> list[dict[str, Any]]:
@@ -267,7 +321,8 @@ class _Search:
                 print(f"trial {trial.number}, which was pruned, ended by: {outcome}", file=sys.stderr, flush=True)
             return
         if isinstance(outcome, RunResult):
-            value = _number(outcome.metrics.get(self._config.metric_name, trial.last))
+            metrics = outcome.metrics if outcome.best is None else outcome.best["metrics"]  # those of its model
+            value = _number(metrics.get(self._config.metric_name, trial.last))
             self._study.end(trial, value, model=outcome.model)
         elif self._of_this_trial(outcome):
             self._study.end(trial, None, reason=str(outcome).splitlines()[0])

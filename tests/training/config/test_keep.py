@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training.driver.retention import metric_of
 from training.rules import Keep, check_metric
+from training.run.best import metric_of
 from training.run.lineage import CheckpointRef as Ref
 
 NONE: dict[int, float] = {}

@@ -83,11 +83,11 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
     shutil.copytree(url, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "results")
     part = evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
-    assert "step-0000000012" in part["model"]
+    assert "step-0000000006" in part["model"]
     assert part["metrics"] == whole["metrics"]
     for which, step in (("best", 6), (6, 6), ("last", 12)):
         of_one = evaluate(url, dataset, "test", run_threads, checkpoint=which)
-        assert f"step-{step:010}" in of_one["model"] and (of_one["metrics"] == whole["metrics"]) == (step == 12)
+        assert f"step-{step:010}" in of_one["model"] and (of_one["metrics"] == whole["metrics"]) == (step == 6)
     write_table(tmp_path / "other", seed=9)
     with pytest.raises(ConfigError, match="another digest") as caught:
         evaluate(str(tmp_path / "run"), str(tmp_path / "other"), "test", run_threads)
@@ -144,8 +144,8 @@ def test_any_checkpoint_becomes_a_model_and_a_model_the_first_weights(trained: t
         for mine, theirs in zip(weights_of(second.model), of_run, strict=True):
             np.testing.assert_array_equal(mine, theirs)  # no step of such a rate changes a float32
     # Each epoch's end has a checkpoint where the best is kept, whatever --checkpoint-every; the loss fell.
-    assert export_run(url, str(tmp_path / "best"), run_threads, checkpoint="best").checkpoint.step == 6
-    assert done.checkpoint.step == 12
+    assert export_run(url, str(tmp_path / "last"), run_threads, checkpoint="last").checkpoint.step == 12
+    assert done.checkpoint.step == 6
     with pytest.raises(ConfigError, match="--keep-best"):
         export_run(str(tmp_path / "run0"), str(tmp_path / "none"), run_threads, checkpoint="best")
 

@@ -49,9 +49,6 @@ REFUSED: dict[str, Any] = {
     "canonical": True,
     "backend": "tcp",
     "audit": True,
-    "validate": "test",
-    "validate_every": 2,
-    "early_stop": "loss:min:3",
 }
 # What decides where and how a run goes on, not what comes out.
 FREE: dict[str, Any] = {
@@ -62,6 +59,9 @@ FREE: dict[str, Any] = {
     "keep_checkpoints": 9,
     "keep_every": 100,
     "keep_best": "loss:min",
+    "validate": "test",
+    "validate_every": 2,
+    "early_stop": "loss:min:3",
     "max_steps": 5,
     "max_restarts_per_hour": 3,
     "read_ahead_bytes": 1 << 20,

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, average_precision_score, log_loss, roc_auc_score
 
 from jobs.cross_validate import main, parser
 from lockstep.storage.documents import unseal_as
@@ -19,6 +22,7 @@ from training.config import TrainConfig
 from training.control.task import RankTask
 from training.driver.train import Hooks
 from training.results.evaluate import evaluate
+from training.results.predict import predict
 from training.search.folds import cross_validate, over_folds, runs_of_folds, summary
 
 FOLDS = {"fold-0": 40, "fold-1": 30}
@@ -91,13 +95,37 @@ def test_folds_without_a_metric_are_left_out_and_counted() -> None:
     assert found["auc"] == {"mean": 0.6, "std": pytest.approx(0.02**0.5), "n": 2}
     assert found["loss"] == {"mean": 1.0, "std": None, "n": 1}
     folds = [{"fold": f"fold-{n}", "samples": 10, "metrics": each} for n, each in enumerate(metrics)]
-    table = summary({"dataset": "/x/data", "model": "logistic", "folds": folds, "metrics": found})
-    assert table.splitlines() == [
+    pooled = {"samples": 30, "metrics": {"auc": 0.61}, "intervals": {"auc": [0.5, 0.7]}}
+    about = {"dataset": "/x/data", "model": "logistic", "folds": folds, "metrics": found, "pooled": pooled}
+    assert summary(about).splitlines() == [
         "3 folds of data, model logistic: 30 samples",
-        "metric  mean    std     fold-0  fold-1  fold-2",
-        "auc     0.6000  0.1414  0.5000  -       0.7000",
-        "loss    1.0000  -       1.0000  nan     -",
+        "metric  all rows  95 % interval     mean    std     fold-0  fold-1  fold-2",
+        "auc     0.6100    0.5000 to 0.7000  0.6000  0.1414  0.5000  -       0.7000",
+        "loss    -         -                 1.0000  -       1.0000  nan     -",
     ]
+
+
+def assert_pooled(result: dict[str, Any], folder: Path) -> None:
+    """All held-out predictions together have scikit-learn's metrics; the mean of the folds' is another number."""
+    tables = []
+    for fold in FOLDS:
+        output = str(folder / f"predicted-{fold}")
+        predict(str(folder / "cv" / fold), str(folder / "data"), fold, output, run_threads)
+        tables.append(ds.dataset(output, exclude_invalid_files=True).to_table())
+    rows = pa.concat_tables(tables).to_pydict()
+    labels, predicted = np.array(rows["label"]), np.array(rows["prediction"])
+    expected = {
+        "auc": roc_auc_score(labels, predicted),
+        "average_precision": average_precision_score(labels, predicted),
+        "accuracy": accuracy_score(labels, predicted > 0.5),
+        "log_loss": log_loss(labels, predicted),
+    }
+    pooled = result["pooled"]
+    assert pooled["samples"] == sum(FOLDS.values()) == len(labels)
+    assert {name: pooled["metrics"][name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert pooled["metrics"]["auc"] != result["metrics"]["auc"]["mean"]
+    low, high = pooled["intervals"]["auc"]
+    assert low < pooled["metrics"]["auc"] < high
 
 
 class Interrupted(Exception):
@@ -126,7 +154,8 @@ def test_the_same_call_resumes_at_the_fold_that_was_interrupted(tmp_path: Path) 
         cross_validate(config, first, hooks=hooks)
     assert first.entries == ["rank", "results", "rank"] and not (tmp_path / "cv" / "result.json").exists()
     result = cross_validate(config, second, hooks=hooks)
-    assert second.entries == ["results"]
+    assert second.entries == ["results"] * 2, "the fold, then all held-out rows"
+    assert_pooled(result, tmp_path)
     assert [(fold["fold"], fold["samples"]) for fold in result["folds"]] == list(FOLDS.items())
     stored = (tmp_path / "cv" / "result.json").read_bytes()
     assert unseal_as("cross_validation", stored, "result.json") == result
@@ -145,5 +174,6 @@ def test_the_same_call_resumes_at_the_fold_that_was_interrupted(tmp_path: Path) 
         cross_validate(config_of(tmp_path, learning_rate=0.5), Launches(), hooks=hooks)
     longer, launches = config_of(tmp_path, epochs=3), Launches()
     again = cross_validate(longer, launches, hooks=hooks)
-    assert launches.entries == ["rank", "results"] * 2, "a longer run is evaluated again"
+    assert launches.entries == [*["rank", "results"] * 2, "results"], "a longer run is evaluated again"
+    assert again["pooled"]["metrics"] != result["pooled"]["metrics"]
     assert again["metrics"]["loss"]["mean"] != result["metrics"]["loss"]["mean"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from training.config import TrainConfig
 from training.control.task import Limits
 from training.driver.train import Hooks
 from training.launch.barrier import OnSpark
+from training.results.evaluate import evaluate, summary
 from training.run.paths import RunPaths
 from training.run.result import find_result
 from training.search.config import SearchConfig
@@ -111,6 +113,54 @@ def test_a_metric_that_the_model_lacks_is_refused_before_the_first_step(tmp_path
         tune(SearchConfig(base=base, space=space, metric="val_f1:max", trials=2), run_threads, hooks=QUICK)
     assert "--metric val_f1:max" in caught.value.got and "val_auc:max" in caught.value.allowed
     assert (tmp_path / "tune/trials/0000/run.json").exists() and not list(tmp_path.glob("tune/trials/*/metrics/*/*"))
+
+
+def test_the_winner_is_reported_on_rows_that_no_trial_has_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with --keep-best, where a trial's value and model are those of its best checkpoint."""
+    write_table(tmp_path / "data", records={"train": 96, "validation": 40, "test": 60, "more": 20})
+    base = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "tune"), model="logistic", num_ranks=1, global_batch=16,
+        epochs=2, validate="validation", keep_best="val_loss:max", launcher="local",
+    )  # fmt: skip
+    space = space_of({"learning_rate": {"choices": [0.01, 0.1]}}, "the test")
+    search = partial(SearchConfig, base=base, space=space, metric="val_loss:min", sampler="grid")
+    for split in ("validation", "train"):
+        with pytest.raises(ConfigError, match="--test"):
+            search(test=split)
+    with pytest.raises(ConfigError, match="nothing to evaluate on") as caught:
+        tune(search(test="none"), run_threads, hooks=QUICK)
+    assert "--test none" in caught.value.got and not (tmp_path / "tune").exists()
+    best = tune(search(), run_threads, hooks=QUICK)
+    scored = evaluate(best["run"], str(tmp_path / "data"), "test", run_threads)
+    assert best["test"] == {name: scored[name] for name in best["test"]} and best["test"]["samples"] == 60
+    assert best["chosen_on"] == "validation" and scored["chosen_on"] == []
+    result = _result(Path(best["run"]))
+    assert (
+        best["value"]
+        == result["best"]["value"]
+        == result["best"]["metrics"]["val_loss"]
+        != result["metrics"]["val_loss"]
+    )
+    page = Path(best["report"]).read_text()
+    assert "chosen on split validation: optimistic" in page and "on split test, which no trial has seen" in page
+    judged = evaluate(best["run"], str(tmp_path / "data"), "validation", run_threads)
+    rules = ["--keep-best val_loss:max", "the --metric of a search, val_loss:min"]
+    assert judged["chosen_on"] == rules and f"chosen on this split ({'; '.join(rules)}): optimistic" in summary(judged)
+    assert judged["metrics"]["loss"] == pytest.approx(best["value"])
+
+    def none(*of: Any, **more: Any) -> Any:
+        raise AssertionError("it starts nothing")
+
+    assert tune(search(), none, hooks=QUICK) == best
+    assert tune(search(test="more"), run_threads, hooks=QUICK)["test"]["samples"] == 20
+    shutil.rmtree(tmp_path / "data")
+    write_table(tmp_path / "data", records={"train": 96, "validation": 40})
+    capsys.readouterr()
+    again = replace(base, run=str(tmp_path / "two"))
+    assert tune(replace(search(), base=again), run_threads, hooks=QUICK)["test"] is None
+    assert "no split is kept apart: the best value is chosen on split `validation`" in capsys.readouterr().err
 
 
 @pytest.mark.soak
