@@ -16,7 +16,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, refuse_idle, run_job, which
-from jobs._launch import add_launch_flags, launch_of
+from jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
 from training.results.evaluate import evaluate, summary
@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
     where = args.run[0] if args.follow else args.run, args.dataset, args.split
     options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
     options |= {"baseline": args.baseline, "slices": args.slice, "clusters": args.clusters}
-    with launch_of(args.launcher, "evaluate", args.master) as launch:
+    check_runs(args.launcher, *args.run)
+    with launch_of(args.launcher, "evaluate", args.master, args.code) as launch:
         if args.follow:
             options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
             found: Any = follow(*where, launch, show=show_at_once, **options)

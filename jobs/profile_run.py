@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    with launch_of(config.launcher, "profile_run", args.master) as launch:
+    with launch_of(config.launcher, "profile_run", args.master, args.code) as launch:
         result = measured(config, args, launch)
     print(table(result))
     print(json.dumps(result.to_json(), sort_keys=True))

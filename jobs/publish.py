@@ -15,7 +15,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job
-from jobs._launch import add_launch_flags, launch_of
+from jobs._launch import add_launch_flags, check_runs, launch_of
 from training.results.publish import publish
 
 
@@ -37,8 +37,9 @@ def main(argv: Sequence[str]) -> int:
     """Print whether and why, then the document as one line of JSON; returns the exit code, 0 also for a worse model."""
     args = parser().parse(argv)
     check_master(args)
+    check_runs(args.launcher, args.run)
     where = args.run, args.models, args.dataset, args.split, args.metric
-    with launch_of(args.launcher, "publish", args.master) as launch:
+    with launch_of(args.launcher, "publish", args.master, args.code) as launch:
         found = publish(*where, launch, num_ranks=args.num_ranks, batch=args.batch)
     print(f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}")
     print(json.dumps(found, sort_keys=True))

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         preflight_before_spark(corner)
     from training.search.tune import tune  # loads Optuna
 
-    with launch_of(config.base.launcher, "tune", args.master) as launch:
+    with launch_of(config.base.launcher, "tune", args.master, args.code) as launch:
         best = tune(config, launch, take_over=args.take_over)
     print(f"best trial {best['trial']}: {config.metric_name} {best['value']:.6g} with {' '.join(best['flags'])}")
     print(f"run {best['run']}\nmodel {best['model']}\nreport {best['report']}")

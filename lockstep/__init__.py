@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from etl import write_dataset
-    from jobs._session import spark_session
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
@@ -49,7 +48,6 @@ _MODULES = {
     "load_schema": "lockstep.features.schema.declare",
     "numpy_batches": "training.batches.planned",
     "on_ranks": "training",
-    "spark_session": "jobs._session",
     "write_dataset": "etl",
 }
 
@@ -66,6 +64,32 @@ if not TYPE_CHECKING:  # a type checker would assume that every name exists
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def spark_session(
+    app_name: str = "lockstep", master: str | None = None, *, code: str | os.PathLike[str] | None = None
+) -> SparkSession:
+    """A Spark session with the settings that Lockstep needs, its code on the executors, and your own modules.
+
+    It ends with `spark.stop()`, or at the end of a `with` block; a call while it runs returns the same session. The
+    master is `master` if given, else that of spark-submit, else `local[*]`. `code` is the folder whose Python files
+    executors get, as they are now: by default that of your script, in a notebook the current one. Raises ConfigError
+    for a master that Spark does not know, a folder that does not exist, and if Java cannot be started.
+
+    >>> import lockstep
+    >>> with lockstep.spark_session("count", "local[2]") as spark:
+    ...     print(spark.range(500).count())
+    500
+    """
+    from jobs._session import spark_session
+    from training.launch.own_code import CodeFolder
+
+    if code is None:
+        return spark_session(app_name, master, code=CodeFolder.of_script(sys.path[0]))
+    own = CodeFolder.of_call(os.fspath(code))
+    assert own is not None, "it is named"
+    own.use()
+    return spark_session(app_name, master, code=own)
 
 
 def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
@@ -252,6 +276,7 @@ def cross_validate(
     """
     from training.config import TrainConfig
     from training.driver.train import Hooks
+    from training.launch.own_code import imported_here
     from training.models import check_name
     from training.search.folds import NOT_OF_FOLDS, cross_validate
 
@@ -259,7 +284,7 @@ def cross_validate(
     _require_known("cross_validate", options, known)
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     config, function = _config_and_text(dataset, run, model, spark, asked)
-    check_name(config.model, config.extra, here=spark is None)
+    check_name(config.model, config.extra, here=imported_here(config.launcher))
     return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
 
 
@@ -303,6 +328,7 @@ def tune(
     """
     from training.config import TrainConfig
     from training.driver.train import Hooks
+    from training.launch.own_code import imported_here
     from training.models import check_name
     from training.search.config import SearchConfig
     from training.search.live import search_progress_here
@@ -312,7 +338,7 @@ def tune(
     _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     base, function = _config_and_text(datasets, search, model, spark, asked)
-    check_name(base.model, base.extra, here=spark is None)
+    check_name(base.model, base.extra, here=imported_here(base.launcher))
     config = SearchConfig(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
         sampler=sampler, pruner=pruner,
