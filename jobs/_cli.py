@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pkgutil
 import select
@@ -44,6 +45,11 @@ class JobParser(argparse.ArgumentParser):
         text = "folder of your own modules, for this process and all ranks (default: the current folder)"
         self.add_argument("--code", metavar="DIR", help=text)
         self._imports_code = True
+
+    def add_json_flag(self) -> None:
+        """Add --json, for `print_result`."""
+        text = "print the result as one line of JSON, and nothing else on standard output"
+        self.add_argument("--json", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
         flags = [option for action in self._actions for option in action.option_strings]
@@ -158,6 +164,11 @@ def refuse_idle(flag: str, idle: bool, without: str) -> None:
 def check_master(args: argparse.Namespace) -> None:
     """Raise ConfigError for a Spark master if the ranks are processes of this host."""
     refuse_idle("--master", args.master is not None and args.launcher == "local", "--launcher barrier")
+
+
+def print_result(text: str, document: object, as_json: bool) -> None:
+    """Print a result: a text for people or, with --json, the document for programs."""
+    print(json.dumps(document, sort_keys=True) if as_json else text)
 
 
 def read_toml(path: str, flag: str = "--config") -> dict[str, object]:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
+from lockstep.storage.shown import Shown
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
@@ -278,14 +279,15 @@ def cross_validate(
     from training.driver.train import Hooks
     from training.launch.own_code import imported_here
     from training.models import check_name
-    from training.search.folds import NOT_OF_FOLDS, cross_validate
+    from training.search.folds import NOT_OF_FOLDS, cross_validate, summary
 
     known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     config, function = _config_and_text(dataset, run, model, spark, asked)
     check_name(config.model, config.extra, here=imported_here(config.launcher))
-    return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    result = cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    return Shown(result, summary)
 
 
 def tune(
@@ -333,7 +335,7 @@ def tune(
     from training.search.config import SearchConfig
     from training.search.live import search_progress_here
     from training.search.space import space_of
-    from training.search.tune import trials_of, tune
+    from training.search.tune import summary_of_search, trials_of, tune
 
     _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
@@ -345,7 +347,7 @@ def tune(
     )  # fmt: skip
     hooks, progress = Hooks(model_function=function), search_progress_here()
     best = tune(config, _launch(spark), take_over=take_over, hooks=hooks, progress=progress)
-    return {**best, "trials": trials_of(config)}
+    return Shown({**best, "trials": trials_of(config)}, summary_of_search)
 
 
 def evaluate(
@@ -364,8 +366,9 @@ def evaluate(
     """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset; of several runs the mean of
     their models' probabilities, and each model.
 
-    `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
-    on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
+    `baseline` is `majority`, `rate:COLUMN` (the mean label of each value of a column in the training data), or for
+    numbers `mean` or `median`, evaluated on the same rows.
+    `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
     COLUMN:hour. Rows of one value of the stored column `clusters`, such as a visitor, depend on each other: intervals
     count its values (by default of the column of a split by group, if it is stored). `checkpoint` is one to evaluate in
     place of the newest model: `last`, `best` (by keep_best) or a step. `batch` is the rows that a rank computes at a
@@ -380,11 +383,12 @@ def evaluate(
     >>> result["samples"], 0 <= result["metrics"]["auc"] <= 1
     (30, True)
     """
-    from training.results.evaluate import evaluate
+    from training.results.evaluate import evaluate, summary
 
     where = several(run), os.fspath(dataset), split, _launch(spark)
     options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
-    return evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
+    found = evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
+    return Shown(found, summary)
 
 
 def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:

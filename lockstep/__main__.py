@@ -14,8 +14,8 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if sys.path[0] != ROOT:  # the current folder, which may have a package `jobs` of its own
     sys.path[:1] = [ROOT]
 
-from jobs._cli import run_job
-from lockstep.storage.errors import ConfigError, nearest
+from jobs._cli import run_job  # noqa: E402 - after the path is set
+from lockstep.storage.errors import ConfigError, nearest  # noqa: E402
 
 JOBS = Path(ROOT) / "jobs"
 _CALL = re.compile(r":? ?`python -m jobs\.[^`]*`(: )?")

@@ -75,7 +75,8 @@ def test_a_zip_has_what_python_would_import_from_a_folder_that_is_last_on_its_pa
     possible = {name for name, _ in files}
     assert found == possible & {"mine", "own"}  # the names that neither Python nor a package takes
     with zipfile.ZipFile(folder / "own.zip") as archive:
-        assert {name for name in archive.namelist() if name[-1] != "/"} == {name + end for name, end in files if name in found}
+        packed = {name for name in archive.namelist() if name[-1] != "/"}
+    assert packed == {name + end for name, end in files if name in found}
 
 
 def test_python_itself_imports_the_packed_modules_and_no_other(tmp_path: Path) -> None:

@@ -199,9 +199,10 @@ def test_a_session_is_one_of_spark_and_ends_by_stop_by_a_block_and_with_the_proc
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "script.py").write_text(SESSIONS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-X", "dev", "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(tmp_path / "spark")},
+        env={**environment, "TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(tmp_path / "spark")},
     )  # fmt: skip
     assert done.stdout.split() == ["5", "3", "mine", "0", "2"], done.stderr
     assert done.returncode == 0 and not [*scratch.iterdir()], done.stderr

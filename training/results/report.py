@@ -38,7 +38,7 @@ from training.results.resources import (
     time_rows,
     usage_rows,
 )
-from training.results.state import STOPPED, WORDS, read_stopped, state_of
+from training.results.state import WORDS, read_stopped, state_of
 from training.rules import VALIDATION
 from training.run import notes
 from training.run.command import command_of
@@ -48,6 +48,7 @@ from training.run.metrics import History
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
+from training.run.status import STOPPED
 from training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
@@ -232,7 +233,9 @@ def _result_section(
     body = table([("metric", "training", "validation"), *rows], head=True) if rows else Markup()
     if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
         words = ["python", "-m", "jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
-        call = shlex.join([*words, "--baseline", "majority", "--report"])
+        of_classes = any("auc" in name or "accuracy" in name for name in names)
+        of_numbers = any("error" in name for name in names) and not of_classes
+        call = shlex.join([*words, "--baseline", "mean" if of_numbers else "majority", "--report"])
         body += Markup(
             "<p>Not evaluated yet, so nothing says whether it beats a baseline: <code>{}</code></p>\n"
         ).format(call)

@@ -127,6 +127,13 @@ def run_trials(
     return document
 
 
+def summary_of_search(best: Mapping[str, Any]) -> str:
+    """What best.json has, in a few lines."""
+    head = f"best trial {best['trial']}: {best['metric'].rpartition(':')[0]} {best['value']:.6g}"
+    head += f" with {' '.join(best['flags'])}"
+    return f"{head}\nrun {best['run']}\nmodel {best['model']}\nreport {best['report']}"
+
+
 def trials_of(config: SearchConfig) -> list[dict[str, Any]]:
     """The trials of a search so far, by number: {trial, run, parameters, state, value, epochs}; starts nothing."""
     study = Study(config, Journal(filesystem(config.root), config.root))
