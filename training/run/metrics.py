@@ -101,8 +101,8 @@ class PartWriter:
             log.warning("a part of %s is delayed: %s", self._directory, error.what)
 
 
-PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
-_LATER_PARTS = {"validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
+PARTS = ("starting_s", "data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
+_LATER_PARTS = {"starting_s": 0.0, "validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
