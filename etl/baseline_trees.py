@@ -1,7 +1,7 @@
 """Trees of pyspark.ml see categories as numbers of values: a one-hot column for each would be a wide row in memory.
 
 Spark keeps all columns of all training rows as whole numbers while it grows trees: 14,000 one-hot columns of 72,000
-rows are 4 GB, each read again at each level. A tree that is told a column's categories splits them as well in one.
+rows are 4 GB, each read again at each level. A tree that knows a column's categories splits them as well in one column.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ class StepClock:
     other_s, sent_bytes} of one rank, in seconds; and of several ranks {kind: pace, rank, step, steps, times, links}.
 
     `step` is the last step of the row, `steps` their number. `starting_s`: until the end of the process' first
-    step, which traces and compiles the step and waits for the first batch, with no way to tell these apart. Of
-    later steps `data_s`: waiting for the batch after the start of the step; `exchange_s`: waiting for the all-
-    reduce (what overlaps with the backward pass is not counted); `compute_s`: the rest of the steps; `other_s`:
-    between steps, such as callbacks and ends of epochs. `sent_bytes`: over the network, in all collectives since
-    the first step began or the row before; 0 within one host's memory.
+    step, which traces and compiles the step and waits for the first batch, which no clock can separate. Of later
+    steps `data_s`: waiting for the batch after the start of the step; `exchange_s`: waiting for the all- reduce
+    (what overlaps with the backward pass is not counted); `compute_s`: the rest of the steps; `other_s`: between
+    steps, such as callbacks and ends of epochs. `sent_bytes`: over the network, in all collectives since the first
+    step began or the row before; 0 within one host's memory.
 
     In a row of pace, `times` are [data, compute, exchange, other] of each of the last steps in whole microseconds, with
     other time before the step, and `links` the [seconds, bytes] of the communicator's since the row before, a step.

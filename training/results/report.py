@@ -308,6 +308,14 @@ def _data_rows(document: Mapping[str, Any], url: str) -> Rows:
     ]
 
 
+def _privacy_rows(privacy: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if privacy is None:
+        return []
+    covers = f"epsilon {privacy['epsilon']:.4f} at delta {privacy['delta']:g}"
+    left = "; ".join([*privacy.get("not_covered", []), "losses, metrics and class counts in the run directory"])
+    return [("differential privacy of each client", covers), ("not covered by it", left)]
+
+
 def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
     return [
         ("steps", result["steps"]),
@@ -325,6 +333,7 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
+        *_privacy_rows(result.get("privacy")),
         ("checkpoint", result["checkpoint"]),
         ("model", result["model"]),
     ]

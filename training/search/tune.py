@@ -26,6 +26,7 @@ from training.driver.train import Hooks, train
 from training.launch.session import Launch, SessionLauncher
 from training.launch.signals import ended_in_order
 from training.rules import check_metric
+from training.run import notes
 from training.run.lineage import SupersededError
 from training.run.metrics import read_history
 from training.run.paths import RunPaths
@@ -104,6 +105,7 @@ def run_trials(
 ) -> dict[str, Any]:
     """`tune` without its checks; `trainer` runs a trial."""
     fs = filesystem(config.root)
+    notes.show(notes.of_private_search(config.base.noise_multiplier))
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), lease:
         open_search(fs, config, VERSION)
