@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
-from lockstep.storage.shown import Shown
+from lockstep.storage.shown import Shown, ShownList
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """
     from lockstep.storage.verify import verify
 
-    return verify(os.fspath(path))
+    return ShownList(verify(os.fspath(path)))
 
 
 def write_logs(
@@ -384,7 +384,10 @@ def evaluate(
     (30, True)
     """
     from training.results.evaluate import evaluate, summary
+    from training.results.importable import check_importable
 
+    for one in several(run):
+        check_importable(absolute(one), here=spark is None)
     where = several(run), os.fspath(dataset), split, _launch(spark)
     options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
     found = evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)

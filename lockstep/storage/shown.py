@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MOST_LINES = 20
 
@@ -14,6 +16,13 @@ def short(text: str, most: int = MOST_LINES) -> str:
     if len(lines) <= most:
         return text
     return "\n".join([*lines[: most - 1], f"... {len(lines) - most + 1} more lines"])
+
+
+class ShownList(list[T]):
+    """A list that shows itself with an item a line, up to MOST_LINES lines; an empty one as []."""
+
+    def __repr__(self) -> str:
+        return short("\n".join(map(str, self))) if self else "[]"
 
 
 class Shown(dict[str, Any]):

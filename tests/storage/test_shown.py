@@ -18,7 +18,8 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage import progress
 from lockstep.storage.progress import CellBlock, Progress
-from lockstep.storage.shown import MOST_LINES, Shown, short
+from lockstep.storage.shown import MOST_LINES, Shown, ShownList, short
+from lockstep.storage.verify import Finding
 from tests.training._tiny import write_table
 from training.results.evaluate import summary
 from training.run.metrics import History
@@ -50,6 +51,8 @@ def test_no_result_fills_a_page(tmp_path_factory: pytest.TempPathFactory) -> Non
         (Schema((sample_id_field(), *fields)), "schema of 501 fields"),
         (History(rows, rows, rows, 3), "history: 1000 steps, 1000 epochs, 3 generations"),
         (manifest, "dataset of tfrecord, digest "),
+        (ShownList([Finding(f"part-{n}", n, None, "changed") for n in range(500)]), "part-0, record 0: changed"),
+        (ShownList[Finding]([]), "[]"),
     ):
         text = pretty(each)  # what a notebook shows
         assert text == repr(each) and text.startswith(words)
