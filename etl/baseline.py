@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.baseline_trees import MOST_BUCKETS, TREES, Growth, category_limit, indexed, within
 from etl.spark.errors import translated
 from etl.spark.session import described, watched
 from lockstep.features.schema.fields import Field
@@ -84,6 +85,8 @@ class BaselineConfig:
     rating: str | None = None
     """The column that als predicts; None: the label."""
     seed: int = 0
+    deadline_s: float = 3600.0
+    """Seconds after which Spark's work is cancelled."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", absolute(self.dataset))
@@ -94,6 +97,7 @@ class BaselineConfig:
         require(good, f"--kind {self.kind}", ", ".join(given), allowed)
         names = self.train_split.split(",")
         require(len({*names}) == len(names), "--train-split", self.train_split, "each split once: its rows count once")
+        require(self.deadline_s > 0, "--deadline", f"{self.deadline_s:g}", "a number of seconds above 0")
         require(-(2**63) <= self.seed < 2**63, "--seed", str(self.seed), "an integer from -2^63 to 2^63 - 1")
 
 
@@ -160,16 +164,24 @@ def check(config: BaselineConfig) -> Plan:
 
 
 def train_and_predict(
-    spark: SparkSession, config: BaselineConfig, plan: Plan | None = None, *, most_values: int = MAX_COLLECTED
+    spark: SparkSession,
+    config: BaselineConfig,
+    plan: Plan | None = None,
+    *,
+    most_values: int = MAX_COLLECTED,
+    show: Callable[[str], None] = lambda line: None,
 ) -> Predicted:
     """Fit the estimator on the training rows and predict the rows of the split; `plan` is what `check` returned.
+    `show` gets a line about the size of trees before they grow.
 
-    Raises the errors of check, ConfigError for a setting out of its range and for a label without classes.
+    Raises the errors of check, ConfigError for a setting out of its range, for a label without classes and for trees of
+    too many rows and columns, LockstepError after the deadline.
     """
     plan = plan or check(config)
     splits, names, what = plan.manifest.splits, config.train_split.split(","), f"the baseline {config.kind}"
     records = sum(splits[name].records for name in names)
     with (
+        within(spark, config.deadline_s, what),
         translated(spark, f"training {what}"),
         watched(spark, what),
         described(spark, what),
@@ -187,9 +199,16 @@ def train_and_predict(
             kind = KINDS[config.kind]
             of_classes = classes is not None or config.kind in CLUSTERS
             estimator = _estimator(kind.of_classes if of_classes else kind.of_numbers, config, plan)
-            train, test, left_out = _with_features(train, test, plan, classes)
+            limit = category_limit(plan.settings) if config.kind in TREES else None
+            train, test, left_out, most = _with_features(train, test, plan, classes, limit)
             train = train.persist()  # until the session ends
             size = int(train.head(1)[0]["features"].size)
+            if limit is not None:
+                estimator.setMaxBins(max(most, int(estimator.getOrDefault("maxBins"))))
+                slots = 1 if records <= ONE_PARTITION_ROWS else spark.sparkContext.defaultParallelism
+                growth = Growth.of(config.kind, records, size, estimator, slots)
+                growth.check()
+                show(growth.words())
             model = estimator.fit(train)
             scored = model.transform(test)
             if config.kind in CLUSTERS and classes is None:
@@ -211,7 +230,8 @@ def train_and_predict(
     sampled = sampled_of(plan.manifest)
     shares = None if sampled is None or classes is None or plan.label is None else sampled.of_classes(plan.label)
     kept = shares if shares is not None and all(shares) else None
-    about = {**asdict(config), "settings": list(config.settings), "dataset_digest": plan.manifest.digest}
+    about = {name: value for name, value in asdict(config).items() if name != "deadline_s"}
+    about |= {"settings": list(config.settings), "dataset_digest": plan.manifest.digest}
     about |= {"train_samples": records, "samples": splits[config.split].records}
     about |= {"features": size, "left_out": left_out}
     about |= {} if cluster_rows is None else {"cluster_rows": cluster_rows}
@@ -254,9 +274,11 @@ def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -
 
 
 def _with_features(
-    train: DataFrame, test: DataFrame, plan: Plan, classes: int | None
-) -> tuple[DataFrame, DataFrame, list[str]]:
-    """Both with the columns label, weight and features (a vector), fitted on `train`; and the features left out."""
+    train: DataFrame, test: DataFrame, plan: Plan, classes: int | None, limit: int | None
+) -> tuple[DataFrame, DataFrame, list[str], int]:
+    """Both with the columns label, weight and features (a vector), fitted on `train`; the features left out; and the
+    most categories of a column. With a `limit`, for trees, categories are numbers of up to so many and not one-hot.
+    """
     from pyspark.ml import Pipeline
     from pyspark.ml import feature as ml
     from pyspark.sql import functions as F
@@ -268,7 +290,7 @@ def _with_features(
     derived = [label.alias("label", metadata=nominal)]
     derived.append(F.expr(weight).cast("double").alias("weight"))
     numbers, tensors, texts, lists, left_out = [list[str]() for _ in range(5)]
-    sizes: dict[str, int] = {}
+    sizes, most = dict[str, int](), dict[str, int]()
     for position, field in enumerate(plan.schema.features):
         encoding, name, column = field.encoding or {}, f"f{position}", c.quoted(field.name)
         inner = encoding.get("of", encoding)
@@ -301,14 +323,22 @@ def _with_features(
     stages: list[Any] = []
     ids, hot = [f"{name}_id" for name in texts], [f"{name}_hot" for name in texts]
     if texts:
+        indexer = ml.StringIndexer(inputCols=texts, outputCols=ids, handleInvalid="keep").fit(train)
+        train, test = indexer.transform(train), indexer.transform(test)
+        known = {name: len(labels) for name, labels in zip(texts, indexer.labelsArray, strict=True)}
+        most = {name: min(known[name], sizes[name]) + 1 for name in texts}  # with the one for unseen texts
+    if texts and limit is not None:
+        train, test = indexed(train, most, limit), indexed(test, most, limit)
+        hot = [f"{name}_tree" for name in texts]
+    elif texts:
         capped = ", ".join(f"least({name}_id, {float(sizes[name])}) AS {name}_capped" for name in texts)
         stages = [
-            ml.StringIndexer(inputCols=texts, outputCols=ids, handleInvalid="keep"),
             ml.SQLTransformer(statement=f"SELECT *, {capped} FROM __THIS__"),
             ml.OneHotEncoder(inputCols=[f"{name}_capped" for name in texts], outputCols=hot, handleInvalid="keep"),
         ]
     for name in lists:
-        stages.append(ml.HashingTF(inputCol=name, outputCol=f"{name}_bag", numFeatures=sizes[name], binary=True))
+        buckets = sizes[name] if limit is None else min(sizes[name], MOST_BUCKETS)
+        stages.append(ml.HashingTF(inputCol=name, outputCol=f"{name}_bag", numFeatures=buckets, binary=True))
     parts = [*hot, *(f"{name}_bag" for name in lists)]
     if numbers or tensors:
         stages.append(ml.VectorAssembler(inputCols=[*numbers, *tensors], outputCol="unscaled"))
@@ -319,7 +349,7 @@ def _with_features(
     stages.append(ml.VectorAssembler(inputCols=parts, outputCol="features"))
     fitted = Pipeline(stages=stages).fit(train)
     made = [fitted.transform(rows).select("label", "weight", "features") for rows in (train, test)]
-    return made[0], made[1], left_out
+    return made[0], made[1], left_out, max([2, *(min(one, limit or 0) for one in most.values())])
 
 
 def _vector(field: Field) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pkgutil
 import select
@@ -16,6 +17,7 @@ from typing import Literal, NoReturn, TextIO
 from jobs._yarn import report_failure
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
+from training.launch.own_code import CodeFolder
 
 INTERRUPTED = 130  # as a shell reports for a process that Ctrl-C ended
 PIPE_CLOSED = 141  # and for one that wrote to a pipe without a reader
@@ -33,9 +35,21 @@ class JobParser(argparse.ArgumentParser):
         super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
         self.table = table
         self._given: list[str] = []
+        self._imports_code = False
         text = f"TOML files, table [{table}]; later files and flags win"
         self.add_argument("--config", nargs="+", default=[], metavar="FILE.toml", help=text)
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+
+    def add_code_flag(self) -> None:
+        """Add --code, whose folder (by default the current one) `parse` makes importable: `args.code`."""
+        text = "folder of your own modules, for this process and all ranks (default: the current folder)"
+        self.add_argument("--code", metavar="DIR", help=text)
+        self._imports_code = True
+
+    def add_json_flag(self) -> None:
+        """Add --json, for `print_result`."""
+        text = "print the result as one line of JSON, and nothing else on standard output"
+        self.add_argument("--json", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
         flags = [option for action in self._actions for option in action.option_strings]
@@ -58,7 +72,12 @@ class JobParser(argparse.ArgumentParser):
         known, _ = files.parse_known_args(list(argv))
         from_files = [flag for path in known.config for flag in self._flags_of(path)]
         self._given = list(argv)
-        return self.parse_args([*from_files, *argv])
+        args = self.parse_args([*from_files, *argv])
+        if self._imports_code:
+            args.code = CodeFolder.of_call(args.code)
+            if args.code is not None:
+                args.code.use()
+        return args
 
     def given(self, argv: Sequence[str]) -> set[str]:
         """The names of the values that flags or files give, and not defaults. Raises what `parse` raises."""
@@ -156,6 +175,11 @@ def refuse_idle(flag: str, idle: bool, without: str) -> None:
 def check_master(args: argparse.Namespace) -> None:
     """Raise ConfigError for a Spark master if the ranks are processes of this host."""
     refuse_idle("--master", args.master is not None and args.launcher == "local", "--launcher barrier")
+
+
+def print_result(text: str, document: object, as_json: bool) -> None:
+    """Print a result: a text for people or, with --json, the document for programs."""
+    print(json.dumps(document, sort_keys=True) if as_json else text)
 
 
 def read_toml(path: str, flag: str = "--config") -> dict[str, object]:

@@ -112,9 +112,7 @@ def output_values(args: Namespace) -> dict[str, Any]:
     }
 
 
-def finished(
-    args: Namespace, config: OutputConfig, sources: Callable[[], Sequence[Source]]
-) -> DatasetManifest | None:
+def finished(args: Namespace, config: OutputConfig, sources: Callable[[], Sequence[Source]]) -> DatasetManifest | None:
     """With --if-exists keep: the dataset at --output, made before of the same input and settings; None without one.
     `sources` finds the input as the job does.
 

@@ -8,18 +8,24 @@ from contextlib import contextmanager
 from jobs._cli import JobParser
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute, split_url
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.own_code import CodeFolder, imported_here
 from training.launch.session import Launch
+from training.results.importable import check_importable
 
 
 @contextmanager
-def launch_of(launcher: str, job: str, master: str | None) -> Iterator[Launch]:
-    """What starts ranks for the `--launcher` of a job: `local`, or `barrier` in a Spark session that ends with it."""
+def launch_of(launcher: str, job: str, master: str | None, code: CodeFolder | None = None) -> Iterator[Launch]:
+    """What starts ranks for the `--launcher` of a job: `local`, or `barrier` in a Spark session that ends with it.
+
+    Ranks can import the modules of `code`.
+    """
     if launcher == "local":
         yield run_local
         return
-    with spark_session(f"lockstep {job}", master, input_bytes=0) as spark:
+    with spark_session(f"lockstep {job}", master, input_bytes=0, code=code) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         yield OnSpark(spark)
 
@@ -31,3 +37,14 @@ def add_launch_flags(job: JobParser) -> None:
     job.add_argument("--launcher", choices=["local", "barrier"], default="local", help=text)
     text = "Spark master for --launcher barrier (default: spark-submit's)"
     job.add_argument("--master", metavar="URL", help=text)
+    job.add_code_flag()
+
+
+def check_runs(launcher: str, *runs: str) -> None:
+    """Raise ConfigError, before Spark starts, for a run whose model's module ranks cannot import.
+
+    A run on another file system may need Spark's settings to be read: with Spark, ranks find that out.
+    """
+    for run in runs:
+        if launcher == "local" or split_url(absolute(run))[0] == "file":
+            check_importable(absolute(run), here=imported_here(launcher))

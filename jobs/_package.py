@@ -29,6 +29,7 @@ from jobs._session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.upload import Item
 from lockstep.storage.urls import join
+from training.launch.own_code import CodeFolder
 
 # Archive -> the requirements that it leaves out. ETL draws no figures and searches nothing.
 ARCHIVES = {"etl": OF_TRAINING, "training": ()}
@@ -64,20 +65,39 @@ class Packed:
         return self.path.stat().st_size
 
 
-def build(folder: Path, archives: Sequence[str], add: Sequence[str] = ()) -> list[Packed]:
-    """Make `lockstep.zip` and the `archives` in `folder`, each unless it is there already with the same content.
+def build(folder: Path, archives: Sequence[str], add: Sequence[str] = (), own_code: str | None = None) -> list[Packed]:
+    """Make `lockstep.zip`, `own-code.zip` of the modules in the folder `own_code`, and the `archives` in `folder`, each
+    unless it is there already with the same content.
 
-    Raises ConfigError if a package or a program is missing, LockstepError if the copied interpreter does not start.
+    Raises ConfigError if a package or a program is missing or `own_code` has no module, LockstepError if the copied
+    interpreter does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".package-", dir=folder.resolve()) as scratch:
         code = Path(ship_rooms(scratch)).replace(folder / "lockstep.zip")
         made = [Packed(code, "LOCKSTEP_ZIP", _sha256(code), True)]
+        if own_code is not None:
+            made.append(_own_code(own_code, folder / "own-code.zip"))
         interpreter = _interpreter(Path(scratch, "python"))
         for name in archives:
             entries = interpreter.files | dict(_packages(interpreter.site, closure(name, add)))
             made.append(_archive(folder / f"lockstep-{name}.tar.gz", entries, f"LOCKSTEP_{name.upper()}"))
     return made
+
+
+def _own_code(folder: str, target: Path) -> Packed:
+    """The zip of a user's own modules. Raises ConfigError for a folder without one."""
+    code = CodeFolder.of_call(folder)
+    assert code is not None, "it is named"
+    code.use()  # what this process would import is what is packed
+    if not code.pack(str(target)):
+        raise ConfigError(
+            "--code names a folder without modules",
+            got=folder,
+            allowed="Python files, or packages, whose names are not those of Lockstep, Python or an installed package",
+            next_step="Correct --code, or rename the modules.",
+        )
+    return Packed(target, "LOCKSTEP_OWN_CODE", _sha256(target), True)
 
 
 def named_by_digest(files: Sequence[Packed], output: str) -> list[Item]:

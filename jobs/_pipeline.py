@@ -26,6 +26,7 @@ from training.driver.train import Hooks
 from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.own_code import imported_here
 from training.launch.session import Launch
 from training.models import check_name
 from training.results.evaluate import evaluate as evaluate_run
@@ -135,7 +136,7 @@ class Pipeline:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
         refuse_idle("--dry-run", self.train_args.dry_run, "jobs.train")
-        check_name(config.model, config.extra, here=config.launcher == "local")
+        check_name(config.model, config.extra, here=imported_here(config.launcher))
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
         elif isinstance(self.etl, TableConfig):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, require
+from training.launch.own_code import ROOMS, CodeFolder
 from training.launch.signals import ended_in_order, signals_of_java
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ _MASTER = re.compile(
     r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
 )
 LOG4J = ROOT / "conf" / "spark-log4j2.properties"
-ROOMS = ("lockstep", "etl", "training", "pyspark_tfrecord", "jobs")
 PACKAGE_LISTS = ("requirements.txt", "constraints.txt")  # which jobs.doctor compares with what is installed
 
 PINNED = {
+    # A Python worker of a local master starts in this process' folder, whose modules are not to hide ours or Python's.
+    "spark.executorEnv.PYTHONSAFEPATH": "1",
     # Java's serializer keeps all that it wrote since its last reset: by default 100 batches of cached rows, MiB each,
     # for each task that spills its cache to disk. 4 million rows exhausted a heap of 1 GiB.
     "spark.serializer.objectStreamReset": "1",
@@ -84,20 +86,15 @@ def java_options(environment: MutableMapping[str, str], *, short: bool) -> None:
     environment["SPARK_SUBMIT_OPTS"] = " ".join(more)
 
 
-@contextmanager
 def spark_session(
-    app_name: str, master: str | None = None, *, input_bytes: int | None = None
-) -> Iterator[SparkSession]:
-    """A session with pinned settings, stopped at the end of the block.
+    app_name: str, master: str | None = None, *, input_bytes: int | None = None, code: CodeFolder | None = None
+) -> SparkSession:
+    """A session with pinned settings: `stop`, or the end of a `with` block, ends it and all that it has changed.
 
     `input_bytes` is what a session of one job will read, if it is known: up to SHORT_JOB_BYTES, Java compiles for a
-    short life. The master is `master` if given, else that of spark-submit, else `local[*]`. Raises ConfigError for a
-    master that Spark does not know, and if Java cannot be started.
-
-    >>> import lockstep
-    >>> with lockstep.spark_session("count", "local[2]") as spark:
-    ...     print(spark.range(500).count())
-    500
+    short life. The master is `master` if given, else that of spark-submit, else `local[*]`. `code` are the user's own
+    modules, which executors can import too. Raises ConfigError for a master that Spark does not know, and if Java
+    cannot be started.
     """
     if master is not None:
         allowed = "local, local[N], local[*], yarn, spark://HOST:PORT, k8s://URL"
@@ -105,6 +102,19 @@ def spark_session(
         require(bool(_MASTER.fullmatch(master)), "--master", master, allowed, next_step)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    from jobs._own_session import OwnSession, running
+
+    if (session := running()) is not None:  # such as that of a notebook's cell which runs again
+        return session
+    with ExitStack() as stack:
+        spark = _started(stack, app_name, master, input_bytes, code)
+        return OwnSession.of(spark, stack.pop_all())
+
+
+def _started(
+    stack: ExitStack, app_name: str, master: str | None, input_bytes: int | None, code: CodeFolder | None
+) -> SparkSession:
+    """Start a session, whose end goes onto the stack."""
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
@@ -115,27 +125,30 @@ def spark_session(
         java_options(os.environ, short=input_bytes is not None and input_bytes <= SHORT_JOB_BYTES)
     if master is not None or not submitted:
         conf.setMaster(master or "local[*]")
-    with ended_in_order(), _end_unhidden(), ExitStack() as stack:
-        with _start_explained():
-            # Before the context, which takes seconds: a signal to Java in between would end it in the middle.
-            SparkContext._ensure_initialized(conf=conf)
-            stack.enter_context(signals_of_java(SparkContext._gateway))
-            interrupt = signal.getsignal(signal.SIGINT)
-            SparkContext.getOrCreate(conf)
-            if threading.current_thread() is threading.main_thread() and interrupt is not None:
-                # Spark's handler of Ctrl-C calls Java in the middle of another call, which prints traces.
-                signal.signal(signal.SIGINT, interrupt)
-            spark = SparkSession.builder.config(conf=conf).getOrCreate()
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
-        stack.callback(stop_session, spark)
-        spark.sparkContext.setLogLevel("ERROR")
-        _leave_no_answer_behind(spark)
-        path = list(sys.path)
-        spark.sparkContext.addPyFile(ship_rooms(folder))
-        sys.path[:] = (
-            path  # Spark puts its copy first, and deletes it with the session; this process has our code already
-        )
-        yield spark
+    stack.enter_context(ended_in_order())
+    stack.enter_context(_end_unhidden())
+    with _start_explained():
+        # Before the context, which takes seconds: a signal to Java in between would end it in the middle.
+        SparkContext._ensure_initialized(conf=conf)
+        stack.enter_context(signals_of_java(SparkContext._gateway))
+        interrupt = signal.getsignal(signal.SIGINT)
+        SparkContext.getOrCreate(conf)
+        if threading.current_thread() is threading.main_thread() and interrupt is not None:
+            # Spark's handler of Ctrl-C calls Java in the middle of another call, which prints traces.
+            signal.signal(signal.SIGINT, interrupt)
+        spark = SparkSession.builder.config(conf=conf).getOrCreate()
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+    stack.callback(stop_session, spark)
+    spark.sparkContext.setLogLevel("ERROR")
+    _leave_no_answer_behind(spark)
+    path = list(sys.path)
+    own = os.path.join(folder, "lockstep-own-code.zip")
+    if code is not None and code.pack(own):
+        spark.sparkContext.addPyFile(own)
+    spark.sparkContext.addPyFile(ship_rooms(folder))  # the last is the first on the executors' path
+    # Spark puts its copies first here, and deletes them with the session; this process has our code already.
+    sys.path[:] = path
+    return spark
 
 
 @contextmanager

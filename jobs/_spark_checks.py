@@ -17,12 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jobs._checks import JAVA_MAJORS, CheckFailed, CheckSkipped, CheckWarned
-from jobs._session import ROOMS, ROOT, hadoop_settings_of, java_options, spark_session
+from jobs._session import ROOT, hadoop_settings_of, java_options, spark_session
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
 from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import check_slots, in_driver, slots_now
 from training.launch.executors import container_of, master_mib
+from training.launch.own_code import ROOMS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -69,6 +69,7 @@ MIB = 1 << 20
 def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:
     """The command line of a job that trains; its TOML table has the job's name. `without`: flags that it leaves out."""
     job = JobParser(job_name, description, job_name)
+    job.add_code_flag()
     helps, hints = docstrings(TrainConfig), get_type_hints(TrainConfig, include_extras=True)
     group: Any = None
     for field in fields(TrainConfig):

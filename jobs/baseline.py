@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -15,7 +16,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.baseline import KINDS, BaselineConfig, check, train_and_predict
-from jobs._cli import JobParser, refuse_idle, run_job
+from jobs._cli import JobParser, print_result, refuse_idle, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import occupied, write_file
@@ -40,24 +41,24 @@ def parser() -> JobParser:
     add("--item", metavar="COLUMN", help="als: the column of items")
     add("--rating", metavar="COLUMN", help="als: the column to predict (default: the label)")
     add("--seed", type=int, default=0, metavar="N", help="seed of estimators that draw numbers (default 0)")
+    text = "end with exit code 1 if Spark has not fitted and predicted within so many seconds (default 3600)"
+    add("--deadline", type=float, default=3600.0, metavar="S", help=text)
     add("--run", metavar="URL", help="also evaluate this run's model on these rows; jobs.report shows both")
-    add(
-        "--launcher",
-        choices=["local", "barrier"],
-        default="local",
-        help="where that model is evaluated (default local)",
-    )
+    text = "where that model is evaluated (default local)"
+    add("--launcher", choices=["local", "barrier"], default="local", help=text)
     add("--output", metavar="FILE.json", help="also write the result there; must not exist")
+    job.add_json_flag()
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return job
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table, then the result as one line of JSON; returns the exit code."""
+    """Print a table or, with --json, the result; returns the exit code."""
     args = parser().parse(argv)
     config = BaselineConfig(
         dataset=args.dataset, kind=args.kind, split=args.split, train_split=args.train_split,
         settings=tuple(args.set), user=args.user, item=args.item, rating=args.rating, seed=args.seed,
+        deadline_s=args.deadline,
     )  # fmt: skip
     plan, model = check(config), None
     output, run = (None if url is None else absolute(url) for url in (args.output, args.run))
@@ -72,17 +73,17 @@ def main(argv: Sequence[str]) -> int:
         set_hadoop_settings(hadoop_settings_of(spark))
         if run is not None and model is None:
             model = evaluate(run, config.dataset, config.split, OnSpark(spark))
-        found = train_and_predict(spark, config, plan)
+        found = train_and_predict(spark, config, plan, show=partial(print, file=sys.stderr, flush=True))
     scores = {"metrics": dict(found.metrics), "intervals": {}, "class_counts": None}
     if found.rows is not None:
         scores = baselines.scores_of(found.rows, found.classes, probabilities=found.probabilities, kept=found.kept)
     result = {**found.about, **scores}
-    print(baselines.text(result, model))
+    text = baselines.text(result, model)
     if run is not None and model is not None:
-        print(f"stored {baselines.store(run, result, model)}; python -m jobs.report {run} shows it")
+        text += f"\nstored {baselines.store(run, result, model)}; python -m jobs.report {run} shows it"
     if output is not None:
         write_file(filesystem(output), output, (json.dumps(result, sort_keys=True) + "\n").encode())
-    print(json.dumps(result, sort_keys=True))
+    print_result(text, result, args.json)
     return 0
 
 

@@ -17,6 +17,7 @@ from jobs._launch import launch_of
 from lockstep.storage.urls import absolute, join
 from training.config import flag_of
 from training.driver.preflight import all_local
+from training.launch.own_code import imported_here
 from training.models import check_name
 from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, refuse_validation, runs_of_folds, summary
 
@@ -34,10 +35,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = _train.config_of(args)
     refuse_validation(config)
-    check_name(config.model, config.extra, here=config.launcher == "local")
+    check_name(config.model, config.extra, here=imported_here(config.launcher))
     if config.launcher == "barrier" and all_local(config):
         runs_of_folds(config)  # refuses wrong flags before Spark starts
-    with launch_of(config.launcher, "cross_validate", args.master) as launch:
+    with launch_of(config.launcher, "cross_validate", args.master, args.code) as launch:
         result = cross_validate(config, launch, take_over=args.take_over)
     print(summary(result))
     print(f"result {join(absolute(config.run), RESULT)}")

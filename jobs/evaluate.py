@@ -5,9 +5,9 @@ Metrics with intervals, calibration, a confusion matrix, slices of the rows, and
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, refuse_idle, run_job, which
-from jobs._launch import add_launch_flags, launch_of
+from jobs._cli import JobParser, check_master, print_result, refuse_idle, run_job, which
+from jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
 from training.results.evaluate import evaluate, summary
@@ -39,7 +39,8 @@ def parser() -> JobParser:
     add("--earlier", action="store_true", help=text)
     text = "a checkpoint in place of the newest model: last, best (by the run's --keep-best) or a step"
     add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
-    add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in the training data) | majority")
+    text = "majority | rate:COLUMN (mean label of each value in the training data); of numbers mean | median"
+    add("--baseline", metavar="B", help=text)
     text = "metrics of each value of a stored column, of numbers in quartiles; COLUMN:day or COLUMN:hour of times"
     add("--slice", nargs="+", default=[], metavar="COLUMN", help=text)
     text = "a stored column, such as a visitor: rows of one value depend on each other, so intervals count the values"
@@ -52,16 +53,12 @@ def parser() -> JobParser:
     text = "rows at a time (default 512); changes the last digits, and losses divided by a mask or a sum of weights"
     add("--batch", type=int, default=512, metavar="ROWS", help=text)
     add_launch_flags(job)
+    job.add_json_flag()
     return job
 
 
-def show_at_once(line: str) -> None:
-    """Print a line, also to a file or a pipe, before the next checkpoint is there."""
-    print(line, flush=True)
-
-
 def main(argv: Sequence[str]) -> int:
-    """Print tables, then the result as one line of JSON (docs/evaluate.md); returns the exit code."""
+    """Print tables or, with --json, the result (docs/evaluate.md); returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
     require(not (args.follow and args.checkpoint), "--checkpoint", "--checkpoint with --follow", "one of the two")
@@ -74,17 +71,18 @@ def main(argv: Sequence[str]) -> int:
     where = args.run[0] if args.follow else args.run, args.dataset, args.split
     options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
     options |= {"baseline": args.baseline, "slices": args.slice, "clusters": args.clusters}
-    with launch_of(args.launcher, "evaluate", args.master) as launch:
+    check_runs(args.launcher, *args.run)
+    with launch_of(args.launcher, "evaluate", args.master, args.code) as launch:
         if args.follow:
             options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
-            found: Any = follow(*where, launch, show=show_at_once, **options)
+            show = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)  # also to a pipe, at once
+            found: Any = follow(*where, launch, show=show, **options)
             last = found[-1]["result"] if found else None
         else:
             found = last = evaluate(*where, launch, checkpoint=args.checkpoint, earlier=args.earlier, **options)
-            print(summary(last))
-    if args.report:
-        print(f"report {write_report(absolute(args.run[0]), last)}")
-    print(json.dumps(found, sort_keys=True))
+    report = f"report {write_report(absolute(args.run[0]), last)}" if args.report else ""
+    text = "" if args.follow or last is None else summary(last)  # each look has been shown
+    print_result("\n".join(filter(None, [text, report])), found, args.json)
     return 0
 
 

@@ -11,6 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job, which
+from jobs._launch import check_runs
 from training.launch.local import run_local
 from training.results.export_run import FORMATS, export_run
 
@@ -25,12 +26,14 @@ def parser() -> JobParser:
     add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     text = "keras (default), or savedmodel, which TensorFlow loads without Keras and Lockstep; has the Keras file too"
     add("--format", choices=FORMATS, default="keras", help=text)
+    job.add_code_flag()
     return job
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the model; returns the exit code."""
     args = parser().parse(argv)
+    check_runs("local", args.run)
     done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint, form=args.format)
     print(f"{done.output}: the model of checkpoint {done.checkpoint}")
     for column, reason in done.not_raw.items():

@@ -25,6 +25,8 @@ def parser() -> JobParser:
     job.add_argument("--archives", nargs="+", choices=[*ARCHIVES], default=[*ARCHIVES], help=text)
     text = "installed packages to add to the archives, with all that they require"
     job.add_argument("--add", nargs="+", default=[], metavar="PACKAGE", help=text)
+    text = "also make own-code.zip of the Python modules in this folder, for --py-files"
+    job.add_argument("--code", metavar="DIR", help=text)
     text = "also put the files here, named by their digests, and write DIR/package.sh, which exports their URLs"
     job.add_argument("--upload", metavar="URL", help=text)
     job.epilog = (
@@ -38,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """Make the files and upload them; returns the exit code."""
     args = parser().parse(argv)
     output = target(args.upload, None) if args.upload else None
-    made = build(Path(args.output), args.archives, args.add)
+    made = build(Path(args.output), args.archives, args.add, args.code)
     for file in made:
         print(f"{file.path}: {file.size_bytes / 2**20:.1f} MiB, {'made' if file.new else 'unchanged'}")
     if output is not None:

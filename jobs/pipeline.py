@@ -51,7 +51,9 @@ def run(args: Namespace, folder: str) -> list[Outcome]:
         )
     for pipeline in pipelines:
         pipeline.check()
-    with spark_session("lockstep pipeline", args.master) as spark:
+    codes = [pipeline.train_args.code for pipeline in pipelines]
+    code = next((each for each in codes if each is not None and each.asked), codes[0])
+    with spark_session("lockstep pipeline", args.master, code=code) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         return [pipeline.run(spark) for pipeline in pipelines]
 

@@ -11,7 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, check_master, run_job, which
-from jobs._launch import add_launch_flags, launch_of
+from jobs._launch import add_launch_flags, check_runs, launch_of
 from training.results.predict import predict
 
 
@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     check_master(args)
     names = (args.run, args.dataset, args.split, args.output)
-    with launch_of(args.launcher, "predict", args.master) as launch:
+    check_runs(args.launcher, args.run)
+    with launch_of(args.launcher, "predict", args.master, args.code) as launch:
         options = {"num_ranks": args.num_ranks, "batch": args.batch, "checkpoint": args.checkpoint}
         done = predict(*names, launch=launch, **options)
     print(f"{done.output}: {done.rows} predictions of {done.model}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs import _train
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, print_result, run_job
 from jobs._launch import launch_of
 from lockstep.storage.progress import Progress
 from training.config import TrainConfig
@@ -34,6 +33,7 @@ def parser() -> JobParser:
     """The command line: that of jobs.train without the flags that do not change a step."""
     job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
     add = job.add_argument
+    job.add_json_flag()
     add("--steps", type=int, metavar="S", help="steps of each kind in a round (default: 16 to 512)")
     add(
         "--rounds",
@@ -46,19 +46,18 @@ def parser() -> JobParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
+    """Print a table and the verdict or, with --json, the result; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    with launch_of(config.launcher, "profile_run", args.master) as launch:
+    with launch_of(config.launcher, "profile_run", args.master, args.code) as launch:
         result = measured(config, args, launch)
-    print(table(result))
-    print(json.dumps(result.to_json(), sort_keys=True))
+    print_result(table(result), result.to_json(), args.json)
     return 0
 
 
 def config_of(args: Namespace) -> TrainConfig:
     """The configuration of the run to profile, for one epoch."""
-    known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds")}
+    known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds", "json")}
     return _train.config_of(Namespace(**known, run=NO_RUN, epochs=1))
 
 

@@ -5,7 +5,6 @@ Both are evaluated on the same rows: a split of the dataset and of all datasets 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job
-from jobs._launch import add_launch_flags, launch_of
+from jobs._cli import JobParser, check_master, print_result, run_job
+from jobs._launch import add_launch_flags, check_runs, launch_of
 from training.results.publish import publish
 
 
@@ -30,18 +29,20 @@ def parser() -> JobParser:
     add("--metric", required=True, metavar="METRIC:max", help="what decides: METRIC:max or METRIC:min, as auc:max")
     add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512)")
     add_launch_flags(job)
+    job.add_json_flag()
     return job
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print whether and why, then the document as one line of JSON; returns the exit code, 0 also for a worse model."""
+    """Print whether and why or, with --json, the document; returns the exit code, 0 also for a worse model."""
     args = parser().parse(argv)
     check_master(args)
+    check_runs(args.launcher, args.run)
     where = args.run, args.models, args.dataset, args.split, args.metric
-    with launch_of(args.launcher, "publish", args.master) as launch:
+    with launch_of(args.launcher, "publish", args.master, args.code) as launch:
         found = publish(*where, launch, num_ranks=args.num_ranks, batch=args.batch)
-    print(f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}")
-    print(json.dumps(found, sort_keys=True))
+    text = f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}"
+    print_result(text, found, args.json)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs import _train, profile_run
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, print_result, run_job
 from jobs._launch import launch_of
 from lockstep.storage.progress import Progress
 from training.profiling.profile import ROUNDS
@@ -27,13 +26,14 @@ def parser() -> JobParser:
     kind = job.add_mutually_exclusive_group()
     kind.add_argument("--strong", action="store_true", help="keep the global batch (default)")
     kind.add_argument("--weak", action="store_true", help="keep the rows of a rank: G is that of the fewest ranks")
+    job.add_json_flag()
     add("--steps", type=int, metavar="S", help="steps of each kind in a round (default: 16 to 512)")
     add("--rounds", type=int, default=ROUNDS, metavar="R", help=f"rounds at each number (default {ROUNDS})")
     return job
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, then the points as one line of JSON; returns the exit code."""
+    """Print the table or, with --json, the points; returns the exit code."""
     args = parser().parse(argv)
     numbers, weak, steps, rounds = args.num_ranks, args.weak, args.steps, args.rounds
     for name in ("strong", "weak", "num_ranks"):
@@ -41,12 +41,11 @@ def main(argv: Sequence[str]) -> int:
     args.num_ranks = min(numbers)
     config = profile_run.config_of(args)
     with (
-        launch_of(config.launcher, "scale", args.master) as launch,
+        launch_of(config.launcher, "scale", args.master, args.code) as launch,
         Progress("measuring", len(numbers), "points") as bar,
     ):
         found = scale(config, launch, numbers, weak=weak, steps=steps, rounds=rounds, on_point=bar.set)
-    print(table(found, weak=weak))
-    print(json.dumps(to_json(found), sort_keys=True))
+    print_result(table(found, weak=weak), to_json(found), args.json)
     return 0
 
 

@@ -1,9 +1,11 @@
-"""Print what a run is doing now: `python -m jobs.status RUN`."""
+"""Print what a run or a search is doing now: `python -m jobs.status RUN`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -13,25 +15,34 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
+from training.results.state import state_now
 from training.run.paths import RunPaths
 from training.run.status import now_utc, read_status, words
+from training.search.status import is_search, read_search
 
 
 def parser() -> JobParser:
     """The command line."""
     found = JobParser("status", __doc__ or "", table="status")
-    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run")
-    found.add_argument("--json", action="store_true", help="print the status as JSON, as RUN/status.json has it")
-    found.epilog = "Reads one small file, which the run's driver replaces every 5 s. The exit code is 0 in any state."
+    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, or of a search of jobs.tune")
+    found.add_argument("--json", action="store_true", help="print it as JSON: of a run as RUN/status.json has it")
+    found.epilog = "Reads a small file that the run's driver replaces every 5 s, or a search's journal. Exit code 0 in"
+    found.epilog += " any state."
     return found
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     args = parser().parse(argv)
-    run = absolute(args.run)
-    status = read_status(filesystem(run), RunPaths(run))
-    print(status.to_bytes().decode() if args.json else words(status, run, now_utc()))
+    run, now = absolute(args.run), now_utc()
+    fs, paths = filesystem(run), RunPaths(run)
+    if is_search(fs, run):
+        search = read_search(fs, run, now)
+        print(json.dumps(asdict(search), sort_keys=True) if args.json else search.words())
+        return 0
+    status = read_status(fs, paths)
+    status = replace(status, state=state_now(status, fs, paths, now))
+    print(status.to_bytes().decode() if args.json else words(status, run, now))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs import _train
-from jobs._cli import JobParser, read_toml, run_job
+from jobs._cli import JobParser, print_result, read_toml, run_job
 from jobs._launch import launch_of
 from training.config import flag_of
 from training.driver.preflight import all_local, check_validation, preflight_before_spark
@@ -36,28 +35,23 @@ def parser() -> JobParser:
     add("--sampler", choices=("random", "grid", "tpe"), default="tpe", help="What proposes parameters (default tpe)")
     add("--pruner", choices=("none", "median", "hyperband"), default="none",
         help="What ends trials early, by the metric after each epoch (default none)")  # fmt: skip
+    job.add_json_flag()
     return job
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the best trial, then best.json as one line; returns the exit code."""
+    """Print the best trial or, with --json, the content of best.json; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
     for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
         preflight_before_spark(corner)
     if config.test is not None and all_local(config.base):
         check_validation(config.base, config.test, "--test")
-    from training.search.report import tested_words
-    from training.search.tune import tune  # loads Optuna
+    from training.search.tune import summary_of_search, tune  # loads Optuna
 
-    with launch_of(config.base.launcher, "tune", args.master) as launch:
+    with launch_of(config.base.launcher, "tune", args.master, args.code) as launch:
         best = tune(config, launch, take_over=args.take_over)
-    print(f"best trial {best['trial']}: {config.metric_name} {best['value']:.6g} with {' '.join(best['flags'])}")
-    print(f"chosen on split {best['chosen_on']}: optimistic")
-    if best["test"] is not None:
-        print(f"on split {best['test']['split']}, which no trial has seen: {tested_words(best['test'])}")
-    print(f"run {best['run']}\nmodel {best['model']}\nreport {best['report']}")
-    print(json.dumps(best, sort_keys=True))
+    print_result(summary_of_search(best), best, args.json)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -16,6 +17,7 @@ from lockstep.storage.errors import StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 from training.driver.stop import EXIT_STOPPED
+from training.results.state import state_now
 from training.run.paths import RunPaths
 from training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
 
@@ -54,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         except StorageError as error:  # away for a while; a driver waits for it too
             print(f"the status cannot be read: {error.what}", file=sys.stderr, flush=True)
         else:
+            status = replace(status, state=state_now(status, fs, paths, now_utc()))
             if status != shown:
                 show(status, run, first=shown is None)
                 shown = status

@@ -18,13 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
+from lockstep.storage.shown import Shown, ShownList
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from etl import write_dataset
-    from jobs._session import spark_session
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
@@ -49,7 +49,6 @@ _MODULES = {
     "load_schema": "lockstep.features.schema.declare",
     "numpy_batches": "training.batches.planned",
     "on_ranks": "training",
-    "spark_session": "jobs._session",
     "write_dataset": "etl",
 }
 
@@ -66,6 +65,32 @@ if not TYPE_CHECKING:  # a type checker would assume that every name exists
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def spark_session(
+    app_name: str = "lockstep", master: str | None = None, *, code: str | os.PathLike[str] | None = None
+) -> SparkSession:
+    """A Spark session with the settings that Lockstep needs, its code on the executors, and your own modules.
+
+    It ends with `spark.stop()`, or at the end of a `with` block; a call while it runs returns the same session. The
+    master is `master` if given, else that of spark-submit, else `local[*]`. `code` is the folder whose Python files
+    executors get, as they are now: by default that of your script, in a notebook the current one. Raises ConfigError
+    for a master that Spark does not know, a folder that does not exist, and if Java cannot be started.
+
+    >>> import lockstep
+    >>> with lockstep.spark_session("count", "local[2]") as spark:
+    ...     print(spark.range(500).count())
+    500
+    """
+    from jobs._session import spark_session
+    from training.launch.own_code import CodeFolder
+
+    if code is None:
+        return spark_session(app_name, master, code=CodeFolder.of_script(sys.path[0]))
+    own = CodeFolder.of_call(os.fspath(code))
+    assert own is not None, "it is named"
+    own.use()
+    return spark_session(app_name, master, code=own)
 
 
 def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
@@ -111,7 +136,7 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """
     from lockstep.storage.verify import verify
 
-    return verify(os.fspath(path))
+    return ShownList(verify(os.fspath(path)))
 
 
 def write_logs(
@@ -260,15 +285,17 @@ def cross_validate(
     """
     from training.config import TrainConfig
     from training.driver.train import Hooks
+    from training.launch.own_code import imported_here
     from training.models import check_name
-    from training.search.folds import NOT_OF_FOLDS, cross_validate
+    from training.search.folds import NOT_OF_FOLDS, cross_validate, summary
 
     known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     config, function = _config_and_text(dataset, run, model, spark, asked)
-    check_name(config.model, config.extra, here=spark is None)
-    return cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    check_name(config.model, config.extra, here=imported_here(config.launcher))
+    result = cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
+    return Shown(result, summary)
 
 
 def tune(
@@ -314,23 +341,24 @@ def tune(
     """
     from training.config import TrainConfig
     from training.driver.train import Hooks
+    from training.launch.own_code import imported_here
     from training.models import check_name
     from training.search.config import SearchConfig
     from training.search.live import search_progress_here
     from training.search.space import space_of
-    from training.search.tune import trials_of, tune
+    from training.search.tune import summary_of_search, trials_of, tune
 
     _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     base, function = _config_and_text(datasets, search, model, spark, asked)
-    check_name(base.model, base.extra, here=spark is None)
+    check_name(base.model, base.extra, here=imported_here(base.launcher))
     config = SearchConfig(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
         sampler=sampler, pruner=pruner, test=test,
     )  # fmt: skip
     hooks, progress = Hooks(model_function=function), search_progress_here()
     best = tune(config, _launch(spark), take_over=take_over, hooks=hooks, progress=progress)
-    return {**best, "trials": trials_of(config)}
+    return Shown({**best, "trials": trials_of(config)}, summary_of_search)
 
 
 def evaluate(
@@ -349,8 +377,9 @@ def evaluate(
     """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset; of several runs the mean of
     their models' probabilities, and each model.
 
-    `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
-    on the same rows. `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
+    `baseline` is `majority`, `rate:COLUMN` (the mean label of each value of a column in the training data), or for
+    numbers `mean` or `median`, evaluated on the same rows.
+    `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
     COLUMN:hour. Rows of one value of the stored column `clusters`, such as a visitor, depend on each other: intervals
     count its values (by default of the column of a split by group, if it is stored). `checkpoint` is one to evaluate in
     place of the newest model: `last`, `best` (by keep_best) or a step. `batch` is the rows that a rank computes at a
@@ -366,11 +395,15 @@ def evaluate(
     >>> result["samples"], 0 <= result["metrics"]["auc"] <= 1
     (30, True)
     """
-    from training.results.evaluate import evaluate
+    from training.results.evaluate import evaluate, summary
+    from training.results.importable import check_importable
 
+    for one in several(run):
+        check_importable(absolute(one), here=spark is None)
     where = several(run), os.fspath(dataset), split, _launch(spark)
     options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
-    return evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
+    found = evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
+    return Shown(found, summary)
 
 
 def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:

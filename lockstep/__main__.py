@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jobs._cli import run_job
-from lockstep.storage.errors import ConfigError, nearest
+ROOT = str(Path(__file__).resolve().parents[1])
+if sys.path[0] != ROOT:  # the current folder, which may have a package `jobs` of its own
+    sys.path[:1] = [ROOT]
 
-JOBS = Path(__file__).resolve().parents[1] / "jobs"
+from jobs._cli import run_job  # noqa: E402 - after the path is set
+from lockstep.storage.errors import ConfigError, nearest  # noqa: E402
+
+JOBS = Path(ROOT) / "jobs"
 _CALL = re.compile(r":? ?`python -m jobs\.[^`]*`(: )?")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs._session import ROOMS
+from training.launch.own_code import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if not path.stem.startswith("_"))

@@ -302,7 +302,8 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
         raise
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]
-    sampled, names = sampled_of(manifest) is not None, manifest.created_by["config"].get("class_names")
+    found = sampled_of(manifest)
+    sampled, names = found is not None and bool(found.shares), manifest.created_by["config"].get("class_names")
     return _described(url, tables, dataset_blocks(url, manifest), schema.fields, max_records, schema, sampled, names)
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line every few seconds anywhere else."""
+"""Progress of long work: a bar on a terminal, a block of lines in a notebook's cell, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,59 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
 LINE_EVERY_S = 5.0
+CELL_EVERY_S = 0.5
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel, which has loaded IPython."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+class CellBlock:
+    """The lines of all work of one cell of a notebook, in one output that is updated in place; the last MOST are shown."""
+
+    MOST = 10
+    _newest: ClassVar[CellBlock | None] = None
+
+    def __init__(self, cell: int) -> None:
+        self._cell, self._lines = cell, list[str]()
+        self._handle: Any = None
+
+    @classmethod
+    def here(cls) -> CellBlock:
+        """The block of the cell that runs."""
+        from IPython.core.getipython import get_ipython
+
+        cell = int(get_ipython().execution_count)  # type: ignore[union-attr]
+        if cls._newest is None or cls._newest._cell != cell:
+            cls._newest = cls(cell)
+        return cls._newest
+
+    def new_line(self) -> int:
+        """The number of a new line, for `show`."""
+        self._lines.append("")
+        return len(self._lines) - 1
+
+    def show(self, number: int, text: str) -> None:
+        """Show the block with another text in a line."""
+        from IPython.display import display
+
+        self._lines[number] = text
+        bundle = {"text/plain": "\n".join(filter(None, self._lines[-self.MOST :]))}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
 
 
 class Pace:
@@ -47,8 +96,8 @@ class Pace:
 class Progress:
     """Counts `total` units of work; used as a context manager, safe to update from one thread.
 
-    On a terminal it draws tqdm's bar. Elsewhere (a log, CI, Airflow) it prints a line every 5 s and one at the
-    end, because a bar's carriage returns make a log unreadable.
+    On a terminal it draws tqdm's bar, in a notebook a line of the cell's block. Elsewhere (a log, CI, Airflow) it
+    prints a line every 5 s and one at the end, because a bar's carriage returns make a log unreadable.
     """
 
     def __init__(self, label: str, total: int | None, unit: str) -> None:
@@ -57,7 +106,10 @@ class Progress:
         self._note = ""
         self._start = self._last = time.monotonic()
         self._pace = Pace()
-        self._bar = tqdm(total=total, desc=label, unit=f" {unit}") if sys.stderr.isatty() else None
+        self._block = CellBlock.here() if in_notebook() else None
+        self._place = 0 if self._block is None else self._block.new_line()
+        on_terminal = self._block is None and sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=label, unit=f" {unit}") if on_terminal else None
 
     def update(self, units: int = 1, note: str | None = None) -> None:
         """Add finished units; `note` is a short text such as the current loss, and stays until the next one."""
@@ -73,7 +125,8 @@ class Progress:
                 self._bar.set_postfix_str(note)
         self._done = done
         self._pace.add(done)
-        if self._bar is None and time.monotonic() - self._last >= LINE_EVERY_S:
+        every_s = LINE_EVERY_S if self._block is None else CELL_EVERY_S
+        if self._bar is None and time.monotonic() - self._last >= every_s:
             self._line()
 
     def close(self) -> None:
@@ -102,4 +155,8 @@ class Progress:
             words = [f"{self._label}: {self._done}/{self._total} {self._unit} ({self._done / self._total:.0%})"]
         words += [*self._more(), f"{self._last - self._start:.0f} s"]
         words += [self._pace.left(self._total) if self._total else "", self._note]
-        print(", ".join(filter(None, words)), file=sys.stderr, flush=True)
+        line = ", ".join(filter(None, words))
+        if self._block is not None:
+            self._block.show(self._place, line)
+        else:
+            print(line, file=sys.stderr, flush=True)

@@ -127,7 +127,7 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
     assert report.ok, report
     assert len(report.left_over) == 6 * records % 16 == len(result["left_over"])
     assert verify(run) == []
-    evaluation = ended(job("evaluate", "--run", run, "--dataset", dataset, folder=tmp_path))
+    evaluation = ended(job("evaluate", "--run", run, "--dataset", dataset, "--json", folder=tmp_path))
     (found,) = (json.loads(line) for line in evaluation.splitlines() if line.startswith("{"))
     assert validations(run)[-1] == pytest.approx(found["metrics"], rel=1e-5) and len(validations(run)) == 6
 

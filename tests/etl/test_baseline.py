@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
-from sklearn.metrics import silhouette_score
+from sklearn.metrics import roc_auc_score, silhouette_score
 
 from etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
+from etl.baseline_trees import Growth
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError
 from tests.training._tiny import _ids, write_clicks, write_images, write_rows, write_table
 from training.results.baselines import scores_of
 
@@ -132,6 +135,63 @@ def test_each_kind_learns_what_decides_the_label(spark: SparkSession, folder: Pa
     with pytest.raises(ConfigError) as caught:
         train_and_predict(spark, config(folder, "counts", "logistic"))
     assert "numbers such as 0, 1, 2" in caught.value.got
+
+
+def write_wide(root: Path, categories: int, total: int) -> pd.DataFrame:
+    """Two columns of so many texts each, whose effects decide the label with a number's; half of the rows train."""
+    rng = np.random.default_rng(7)
+    texts = rng.zipf(1.3, (total, 2)) % categories
+    price, effects = rng.normal(size=total), rng.normal(size=(2, categories))
+    odds = effects[0][texts[:, 0]] + effects[1][texts[:, 1]] + price
+    frame = pd.DataFrame({"site": [f"s{n}" for n in texts[:, 0]], "app": [f"a{n}" for n in texts[:, 1]]})
+    frame["price"], frame["label"] = price, rng.random(total) < 1 / (1 + np.exp(-odds))
+    hashed = {"kind": "hash", "buckets": categories, "seed": 42}
+    fields = (
+        Field(name="site", dtype="string", encoding=hashed), Field(name="app", dtype="string", encoding=hashed),
+        Field(name="price", dtype="float64"), Field(name="label", dtype="bool", kind="label"),
+    )  # fmt: skip
+    schema = Schema((sample_id_field(), *fields))
+    arrays = [_ids(total), *(pa.array(frame[field.name]) for field in fields)]
+    rows = pa.RecordBatch.from_arrays(arrays, schema=schema.arrow_schema())
+    write_rows(str(root), schema, rows, {"train": total // 2, "test": total - total // 2}, "parquet", 1, 4096, 0)
+    return frame
+
+
+@pytest.mark.slow
+def test_trees_split_categories_as_plain_spark_s_do_and_name_their_size_and_deadline(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    from pyspark.ml.classification import GBTClassifier
+    from pyspark.ml.feature import StringIndexer, VectorAssembler
+
+    half, categories = 4000, 7000  # 14,000 one-hot columns
+    frame = write_wide(tmp_path / "wide", categories, 2 * half)
+    said: list[str] = []
+    found = train_and_predict(spark, config(tmp_path, "wide", "gbt", "maxIter=2"), show=said.append)
+    assert found.about["features"] == 3 and len(said) == 1
+    assert said[0].startswith("gbt: 4,000 rows of 3 columns, 0 MiB in memory; 2 trees of depth 5, under a minute on ")
+
+    ids = ["site_id", "app_id"]
+    everything = spark.createDataFrame(frame.astype({"label": "int"}).assign(row=range(2 * half))).coalesce(1)
+    train, test = everything.where(f"row < {half}"), everything.where(f"row >= {half}").orderBy("row")
+    indexer = StringIndexer(inputCols=["site", "app"], outputCols=ids, handleInvalid="keep").fit(train)
+    vectors = VectorAssembler(inputCols=[*ids, "price"], outputCol="features")
+    plain = GBTClassifier(labelCol="label", maxIter=2, maxBins=1000, seed=0)
+    fitted = plain.fit(vectors.transform(indexer.transform(train)))
+    scored = fitted.transform(vectors.transform(indexer.transform(test))).select("label", "probability").toPandas()
+    theirs = roc_auc_score(scored["label"], [float(value[1]) for value in scored["probability"]])
+    assert scores(found)["roc_auc"] == pytest.approx(theirs, abs=0.02) and theirs > 0.6
+    with pytest.raises(LockstepError, match="the baseline gbt has not ended in time"):
+        train_and_predict(spark, config(tmp_path, "wide", "gbt", deadline_s=0.5))
+
+
+def test_trees_of_too_many_rows_and_columns_are_refused_with_their_size_and_time() -> None:
+    estimator = MagicMock()
+    estimator.getOrDefault = {"maxIter": 20, "maxDepth": 5}.__getitem__
+    Growth.of("gbt", 72_000, 39, estimator, 2).check()
+    with pytest.raises(ConfigError) as caught:
+        Growth.of("gbt", 1_000_000, 14_000, estimator, 2).check()
+    assert "1,000,000 rows of 14,000 columns, 53,406 MiB in memory; 20 trees of depth 5, some " in caught.value.got
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from jobs._package import ARCHIVES, Packed, closure, named_by_digest, shell_lines
-from jobs._session import ROOMS, ROOT, ship_rooms
+from jobs._session import ROOT, ship_rooms
 from jobs._yarn import report_failure
 from lockstep.storage.errors import ConfigError
+from training.launch.own_code import ROOMS
 
 
 @pytest.fixture(scope="module")

@@ -174,3 +174,35 @@ def test_a_signal_to_every_process_of_an_etl_job_at_any_moment(
         folder.mkdir()
         ended += signalled(folder, number, sign, later_s, send)
     assert ended >= 4, "at least those before the staging folder"
+
+
+SESSIONS = """
+import os, lockstep
+from pyspark.sql import SparkSession
+spark = lockstep.spark_session(master="local[1]")  # as in a notebook's cell, which then runs again
+assert lockstep.spark_session(master="local[1]") is spark and isinstance(spark, SparkSession)
+print(spark.range(5).count())
+spark.stop()
+with lockstep.spark_session("block", "local[1]") as spark:
+    print(spark.range(3).count())
+try:
+    with lockstep.spark_session("error", "local[1]") as spark:
+        raise ValueError("mine")
+except ValueError as error:
+    print(error, len(os.listdir(os.environ["TMPDIR"])))
+print(lockstep.spark_session("left open", "local[1]").range(2).count())
+"""
+
+
+@pytest.mark.slow
+def test_a_session_is_one_of_spark_and_ends_by_stop_by_a_block_and_with_the_process(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "script.py").write_text(SESSIONS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**environment, "TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(tmp_path / "spark")},
+    )  # fmt: skip
+    assert done.stdout.split() == ["5", "3", "mine", "0", "2"], done.stderr
+    assert done.returncode == 0 and not [*scratch.iterdir()], done.stderr

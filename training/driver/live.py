@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 import time
 from base64 import b64encode
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.progress import Pace, Progress
+from lockstep.storage.progress import Pace, Progress, in_notebook
 from training.config import TrainConfig
 from training.rules import VALIDATION
 from training.run.epochs import epochs_trained, steps_in_epoch
@@ -239,13 +238,3 @@ def _finite(value: object) -> bool:
 def progress_here() -> type[OnTerminal] | type[InNotebook]:
     """How the process that calls can show a run."""
     return InNotebook if in_notebook() else OnTerminal
-
-
-def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel, which has loaded IPython."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config

@@ -16,6 +16,7 @@ from training.batches.augmenting import augmentation_of, check_mixup
 from training.batches.clients import check_client_field
 from training.config import TrainConfig, lane_groups
 from training.launch.local import slots_in
+from training.launch.own_code import imported_here
 from training.models import check_name, scales_learning_rate
 from training.plan.client_plan import ClientPlan, RunPlan
 from training.plan.datasets import held_out, open_mixture, open_parts, split_of
@@ -168,7 +169,7 @@ def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
 
     The model's name and settings are checked in both cases.
     """
-    check_name(config.model, config.extra, here=config.launcher == "local")
+    check_name(config.model, config.extra, here=imported_here(config.launcher))
     return preflight(config) if all_local(config) else None
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import (
     ConfigError,
@@ -466,7 +468,7 @@ class _Driver:
             left_over=[str(sample) for sample in first.get("left_over", [])],
             max_steps=self._config.max_steps,
             stopped_by=first.get("stopped_by"),
-            privacy=privacy_of(self._config, int(first["steps"])),
+            privacy=privacy_of(self._config, int(first["steps"]), self._schema()),
             validation_s=float(first.get("validation_s", 0.0)),
             bad_records={
                 "samples": sum(self._bad_records.values()),
@@ -477,6 +479,9 @@ class _Driver:
         drop_stagings(self._fs, self._paths, generation + 1)
         empty_trash(self._fs, self._paths, generation, self._ownership.confirm)
         return result
+
+    def _schema(self) -> Schema:
+        return Schema.from_json(load_dataset(self._config.datasets[0]).schema)
 
     def _without_storage(self, error: StorageAwayError) -> StorageAwayError:
         cause = error.__cause__

@@ -10,10 +10,13 @@ import base64
 import importlib
 import importlib.util
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
@@ -105,21 +108,37 @@ def check_name(name: str, extra: Mapping[str, Any] | None = None, *, here: bool 
             next_step=(f"Did you mean `{near}`? " if near else "")
             + "Correct --model; `python -m jobs.models` lists them. A ResNet's depth is 6n + 2, as in resnet20.",
         )
-    top = module.partition(".")[0]
-    if here and not _can_import(top):
+    if here and (missing := _missing(module)) is not None:
         raise ConfigError(
             f"the model {name} cannot be imported",
-            got=f"no module named `{top}` on the import path",
+            got=f"no module named `{missing}` on the import path{_hidden(module)}",
             allowed="module:function, importable where the ranks run",
-            next_step="Correct --model, or put the module's folder on PYTHONPATH.",
+            next_step="Correct --model, call from the module's folder, or name that with --code.",
         )
 
 
-def _can_import(top: str) -> bool:
-    try:
-        return importlib.util.find_spec(top) is not None
-    except ValueError:  # it is imported, without a spec
-        return True
+def _missing(module: str) -> str | None:
+    """The first part of a dotted name that is no module, None if all are; imports none of them."""
+    parts, path = module.split("."), None
+    for number in range(1, len(parts) + 1):
+        part = ".".join(parts[:number])
+        if part in sys.modules:
+            path = getattr(sys.modules[part], "__path__", [])
+            continue
+        spec = importlib.util.find_spec(part) if path is None else PathFinder.find_spec(part, path)
+        if spec is None:
+            return part
+        path = spec.submodule_search_locations or []
+    return None
+
+
+def _hidden(module: str) -> str:
+    """A sentence if a package that comes first on the import path hides a later one of the same name."""
+    top = module.partition(".")[0]
+    specs = [PathFinder.find_spec(top, [entry or "."]) for entry in sys.path]
+    found = [str(Path(spec.origin).parent) for spec in specs if spec is not None and spec.origin]
+    first = list(dict.fromkeys(found))
+    return f": the `{top}` in {first[0]} hides that in {first[1]}; rename yours" if len(first) > 1 else ""
 
 
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:

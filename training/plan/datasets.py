@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.dataset.manifest_entries import SplitInfo
@@ -23,7 +24,7 @@ class Part:
     split: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MixedManifest(DatasetManifest):
     """The first dataset's manifest with the digest of the list of all; `mixed` has the manifest of each."""
 
@@ -189,10 +190,11 @@ def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
 
 
 def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
-    """That of the first manifest; without `sampled` if the datasets were sampled differently, as no share fits all."""
+    """That of the first manifest; without what was sampled or weighted if that differs, as no share fits all."""
     first = dict(manifests[0].created_by)
-    if any(other.created_by["config"].get("sampled") != first["config"].get("sampled") for other in manifests):
-        first["config"] = {key: value for key, value in first["config"].items() if key != "sampled"}
+    if any(sampled_of(other) != sampled_of(manifests[0]) for other in manifests):
+        drop = ("sampled", "class_counts")
+        first["config"] = {key: value for key, value in first["config"].items() if key not in drop}
     return first
 
 

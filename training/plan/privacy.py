@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.features.schema.encodings import fitted_part
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from training.config import TrainConfig
 
@@ -23,8 +25,27 @@ def check_accountant(config: TrainConfig) -> None:
         ) from None
 
 
-def privacy_of(config: TrainConfig, rounds: int) -> dict[str, Any] | None:
-    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds} of a run with noise; None without noise.
+def uncovered(config: TrainConfig, schema: Schema) -> list[str]:
+    """What of a run's model was made from clients' rows without noise, in words: epsilon does not cover it."""
+    found = []
+    for field in schema.fitted_fields:
+        part = fitted_part(field.encoding)
+        assert part is not None
+        if "tokens" not in part:
+            what = "the vocabulary" if part["kind"] == "vocabulary" else "mean and deviation"
+            found.append(f"{what} of `{field.name}`, fitted on all rows")
+    for field in schema:
+        if field.is_baked and (field.encoding or {}).get("fitted", {}).get("splits"):
+            found.append(f"what --bake has stored of `{field.name}`, fitted on all rows")
+    if config.early_stop is not None:
+        found.append(f"the end that --early-stop {config.early_stop} chose by metrics")
+    if config.keep_best is not None:
+        found.append(f"the checkpoint that --keep-best {config.keep_best} chose by metrics")
+    return found
+
+
+def privacy_of(config: TrainConfig, rounds: int, schema: Schema) -> dict[str, Any] | None:
+    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds, not_covered} of a run with noise; None without.
 
     Each round draws each client by itself and adds Gaussian noise to a sum in which a client changes at most
     `update_clip`: `rounds` Poisson-sampled Gaussian events, for neighbours that differ by one whole client. A repeated
@@ -44,4 +65,5 @@ def privacy_of(config: TrainConfig, rounds: int) -> dict[str, Any] | None:
         "noise_multiplier": config.noise_multiplier,
         "client_fraction": config.client_fraction,
         "rounds": rounds,
+        "not_covered": uncovered(config, schema),
     }

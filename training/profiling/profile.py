@@ -216,7 +216,10 @@ def _bound(profile: Profile) -> str:
     if verdict.bound_by == "nothing clear":
         return "nothing clear"
     without = "with twice the ranks" if verdict.bound_by == "computing" else "without that"
-    return f"{WORDS[verdict.bound_by]}; {without} at most {verdict.gain_at_most:.2f} times as fast"
+    text = f"{WORDS[verdict.bound_by]}; {without} at most {verdict.gain_at_most:.2f} times as fast"
+    for part, gain in verdict.costs.items():
+        text += f"; {part} costs {verdict.shares[part]:.0%}, without it at most {gain:.2f} times as fast"
+    return text
 
 
 def _milliseconds(spread: Spread) -> str:

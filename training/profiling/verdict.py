@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
@@ -116,7 +116,12 @@ UNSTEADY = 0.25
 # this many times the input's own time, another program is the cause.
 TIMES_ALONE = 3.0
 LEAST_REST = 0.01  # the least rest of a step without its bound: reports at most a hundred times as fast
-_LIMITS: dict[Part, float] = {"storage": STORAGE_SHARE, "input": INPUT_SHARE, "exchange": EXCHANGE_SHARE}
+_LIMITS: dict[Part, float] = {
+    "storage": STORAGE_SHARE,
+    "input": INPUT_SHARE,
+    "exchange": EXCHANGE_SHARE,
+    "computing": COMPUTING_SHARE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,8 @@ class Verdict:
     """
     steady: bool
     """Whether the rounds agree well enough."""
+    costs: dict[Part, float] = field(default_factory=dict)
+    """What else reaches its threshold: how many times as fast the run would be without it, at most."""
 
 
 def judge(measured: Measured) -> Verdict:
@@ -142,23 +149,24 @@ def judge(measured: Measured) -> Verdict:
        differences is above 0), is at most TIMES_ALONE times its time without steps, and both together are at most the
        time of cold steps less that of synthetic ones.
     2. The cost of the exchange is the time a synthetic step waits for it; computing is the rest.
-    3. The bound is the largest share that reaches its threshold; else computing, if it reaches its own; else nothing.
-    4. If the rounds are unsteady, a share below their spread is not the bound.
+    3. The bound is the largest share that reaches its threshold; the others that do are its `costs`.
+    4. If the rounds are unsteady, a share below their spread does not count, nor does the rest, computing.
     """
     shares = _shares(measured)
     width = measured.cold.width
     steady = width <= UNSTEADY
-    reached = {part: shares[part] for part, limit in _LIMITS.items() if shares[part] >= limit}
-    if not reached and shares["computing"] >= COMPUTING_SHARE:
-        reached = {"computing": shares["computing"]}
-    bound: Bound = "nothing clear"
-    gain = 1.0
-    if reached:
-        part = max(reached, key=lambda part: reached[part])
-        if steady or reached[part] > width:
-            bound, lost = part, reached[part] / 2 if part == "computing" else reached[part]
-            gain = 1 / max(1 - lost, LEAST_REST)
-    return Verdict(bound, shares, gain, steady)
+    clear = {part: steady or (part != "computing" and shares[part] > width) for part in PARTS}
+    reached = [part for part, limit in _LIMITS.items() if shares[part] >= limit and clear[part]]
+    if not reached:
+        return Verdict("nothing clear", shares, 1.0, steady)
+    gains = {part: _gain(shares[part] / 2 if part == "computing" else shares[part]) for part in reached}
+    bound = max(reached, key=lambda part: shares[part])
+    costs = {part: gain for part, gain in gains.items() if part not in (bound, "computing")}
+    return Verdict(bound, shares, gains[bound], steady, costs)
+
+
+def _gain(lost: float) -> float:
+    return 1 / max(1 - lost, LEAST_REST)
 
 
 def _cost(difference: Spread, at_most: float) -> float:
@@ -214,10 +222,13 @@ class Setting:
 
 
 def advice(verdict: Verdict, measured: Measured, setting: Setting) -> list[str]:
-    """Sentences for a reader; at least one."""
+    """Sentences for a reader, on the bound first and then on what else costs; at least one."""
     ways = {"storage": _storage, "input": _input, "exchange": _exchange, "computing": _computing}
-    way = ways.get(verdict.bound_by, _nothing_clear)
-    return list(way(measured, setting))
+    named = [ways.get(verdict.bound_by, _nothing_clear), *(ways[part] for part in verdict.costs)]
+    found = [line for way in named for line in way(measured, setting)]
+    if verdict.costs:
+        found = [line for line in found if line != INPUT_IS_FAST]
+    return list(dict.fromkeys(found))
 
 
 def _storage(measured: Measured, setting: Setting) -> Iterator[str]:
@@ -280,8 +291,11 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
     )
 
 
+INPUT_IS_FAST = "More ranks on other cores or hosts (--num-ranks): input and storage are fast enough."
+
+
 def _computing(measured: Measured, setting: Setting) -> Iterator[str]:
-    yield "More ranks on other cores or hosts (--num-ranks): input and storage are fast enough."
+    yield INPUT_IS_FAST
     if setting.micro_batches > 1:
         yield f"Fewer --micro-batches than {setting.micro_batches}, as memory allows: larger parts compute faster."
     if setting.canonical:

@@ -46,13 +46,15 @@ class Waiting(Protocol):
 
 
 class StepClock:
-    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, validation_s, other_s,
-    sent_bytes} of one rank, in seconds; and of several ranks {kind: pace, rank, step, steps, times, links}.
+    """Rows {kind: time, rank, step, steps, starting_s, data_s, compute_s, exchange_s, checkpoint_s, validation_s,
+    other_s, sent_bytes} of one rank, in seconds; and of several ranks {kind: pace, rank, step, steps, times, links}.
 
-    `step` is the last step of the row, `steps` their number. `data_s`: waiting for the batch after the start of the
-    step; `exchange_s`: waiting for the all-reduce (what overlaps with the backward pass is not counted); `compute_s`:
-    the rest of the steps; `other_s`: between steps, such as callbacks and ends of epochs. `sent_bytes`: over the
-    network, in all collectives since the first step began or the row before; 0 within one host's memory.
+    `step` is the last step of the row, `steps` their number. `starting_s`: until the end of the process' first
+    step, which traces and compiles the step and waits for the first batch, which no clock can separate. Of later
+    steps `data_s`: waiting for the batch after the start of the step; `exchange_s`: waiting for the all- reduce
+    (what overlaps with the backward pass is not counted); `compute_s`: the rest of the steps; `other_s`: between
+    steps, such as callbacks and ends of epochs. `sent_bytes`: over the network, in all collectives since the first
+    step began or the row before; 0 within one host's memory.
 
     In a row of pace, `times` are [data, compute, exchange, other] of each of the last steps in whole microseconds, with
     other time before the step, and `links` the [seconds, bytes] of the communicator's since the row before, a step.
@@ -96,15 +98,19 @@ class StepClock:
         if begun is None:  # the loop did not call `begins`
             return
         self._begun = None
-        if self._first is None:
-            self._first, self._set_apart_s = (step, now), 0.0
+        is_first = self._first is None
+        if is_first:
+            self._first = step, now
+            self._sums["starting_s"] = max(0.0, now - self._row_began - self._set_apart_s)
+            self._set_apart_s = 0.0
         self._last_ended, self._apart_at_last_s = now, self._set_apart_s
         ready = self._ready.pop(step - 1, begun)
         data = min(max(0.0, ready - begun), now - begun)
         exchange = min(self._exchange.waited_s, now - begun - data)
-        self._sums["data_s"] += data
-        self._sums["exchange_s"] += exchange
-        self._sums["compute_s"] += now - begun - data - exchange
+        if not is_first:
+            self._sums["data_s"] += data
+            self._sums["exchange_s"] += exchange
+            self._sums["compute_s"] += now - begun - data - exchange
         if self._num_ranks > 1:
             other = 0.0 if self._ended is None else max(0.0, begun - self._ended - self._apart)
             parts = (data, now - begun - data - exchange, exchange, other)

@@ -15,6 +15,7 @@ from training.run.metrics import PARTS, History
 from training.run.summary import SMOOTHED_STEPS
 
 TIME_WORDS = {
+    "starting_s": "starting (tracing, compiling, the first batch)",
     "data_s": "waiting for data",
     "compute_s": "computing",
     "exchange_s": "waiting for the all-reduce",
@@ -22,7 +23,7 @@ TIME_WORDS = {
     "validation_s": "validating",
     "other_s": "callbacks and ends of epochs",
 }
-_TIME_COLOURS = (OTHER, DARK, LIGHT, *FOLLOWED)
+_TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
 Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (training.results.follow)."""
 

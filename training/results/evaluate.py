@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
-from lockstep.features.schema.sampled import sampled_of, shares_of_classes
+from lockstep.features.schema.sampled import Sampled, sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.documents import parse_canonical
@@ -39,7 +39,9 @@ SHOWN_METRICS = 3  # of a slice
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A run's model, or one of its checkpoints; `kept` is the share of each class that training kept."""
+    """A run's model, or one of its checkpoints; `kept` is the share of each class that counts in training, `rows` that
+    of its rows.
+    """
 
     run: str
     config: TrainConfig
@@ -49,6 +51,7 @@ class _Scored:
     kept: tuple[float, ...] | None
     document: dict[str, Any]
     """run.json."""
+    rows: tuple[float, ...] | None
 
     @classmethod
     def of(cls, run: str, which: Which | str | None, evaluated: DatasetManifest) -> Self:
@@ -57,7 +60,10 @@ class _Scored:
         config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
         url = isinstance(which, str) and which not in ("last", "best")
         model, checkpoint = (None, str(which)) if url else weights_of(run, config, cast("Which | None", which))
-        return cls(run, config, digest, model, checkpoint, _kept(model, evaluated, digest), document)
+        sampled, label = _sampled(model, evaluated, digest), Schema.from_json(evaluated.schema).label
+        rows = None if sampled is None else shares_of_classes(sampled.unweighted(), label)
+        shares = shares_of_classes(sampled, label)
+        return cls(run, config, digest, model, checkpoint, shares, document, rows)
 
     def to_json(self) -> dict[str, Any]:
         """What a rank needs of it."""
@@ -91,7 +97,8 @@ def evaluate(
     `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
     and each model.
 
-    `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed) or `majority` (the class shares),
+    `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed), `majority` (the class shares), or
+    `mean` or `median` of labels that are numbers,
     counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
     COLUMN:day or COLUMN:hour. Rows of one value of the stored column `clusters` (by default that of a split by group)
     depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
@@ -99,7 +106,8 @@ def evaluate(
     follow.
 
     Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
-    training.results.chosen_on), samples, left_out ({samples, first}: with --bad-images skip, rows of images
+    training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
+    have none), left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
@@ -144,7 +152,7 @@ def evaluate(
         result["earlier"] = datasets[1 : len(datasets) - len(more)]
     trained = find_result(filesystem(first.run), RunPaths(first.run))
     thinned = thinned_of(manifest, split)
-    notes.show([*_doubts(result, trained, first.kept, thinned), *notes.of_groups(grouped if stored is None else None)])
+    notes.show([*_doubts(result, trained, first.rows, thinned), *notes.of_groups(grouped if stored is None else None)])
     return result
 
 
@@ -220,20 +228,16 @@ def thinned_of(manifest: DatasetManifest, split: str) -> tuple[float, ...] | Non
     sampled = sampled_of(manifest)
     if sampled is None or split not in sampled.splits:
         return None
-    return shares_of_classes(sampled, Schema.from_json(manifest.schema).label)
+    return shares_of_classes(sampled.unweighted(), Schema.from_json(manifest.schema).label)
 
 
-def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[float, ...] | None:
-    """The share of each class that --sample kept for training: from the exported model, else from the evaluated dataset
-    if its digest is the run's. None if all rows were kept, or if a whole class was left out.
+def _sampled(model: str | None, evaluated: DatasetManifest, digest: str) -> Sampled | None:
+    """What was sampled or weighted for training: from the exported model, else from the evaluated dataset if its digest
+    is the run's.
     """
-    schema = Schema.from_json(evaluated.schema)
-    if model is not None:
-        file = join(model, SCHEMA_FILE)
-        sampled = Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=file)).sampled
-    else:
-        sampled = sampled_of(evaluated) if evaluated.digest == digest else None
-    return shares_of_classes(sampled, schema.label)
+    if model is None:
+        return sampled_of(evaluated) if evaluated.digest == digest else None
+    return Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=join(model, SCHEMA_FILE))).sampled
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
@@ -284,6 +288,8 @@ def summary(result: Mapping[str, Any]) -> str:
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")
     if result.get("clusters"):
         head += f"; intervals count {result['clusters']['clusters']} values of {result['clusters']['column']}, not rows"
+    if result.get("weighted") is not None:
+        head += f"\nrows count by their weights in {', '.join(result['weighted'])}, and once in all else"
     table = [["metric", f"mean of {len(members)}" if members else "model", "95 % interval"]]
     if baseline:
         table[0] += [baseline["name"], "difference", "95 % interval"]

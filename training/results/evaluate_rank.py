@@ -17,7 +17,7 @@ from training.control.context import RankContext
 from training.control.protocol import OPENING
 from training.models.on_disk import load_checkpoint, load_export
 from training.reading.open import OpenSplit
-from training.scoring.baseline import Baseline
+from training.scoring.baseline import Baseline, NumberBaseline, baseline_of
 from training.scoring.ensemble import ensemble_of
 from training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
 from training.scoring.slices import slices_of
@@ -49,13 +49,13 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     first = members[0]
     comm = context.communicator()
     comm.deadline_s = config.stall_limit_s
-    baseline: Baseline | None = None
+    baseline: Baseline | NumberBaseline | None = None
     if payload["baseline"] is not None:
         beat(0, "count the baseline")
         trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
         if config.on_bad_record == "skip":
             trained_on = trained_on.skipping_bad_records(lambda bad: None)
-        baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
+        baseline = baseline_of(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
     slices = slices_of(payload["slices"], first.split.encoder.schema)
     details = Details(slices, _class_names(first.split.manifest), payload["clusters"])

@@ -39,7 +39,7 @@ from training.results.resources import (
     time_rows,
     usage_rows,
 )
-from training.results.state import STOPPED, WORDS, read_stopped, state_of
+from training.results.state import WORDS, read_stopped, state_of
 from training.rules import VALIDATION, metric_in
 from training.run import notes
 from training.run.command import command_of
@@ -49,6 +49,7 @@ from training.run.metrics import History
 from training.run.paths import RunPaths, generation_name
 from training.run.result import find_result, restart_words
 from training.run.run_json import read_run
+from training.run.status import STOPPED
 from training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
@@ -238,7 +239,9 @@ def _result_section(
     body = table([("metric", "training", validation), *rows], head=True) if rows else Markup()
     if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
         words = ["python", "-m", "jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
-        call = shlex.join([*words, "--baseline", "majority", "--report"])
+        of_classes = any("auc" in name or "accuracy" in name for name in names)
+        of_numbers = any("error" in name for name in names) and not of_classes
+        call = shlex.join([*words, "--baseline", "mean" if of_numbers else "majority", "--report"])
         body += Markup(
             "<p>Not evaluated yet, so nothing says whether it beats a baseline: <code>{}</code></p>\n"
         ).format(call)
@@ -311,6 +314,14 @@ def _data_rows(document: Mapping[str, Any], url: str) -> Rows:
     ]
 
 
+def _privacy_rows(privacy: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if privacy is None:
+        return []
+    covers = f"epsilon {privacy['epsilon']:.4f} at delta {privacy['delta']:g}"
+    left = "; ".join([*privacy.get("not_covered", []), "losses, metrics and class counts in the run directory"])
+    return [("differential privacy of each client", covers), ("not covered by it", left)]
+
+
 def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
     return [
         ("steps", result["steps"]),
@@ -328,6 +339,7 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
+        *_privacy_rows(result.get("privacy")),
         ("checkpoint", result["checkpoint"]),
         *([] if (best := result["best"]) is None else [("best checkpoint", _best_words(result["keep_best"], best))]),
         ("model", result["model"] if best is None else f"{result['model']}, of the best checkpoint"),

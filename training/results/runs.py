@@ -18,13 +18,14 @@ from training.driver.ownership import REWRITE_EVERY_S, read_lease
 from training.results.evaluate import aligned, number
 from training.results.pages import printable
 from training.results.report import reported_evaluation
-from training.results.state import ELSEWHERE, TRAINING, state_of, state_without_driver
+from training.results.state import ELSEWHERE, state_of, state_without_driver
 from training.rules import VALIDATION
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
 from training.run.lineage import epochs_asked, read_claims
 from training.run.paths import RunPaths
 from training.run.result import find_result
 from training.run.run_json import read_run
+from training.run.status import TRAINING
 from training.run.summary import read_summary
 
 MOST_DEPTH = 3  # folders below the one that was named: FOLDER/SEARCH/trials/0001
@@ -44,8 +45,8 @@ class ListedRun:
     name: str
     """The path below the folder that was named."""
     state: str
-    """`training` (its driver lives), `finished`, `stopped` (in good order), `interrupted` (neither of these: the same
-    call of jobs.train resumes it), or `damaged`."""
+    """`training` (its driver lives), `finished`, `stopped` (in good order), `failed` (its driver gave up),
+    `interrupted` (none of these: the same call of jobs.train resumes it), or `damaged`."""
     problem: str = ""
     """What is wrong with a damaged run."""
     config: Mapping[str, Any] = field(default_factory=dict)

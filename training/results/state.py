@@ -1,20 +1,23 @@
-"""What a run without a result is doing: training, stopped in good order, or interrupted."""
+"""What a run without a result is doing: training, stopped in good order, failed, or interrupted."""
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from lockstep.storage.documents import unseal_as
+from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from training.driver.ownership import driver_lives, read_lease
 from training.run.paths import RunPaths
+from training.run.status import FAILED, INTERRUPTED, STOPPED, TRAINING, RunStatus, read_status
 
-TRAINING, STOPPED, INTERRUPTED = "training", "stopped", "interrupted"
 ELSEWHERE = "training or interrupted"
 """Its driver is on another host: only a later look at its lease shows whether it lives."""
 WORDS = {
     TRAINING: "its driver lives",
     STOPPED: "in good order; jobs.train with the same flags resumes it",
+    FAILED: "its driver gave up; jobs.status has the error, and jobs.train with the same flags tries again",
     INTERRUPTED: "jobs.train with the same flags resumes it",
     ELSEWHERE: "its driver is on another host; if it has died, jobs.train with the same flags resumes it",
 }
@@ -28,7 +31,25 @@ def state_of(fs: FileSystem, paths: RunPaths) -> str:
 
 def state_without_driver(fs: FileSystem, paths: RunPaths) -> str:
     """The same where no driver lives."""
-    return STOPPED if fs.exists(paths.stopped) else INTERRUPTED
+    if fs.exists(paths.stopped):
+        return STOPPED
+    try:
+        return FAILED if read_status(fs, paths).state == FAILED else INTERRUPTED
+    except (NotFoundError, CorruptionError):  # killed in its first seconds
+        return INTERRUPTED
+
+
+def state_now(status: RunStatus, fs: FileSystem, paths: RunPaths, now: datetime.datetime) -> str:
+    """The state in a run's status.json, or `interrupted` if its driver is gone without writing another one.
+
+    The driver of another host is taken for gone when it has been silent for SILENT_S.
+    """
+    if status.ended:
+        return status.state
+    lease = read_lease(fs, paths.lease)
+    lives = None if lease is None else driver_lives(lease)
+    gone = status.silent_s(now) is not None if lives is None else not lives
+    return state_without_driver(fs, paths) if gone else status.state
 
 
 def read_stopped(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:

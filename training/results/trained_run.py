@@ -7,8 +7,9 @@ from typing import Any, Self
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.storage.shown import Shown, short
 from training.launch.session import Launch
-from training.results.evaluate import evaluate
+from training.results.evaluate import evaluate, summary
 from training.results.predictor import BATCH, ExportedModel
 from training.run.paths import RunPaths
 from training.run.result import RunResult
@@ -21,6 +22,9 @@ class TrainedRun(RunResult):
 
     launch: Launch = field(repr=False, compare=False)
     """Runs ranks where the run was trained."""
+
+    def __repr__(self) -> str:
+        return short(self.summary())
 
     @classmethod
     def of(cls, result: RunResult, launch: Launch) -> Self:
@@ -50,7 +54,8 @@ class TrainedRun(RunResult):
                     next_step="Pass dataset=...",
                 )
             dataset = str(trained_on[0])
-        return evaluate(self.run, dataset, split, self.launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
+        found = evaluate(self.run, dataset, split, self.launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
+        return Shown(found, summary)
 
     def predict(self, rows: Any, *, batch: int = BATCH) -> Any:
         """The newest model's outputs for raw rows, as `lockstep.predict` returns them."""

@@ -14,6 +14,7 @@ from lockstep.storage.errors import CorruptionError, ExistsError, LockstepError,
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.run_names import part_name
+from lockstep.storage.shown import short
 from lockstep.storage.urls import join
 from training.run.lineage import claimed
 from training.run.paths import RunPaths
@@ -100,8 +101,8 @@ class PartWriter:
             log.warning("a part of %s is delayed: %s", self._directory, error.what)
 
 
-PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
-_LATER_PARTS = {"validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
+PARTS = ("starting_s", "data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
+_LATER_PARTS = {"starting_s": 0.0, "validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
@@ -142,6 +143,12 @@ class History:
     have {shard, shard_sha256, record, records}: the first one, and how many of a block."""
     learning_rate: dict[str, Any] | None = None
     """How the model's learning rate was scaled (training.steps.optimizers.Scaled); None if it was not."""
+
+    def __repr__(self) -> str:
+        found = f"history: {len(self.steps)} steps, {len(self.epochs)} epochs, {self.generations} generations"
+        last = self.epochs[-1]["metrics"] if self.epochs else {}
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in last.items() if isinstance(value, float))
+        return short("\n".join([found, *([f"last epoch: {numbers}"] if numbers else [])]))
 
 
 def read_history(run: str) -> History:

@@ -53,6 +53,16 @@ def of_keep_best(best: str | None) -> list[str]:
     ]
 
 
+def of_private_search(noise_multiplier: float) -> list[str]:
+    """A search whose trials train with noise on clients."""
+    if not noise_multiplier:
+        return []
+    return [
+        "epsilon is that of each trial alone: the choice among trials by a metric without noise is not covered; next: "
+        "choose by other clients' data, or add up the epsilons and deltas of all trials"
+    ]
+
+
 def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
     """Metrics that are not finite numbers; `where` is, for example, "epoch 3"."""
     names = [name for name, value in sorted(metrics.items()) if not _finite(value)]

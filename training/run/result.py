@@ -61,7 +61,7 @@ class RunResult:
     stopped_by: str | None = None
     """Why the run ended before its last epoch did; None if it did not."""
     privacy: dict[str, Any] | None = None
-    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds} of a run with noise on clients."""
+    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds, not_covered} of a run with noise on clients."""
     validation_s: float = 0.0
     """Time of this generation's validations, which is no part of `seconds`."""
     first_step_s: float | None = None
@@ -116,7 +116,9 @@ class RunResult:
         if self.privacy is None:
             return ""
         epsilon, delta = self.privacy["epsilon"], self.privacy["delta"]
-        return f"differential privacy of each client: epsilon {epsilon:.4f} at delta {delta:g}\n"
+        always = "losses, metrics and class counts in the run directory"
+        left = "; ".join([*self.privacy.get("not_covered", []), always])
+        return f"differential privacy of each client: epsilon {epsilon:.4f} at delta {delta:g}; not covered: {left}\n"
 
 
 def speed_words(first_step_s: float | None, samples_per_s: float | None) -> str:

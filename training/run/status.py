@@ -22,6 +22,7 @@ from training.run.paths import RunPaths
 FORMAT_VERSION = 1
 STARTING, TRAINING, WAITING = "starting", "training", "waiting"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+INTERRUPTED = "interrupted"
 ENDS = (FINISHED, STOPPED, FAILED)
 SILENT_S = 30.0  # without a new status: six of those that a driver writes
 MIB = 1 << 20
@@ -50,7 +51,8 @@ class RunStatus:
     """The content of status.json."""
 
     state: str
-    """starting, training, waiting (for slots, or before a restart), finished, stopped or failed."""
+    """starting, training, waiting (for slots, or before a restart), finished, stopped or failed; for who asks
+    (training.results.state) also interrupted: its driver is gone without another one."""
     why: str | None = None
     """The error that ended the run, or the last generation; how it was stopped."""
     written_at: str = ""
@@ -171,6 +173,8 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
         lines.append(
             f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same jobs.train {then}"
         )
+    elif status.state == INTERRUPTED:
+        lines.append("  its driver was killed; the same jobs.train resumes it, or begins again without a checkpoint")
     restarts = f", {status.restarts} restarts" if status.restarts else ""
     where = f", {status.application}" if status.application else ""
     lines.append(f"  driver {status.pid} on {status.host}{where}, generation {status.generation}{restarts}")

@@ -1,8 +1,11 @@
-"""A baseline that needs no training, on the same rows: class shares, or the mean label of each value of a column."""
+"""A baseline that needs no training, on the same rows: class shares, the mean label of each value of a column, or of
+labels that are numbers their mean or median.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -17,13 +20,18 @@ from training.comm.base import Communicator
 from training.reading.reader import SplitReader
 
 SMOOTHING = 10  # rows of the global mean that are added to each value's rate
-KINDS = "rate:COLUMN or majority"
+KINDS = "rate:COLUMN or majority for yes or no and classes, mean or median for numbers"
+OF_NUMBERS = ("mean", "median")
 WEIGHT_BITS = 149  # below one: the smallest float32 is 2^-149
 
 
 def check_baseline(name: str, schema: Schema) -> str | None:
-    """The column of `rate:COLUMN`, None for `majority`. Raises ConfigError for anything else."""
-    if name == "majority" and schema.label is not None:
+    """The column of `rate:COLUMN`, None for another baseline. Raises ConfigError if the label does not fit."""
+    label = schema.label
+    if name == "majority" and label is not None:
+        return None
+    is_number = label is not None and label.shape == () and label.num_classes is None
+    if name in OF_NUMBERS and label is not None and is_number and label.dtype not in ("bool", "string", "bytes"):
         return None
     kind, _, column = name.partition(":")
     names = [
@@ -33,10 +41,82 @@ def check_baseline(name: str, schema: Schema) -> str | None:
         raise ConfigError(
             f"the baseline {name} cannot be computed",
             got=name,
-            allowed=f"{KINDS}, where COLUMN is one of {', '.join(names) or '(none)'}; rate needs a yes-or-no label",
+            allowed=f"{KINDS}; COLUMN is one of {', '.join(names) or '(none)'}; rate needs a yes-or-no label",
             next_step="Correct --baseline.",
         )
     return column
+
+
+def baseline_of(name: str, schema: Schema) -> Baseline | NumberBaseline:
+    """The baseline of this name, not fitted. Raises ConfigError as `check_baseline` does."""
+    return (NumberBaseline if name in OF_NUMBERS else Baseline)(name, schema)
+
+
+class NumberBaseline:
+    """The mean or median of the labels of a run's training rows, by their weights if the schema has one.
+
+    Memory of a rank while it is fitted: 16 bytes a training row.
+    """
+
+    classes = 1
+    class_counts = None
+
+    def __init__(self, name: str, schema: Schema) -> None:
+        check_baseline(name, schema)
+        assert schema.label is not None
+        self.name, self._label, self._weight = name, schema.label, schema.weight
+        self._value = 0.0
+
+    def fit(self, readers: Sequence[SplitReader], ratios: Sequence[int] | None, communicator: Communicator) -> None:
+        """As Baseline.fit."""
+        parts: list[list[NDArray[np.float64]]] = [[] for _ in readers]  # (n, 2) each: label and weight
+        for part, reader in zip(parts, readers, strict=True):
+            blocks = reader.table.num_blocks
+            for block in range(
+                communicator.rank * blocks // communicator.num_ranks,
+                (communicator.rank + 1) * blocks // communicator.num_ranks,
+            ):
+                rows = _not_skipped(reader, reader.read(reader.table.run(block)))
+                labels = np.asarray(rows.column(self._label.name)).astype(np.float64)
+                weights = np.ones(len(rows)) if self._weight is None else np.asarray(rows.column(self._weight.name))
+                part.append(np.stack([labels, weights.astype(np.float64)], axis=1))
+        mine = [np.concatenate([np.empty((0, 2)), *part]) for part in parts]
+        of_ranks = [communicator.all_gather_bytes(one.tobytes()) for one in mine]
+        everyone = [np.concatenate([np.frombuffer(data) for data in found]).reshape(-1, 2) for found in of_ranks]
+        if ratios is not None:
+            shares = _of_mixture(ratios, [len(rows) for rows in everyone])
+            everyone = [rows * [1.0, float(share)] for rows, share in zip(everyone, shares, strict=True)]
+        rows = np.concatenate(everyone)
+        rows = rows[np.lexsort(rows.T[::-1])]
+        self._value = _mean(rows) if self.name == "mean" else _median(rows)
+
+    def predict(self, rows: pa.RecordBatch) -> NDArray[np.float32]:
+        """The number for each row, (n, 1); read-only."""
+        return np.broadcast_to(np.float32(self._value), (len(rows), 1))
+
+
+def _mean(rows: NDArray[np.float64]) -> float:
+    """The mean of labels by their weights; 0 if no row counts. Sums are exact, so no order of rows matters."""
+    whole = math.fsum(rows[:, 1])
+    return math.fsum(rows[:, 0] * rows[:, 1]) / whole if whole else 0.0
+
+
+def _median(rows: NDArray[np.float64]) -> float:
+    """Half of the weight of `rows`, sorted by label, is below and half above; between two labels their mean."""
+    rows = rows[rows[:, 1] > 0]
+    if not len(rows):
+        return 0.0
+    below = np.cumsum(rows[:, 1])
+    first, last = np.searchsorted(below, below[-1] / 2), np.searchsorted(below, below[-1] / 2, side="right")
+    return float((rows[first, 0] + rows[min(int(last), len(rows) - 1), 0]) / 2)
+
+
+def _not_skipped(reader: SplitReader, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows of a batch that the reader has not skipped as bad records."""
+    if not reader.skipped:
+        return batch
+    ids = batch.column(reader.schema.id_field.name).to_pylist()
+    return batch.filter(pa.array([one not in reader.skipped for one in ids]))
 
 
 class Baseline:
@@ -99,10 +179,7 @@ class Baseline:
         rows, classes = [0] * self.classes, [0] * self.classes
         values: dict[str, list[int]] = {}
         for block in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks):
-            batch = reader.read(reader.table.run(block))
-            if reader.skipped:
-                ids = batch.column(reader.schema.id_field.name).to_pylist()
-                batch = batch.filter(pa.array([one not in reader.skipped for one in ids]))
+            batch = _not_skipped(reader, reader.read(reader.table.run(block)))
             labels, units = self._labels(batch).tolist(), self._units(batch)
             for label, unit in zip(labels, units, strict=True):
                 rows[label] += 1

@@ -29,7 +29,7 @@ from training.plan.datasets import held_out, open_parts
 from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
 from training.run.notes import NAMED
-from training.scoring.baseline import Baseline
+from training.scoring.baseline import Baseline, NumberBaseline
 from training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
 from training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
 from training.scoring.estimates import Floats
@@ -81,7 +81,7 @@ def score(
     *,
     batch: int,
     kept: tuple[float, ...] | None = None,
-    baseline: Baseline | None = None,
+    baseline: Baseline | NumberBaseline | None = None,
     details: Details | None = None,
     outputs: Outputs | None = None,
     members: Sequence[tuple[str, Outputs]] = (),
@@ -95,12 +95,13 @@ def score(
     `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
     `baseline` is fitted. Returns samples, left_out ({samples, first}: with `skip_bad_images`, rows of images that
     cannot be decoded), metrics, intervals, class_counts, baseline, difference and compared_by, with `details` also
-    calibration, roc, confusion and slices; {} on other ranks than 0. A collective. `outputs` collect this model's, in
-    detail if there are `details`: those of an earlier score save tracing its test step again. `members` are names and
-    outputs of the models that `model` averages, from their own scores: then `comparisons` are those of
-    training.scoring.scores.compared, of `mean` and `members`. `callbacks` get the test hooks of this rank's part.
-    `serve` is called after this rank's last batch: a model whose ranks need each other answers the others until theirs.
-    `pool` takes the rows on rank 0.
+    calibration, roc, confusion and slices, and the names of `weighted` metrics (None without weights); {} on other
+    ranks than 0. A collective. `outputs` collect this model's, in detail if there are `details`: those of an
+    earlier score save tracing its test step again. `members` are names and outputs of the models that `model`
+    averages, from their own scores: then `comparisons` are those of training.scoring.scores.compared, of `mean` and
+    `members`. `callbacks` get the test hooks of this rank's part. `serve` is called after this rank's last batch: a
+    model whose ranks need each other answers the others until theirs. `pool` takes the
+    rows on rank 0.
     """
     beat(0, "evaluate")
     watched = _Watched(split, skip_bad_images)
@@ -110,9 +111,9 @@ def score(
     share = _Share(batches, watched, baseline, signature, slices if together is None else [*slices, together])
     outputs = outputs or Outputs(model, kept, details is not None)
     sampled = sampled_of(split.manifest)
-    thinned = shares_of_classes(sampled, split.encoder.schema.label)
-    if sampled is None or split.reader.split not in sampled.splits:
-        thinned = None
+    thinned = None
+    if sampled is not None and split.reader.split in sampled.splits:
+        thinned = shares_of_classes(sampled.unweighted(), split.encoder.schema.label)
     outputs.begin(model)
     model.reset_metrics()
     start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
@@ -179,6 +180,7 @@ def score(
     if pool is not None:
         pool.add(rows, asked, form, classes, clusters)
     found = with_row_metrics(result, rows, asked, form, classes, clusters)
+    found["weighted"] = None if signature.weight is None else _weighted(model, found["metrics"])
     if details is not None:
         of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
         found["calibration"] = calibration_of(rows, of_classes, form)
@@ -359,7 +361,7 @@ class _Share:
         self,
         batches: Iterator[Encoded],
         watched: _Watched,
-        baseline: Baseline | None,
+        baseline: Baseline | NumberBaseline | None,
         signature: Signature,
         slices: Sequence[SliceColumn | ClusterColumn],
     ) -> None:
@@ -452,14 +454,9 @@ def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[Ro
     compiled = model._compile_metrics
     if compiled is None:
         return []
-    with ExitStack() as stack:  # Keras names the results of metrics: for a moment each result is the metric itself
-        for metric in compiled.metrics:
-            stack.enter_context(swapped(metric, "result", partial(lambda own: own, metric)))
-        named = compiled.result()
-    heavy = {id(metric) for each in compiled._flat_weighted_metrics if each for metric in each.metrics}
     found = []
-    for name, metric in named.items():
-        by_weight = weighted and id(metric) in heavy
+    for name, (metric, heavy) in _named(compiled).items():
+        by_weight = weighted and heavy
         if binary and _is_plain_auc(metric):
             roc = metric.get_config()["curve"] == "ROC"
             found.append(RowMetric(name, "roc_auc" if roc else "average_precision", by_weight))
@@ -473,6 +470,23 @@ def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[Ro
         ):
             found.append(RowMetric(name, "accuracy", by_weight))
     return found
+
+
+def _named(compiled: Any) -> dict[str, tuple[Any, bool]]:
+    """Compiled metrics by the names of their results, and whether the rows' weights count in each."""
+    with ExitStack() as stack:  # Keras names the results of metrics: for a moment each result is the metric itself
+        for metric in compiled.metrics:
+            stack.enter_context(swapped(metric, "result", partial(lambda own: own, metric)))
+        named = compiled.result()
+    heavy = {id(metric) for each in compiled._flat_weighted_metrics if each for metric in each.metrics}
+    return {name: (metric, id(metric) in heavy) for name, metric in named.items()}
+
+
+def _weighted(model: keras.Model, metrics: Iterable[str]) -> list[str]:
+    """The names of the metrics in which rows count by their weights."""
+    compiled = model._compile_metrics
+    heavy = {name for name, (_, by_weight) in _named(compiled).items() if by_weight} if compiled is not None else set()
+    return sorted(name for name in metrics if name in heavy | {LOSS, DATA_LOSS})
 
 
 def _is_plain_auc(metric: Any) -> bool:

@@ -135,6 +135,7 @@ class Measured:
     """One metric of each predictor, and how their errors go together."""
 
     kind: Kind
+    weighted: bool
     estimates: tuple[Estimate, ...]
     together: Estimates
 
@@ -246,7 +247,9 @@ def with_row_metrics(
     result["difference"], result["compared_by"] = {}, None
     if baseline is not None:
         result["baseline"] = {**baseline, **_parts(found, 1, baseline["metrics"])}
-        result["difference"], result["compared_by"] = _difference(found, 0, 1), _decisive(found, form)
+        result["difference"] = _difference(found, 0, 1)
+        of_numbers = next((name for name, one in found.items() if one.kind == "r2" and form.binary), None)
+        result["compared_by"] = _decisive(found, form) or of_numbers
     return result
 
 
@@ -278,7 +281,8 @@ def _difference(found: dict[str, Measured], of: int, less: int) -> dict[str, Any
 
 def _decisive(found: dict[str, Measured], form: OutputForm) -> str | None:
     kind = "roc_auc" if form.binary else "accuracy"
-    return next((name for name, one in found.items() if one.kind == kind), None)
+    names = [name for name, one in found.items() if one.kind == kind]
+    return next((name for name in names if not found[name].weighted), names[0] if names else None)
 
 
 def _parts(found: dict[str, Measured], predictor: int, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -341,4 +345,5 @@ def _softmax(logarithms: NDArray[Any]) -> Floats:
 def _measured(metric: RowMetric, found: Estimates) -> Measured:
     low = -math.inf if metric.kind == "r2" else 0.0
     high = 1.0 if metric.kind in ("roc_auc", "average_precision", "accuracy", "r2") else math.inf
-    return Measured(metric.kind, tuple(found.one(number, low, high) for number in range(len(found.values))), found)
+    each = tuple(found.one(number, low, high) for number in range(len(found.values)))
+    return Measured(metric.kind, metric.weighted, each, found)

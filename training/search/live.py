@@ -10,8 +10,9 @@ from html import escape
 from itertools import accumulate
 from typing import Any, Protocol
 
+from lockstep.storage.progress import in_notebook
 from training.config import TrainConfig
-from training.driver.live import CellOutput, OnTerminal, RunProgress, in_notebook, png
+from training.driver.live import CellOutput, OnTerminal, RunProgress, png
 from training.results.pages import DARK, LIGHT
 from training.search.config import SearchConfig
 from training.search.report import parameter_words, value_text

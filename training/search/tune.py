@@ -36,7 +36,7 @@ from training.run.result import RunResult
 from training.search.config import SearchConfig, check_search, open_search
 from training.search.journal import Journal
 from training.search.live import AsLines, SearchProgress
-from training.search.report import write_search_report
+from training.search.report import tested_words, write_search_report
 from training.search.space import config_of_trial, corners, flags_of
 from training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
 
@@ -143,6 +143,7 @@ def run_trials(
 ) -> dict[str, Any]:
     """`tune` without its checks; `trainer` runs a trial, `tests` evaluates the best one."""
     fs = filesystem(config.root)
+    notes.show(notes.of_private_search(config.base.noise_multiplier))
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), lease:
         open_search(fs, config, VERSION)
@@ -179,6 +180,15 @@ def _tested(config: SearchConfig, model: str | None) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = document.get("test") or {}
     return found if (found.get("model"), found.get("split")) == (model, config.test or TEST) else None
+
+
+def summary_of_search(best: Mapping[str, Any]) -> str:
+    """What best.json has, in a few lines."""
+    head = f"best trial {best['trial']}: {best['metric'].rpartition(':')[0]} {best['value']:.6g}"
+    head += f" with {' '.join(best['flags'])}\nchosen on split {best['chosen_on']}: optimistic\n"
+    if best["test"] is not None:
+        head += f"on split {best['test']['split']}, which no trial has seen: {tested_words(best['test'])}\n"
+    return f"{head}run {best['run']}\nmodel {best['model']}\nreport {best['report']}"
 
 
 def trials_of(config: SearchConfig) -> list[dict[str, Any]]:

@@ -125,6 +125,8 @@ def complete_encoding(encoding: object, name: str) -> Encoding | None:
     if kind == BAKED:
         raise _bad(f"field `{name}`", "encoding kind 'baked'", "the encoding itself; the job's --bake bakes it")
     full = {**_DEFAULTS.get(kind, {}), **encoding} if isinstance(kind, str) else dict(encoding)
+    if kind == "vocabulary" and isinstance(encoding.get("tokens"), list):
+        full["max_size"] = encoding.get("max_size", len(encoding["tokens"]))
     if kind in ("vocabulary", "standardise"):
         full.setdefault("file", f"{_file_stem(name)}.json")
     if kind == "sequence" and "of" in full:

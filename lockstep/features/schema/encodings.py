@@ -2,6 +2,7 @@
 
     kind         keys (optional ones in brackets)                 fields                      a model is fed
     vocabulary   file, max_size, min_count, oov_buckets, [output] string, (u)int64; list      columns or ids
+                 [tokens]
     hash         buckets, seed, [output]                          also bytes                  columns or ids
     bucketise    boundaries, [output]                             number                      columns or ids
     standardise  file                                             number                      distance from the mean
@@ -169,6 +170,10 @@ def _vocabulary(case: _Case) -> None:
     size, buckets = declared["max_size"], declared["oov_buckets"]
     good = size >= 1 and declared["min_count"] >= 1 and buckets >= 0 and size + buckets < MAX_IDS
     case.require(good, repr(dict(declared)), "max_size >= 1, min_count >= 1, oov_buckets >= 0, below 2^31 in all")
+    if "tokens" in declared:
+        tokens = declared["tokens"]
+        texts = all(isinstance(token, str) for token in tokens) and 0 < len(set(tokens)) == len(tokens) <= size
+        case.require(texts, f"tokens {tokens!r}"[:200], f"1 to {size} different texts; of numbers their digits")
     _file(case)
     _output(case, size + buckets)
 
@@ -271,7 +276,7 @@ def _is_finite(value: float) -> bool:
 _RULES: dict[str, _Rule] = {
     "vocabulary": _Rule(
         {"file": str, "max_size": int, "min_count": int, "oov_buckets": int},
-        {"output": str},
+        {"output": str, "tokens": list},
         ("string", "int64", "uint64"),
         fits=("a scalar", "a list"),
         check=_vocabulary,

@@ -15,8 +15,8 @@ from lockstep.storage.errors import DataError
 class Vocabulary:
     """The tokens of one field in the order of their columns: count descending, then UTF-8 bytes.
 
-    `counts` are those in the splits `fitted_on`; the tokens of an int64 field are its decimal digits. Raises DataError
-    if tokens and counts are inconsistent.
+    `counts` are those in the splits `fitted_on`, 0 in a vocabulary that was declared and not fitted; the tokens of
+    an int64 field are its decimal digits. Raises DataError if tokens and counts are inconsistent.
     """
 
     name: str
@@ -43,6 +43,11 @@ class Vocabulary:
             "counts": list(self.counts),
             "fitted_on": list(self.fitted_on),
         }
+
+    @classmethod
+    def declared(cls, name: str, tokens: Sequence[str]) -> Vocabulary:
+        """A vocabulary that no data was looked at for."""
+        return cls(name=name, tokens=tuple(sorted(tokens, key=str.encode)), counts=(0,) * len(tokens), fitted_on=())
 
     @classmethod
     def from_json(cls, document: object) -> Vocabulary:

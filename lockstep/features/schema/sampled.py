@@ -1,9 +1,9 @@
-"""Sampled classes: the share of their records that was kept for training, and probabilities corrected for it."""
+"""Sampled and weighted classes: the share of their records that counts in training, and probabilities corrected for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, cast
 
@@ -22,15 +22,18 @@ _YES_OR_NO = ("false", "true")
 class Sampled:
     """`shares`: by the text of a value of `column`, the share of its records that was kept, in `splits` only.
 
-    All records with other values were kept.
+    All records with other values were kept. `weights`: by the text of a value, what a record counts in a loss that is
+    weighted by --weights balanced, relative to the largest weight.
     """
 
     column: str
     shares: Mapping[str, Fraction]
     splits: tuple[str, ...]
+    weights: Mapping[str, Fraction] = field(default_factory=dict)
 
     def of_classes(self, label: Field) -> tuple[float, ...] | None:
-        """The share kept of each class of `label`, in the order of a model's outputs: (no, yes), or one for each class.
+        """The share of each class of `label` that counts in training, relative to the class that counts most, in the
+        order of a model's outputs: (no, yes), or one for each class.
 
         None if another column was sampled or the label has no classes: predictions cannot be corrected then.
         """
@@ -42,22 +45,32 @@ class Sampled:
             classes = _YES_OR_NO
         else:
             return None
-        return tuple(float(self.shares.get(name, 1)) for name in classes)
+        return tuple(float(self.shares.get(name, 1) * self.weights.get(name, 1)) for name in classes)
+
+    def unweighted(self) -> Sampled:
+        """The same without weights: how many records there are, and not what they count."""
+        return replace(self, weights={})
 
     def to_json(self) -> dict[str, Any]:
         """As stored in a manifest's `created_by.config.sampled`: shares as exact fractions."""
         shares = {value: str(share) for value, share in self.shares.items()}
-        return {"column": self.column, "shares": shares, "splits": list(self.splits)}
+        weights = {value: str(weight) for value, weight in self.weights.items()}
+        found = {"column": self.column, "shares": shares, "splits": list(self.splits)}
+        return found | ({"weights": weights} if weights else {})
 
     @classmethod
     def from_json(cls, document: object) -> Sampled:
         """Rebuild from JSON; raises ConfigError for anything but what to_json gives."""
-        check_keys(document, {"column": str, "shares": dict, "splits": list}, "what was sampled")
+        keys = {"column": str, "shares": dict, "splits": list}
+        if isinstance(document, dict) and "weights" in document:
+            keys["weights"] = dict
+        check_keys(document, keys, "what was sampled")
         values = cast(dict[str, Any], document)
         if not all(isinstance(name, str) for name in values["splits"]):
             raise declaration_error("what was sampled", f"splits {values['splits']!r}"[:200], "names")
         shares = {value: _share(text) for value, text in values["shares"].items()}
-        return cls(values["column"], shares, tuple(values["splits"]))
+        weights = {value: _share(text) for value, text in values.get("weights", {}).items()}
+        return cls(values["column"], shares, tuple(values["splits"]), weights)
 
 
 def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.float64]:
@@ -88,20 +101,28 @@ def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.f
 
 
 def sampled_of(manifest: DatasetManifest) -> Sampled | None:
-    """What was sampled when a dataset was made; None if nothing was or the manifest does not say.
+    """What was sampled or weighted when a dataset was made; None if nothing was or the manifest does not say.
 
     Raises ConfigError for an entry that cannot be read.
     """
-    stored = manifest.created_by["config"].get("sampled")
-    return None if stored is None else Sampled.from_json(stored)
+    config = manifest.created_by["config"]
+    stored = config.get("sampled")
+    found = None if stored is None else Sampled.from_json(stored)
+    counts = config.get("class_counts") if config.get("weights") == "balanced" else None
+    label = next((one["name"] for one in manifest.schema["fields"] if one["kind"] == "label"), None)
+    if not counts or label is None or (found is not None and found.column != label):
+        return found
+    # Weights are inverse to the classes' records: the rarest class counts most.
+    weights = {value: Fraction(min(counts.values()), records) for value, records in counts.items()}
+    return replace(found, weights=weights) if found is not None else Sampled(label, {}, (), weights)
 
 
 def shares_of_classes(sampled: Sampled | None, label: Field | None) -> tuple[float, ...] | None:
-    """`Sampled.of_classes` where predictions can be corrected by it; None if all rows were kept, or if a whole class
+    """`Sampled.of_classes` where predictions can be corrected by it; None if all rows count alike, or if a whole class
     was left out.
     """
     shares = None if sampled is None or label is None else sampled.of_classes(label)
-    return shares if shares is not None and all(shares) else None
+    return shares if shares is not None and all(shares) and min(shares) < 1 else None
 
 
 def _share(text: object) -> Fraction:

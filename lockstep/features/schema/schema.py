@@ -14,6 +14,7 @@ from lockstep.features.schema.encodings import declaration_error
 from lockstep.features.schema.fields import Field, check_keys, check_name, sample_id_field
 from lockstep.features.schema.sampled import Sampled
 from lockstep.storage.errors import differences
+from lockstep.storage.shown import short
 from lockstep.storage.urls import several
 
 EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
@@ -57,6 +58,11 @@ class Schema(Columns):
     """
 
     sampled: Sampled | None = declared(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        kinds = [(field, (field.encoding or {}).get("kind", "")) for field in self.fields]
+        lines = [f"  {field.name}: {field.dtype}, {field.kind}{f', {kind}' if kind else ''}" for field, kind in kinds]
+        return short("\n".join([f"schema of {len(self.fields)} fields", *lines]))
 
     def __post_init__(self) -> None:
         names = [field.name for field in self.fields]

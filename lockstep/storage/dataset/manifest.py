@@ -29,6 +29,7 @@ from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
+from lockstep.storage.shown import short
 from lockstep.storage.urls import join
 
 __all__ = [
@@ -64,6 +65,15 @@ class DatasetManifest:
     digest: str
     manifest_sha256: str
     compression: str | None = None
+
+    def __repr__(self) -> str:
+        counts, dropped = self.counts, sum(self.counts.dropped.values())
+        lines = [
+            f"dataset of {self.format}, digest {self.digest[:12]}: {counts.read} read, {counts.written} written, "
+            f"{counts.quarantined} quarantined, {dropped} dropped"
+        ]
+        lines += [f"  {name}: {one.records} records in {len(one.shards)} shards" for name, one in self.splits.items()]
+        return short("\n".join(lines))
 
     @classmethod
     def build(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -134,3 +136,44 @@ def test_what_is_fitted_on_which_splits() -> None:
     for wrong in (["fold-0"], ["a", "b"], [], ["fold-0", "test"]):
         with pytest.raises(ConfigError, match="no split to fit"):
             fitted_on(wrong)
+
+
+def test_a_declared_vocabulary_is_fitted_without_a_look_at_any_row() -> None:
+    """Neither rows nor a training split: the columns are those of pandas' categories."""
+    schema = load_schema("""
+fields = [
+    {name = "page", dtype = "string", nullable = true, encoding = {kind = "vocabulary", tokens = ["b", "é", "a"]}},
+    {name = "item", dtype = "int64", encoding = {kind = "vocabulary", tokens = ["7", "10"], oov_buckets = 0}},
+]
+""")
+    nothing: Any = None
+    documents = fit_all(nothing, schema, ["everything"])
+    assert sorted(documents) == ["item.json", "page.json"]
+    assert documents["page.json"] == {
+        "kind": "vocabulary", "name": "page", "tokens": ["a", "b", "é"], "counts": [0, 0, 0], "fitted_on": [],
+    }  # fmt: skip
+    fitted = {schema[doc["name"]].name: read_fitted(json.loads(canonical_bytes(doc))) for doc in documents.values()}
+    encoder = Encoder(schema, fitted)
+    pages, items = ["é", "a", None, "b", "other"], [10, 7, 10, 8, 7]
+    rows = pa.RecordBatch.from_arrays(
+        [pa.array(range(5), pa.int64()), pa.array(pages), pa.array(items)], schema=schema.arrow_schema()
+    )
+    x = encoder.encode(rows).x
+    expected = pd.get_dummies(pd.Categorical(pages, ["a", "b", "é"])).to_numpy(np.float32)
+    np.testing.assert_array_equal(x["page"][:, :3], expected)
+    np.testing.assert_array_equal(x["page"][:, 3], [0, 0, 0, 0, 1])  # the bucket of unknown ones
+    expected = pd.get_dummies(pd.Categorical([str(item) for item in items], ["10", "7"])).to_numpy(np.float32)
+    np.testing.assert_array_equal(x["item"], expected)
+
+
+@pytest.mark.parametrize("tokens", ["[]", '["a", "a"]', "[1]", '"a"'])
+def test_a_list_that_is_no_vocabulary_is_refused(tokens: str) -> None:
+    encoding = f'{{kind = "vocabulary", tokens = {tokens}}}'
+    with pytest.raises(ConfigError, match="cannot be declared like this") as caught:
+        load_schema(f"""
+[[fields]]
+name = "p"
+dtype = "string"
+encoding = {encoding}
+""")
+    assert "tokens" in caught.value.got

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.utils.class_weight import compute_sample_weight
 
 from lockstep.features.schema.fields import Field, sample_id_field
-from lockstep.features.schema.sampled import Sampled, corrected
+from lockstep.features.schema.sampled import Sampled, corrected, sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 
 shares = st.floats(0.001, 1.0)
@@ -72,6 +75,29 @@ def test_shares_of_classes_are_told_by_the_label() -> None:
     schema = Schema((sample_id_field(), click), sampled=of_click)
     assert Schema.from_json(schema.to_json()).sampled == of_click
     assert schema == Schema((sample_id_field(), click)), "the same inputs and label, so a model of one fits the other"
+
+
+@given(no=st.integers(1, 400), yes=st.integers(1, 400), kept=st.sampled_from([None, "1/3"]))
+def test_balanced_weights_are_corrected_as_samples_are(no: int, yes: int, kept: str | None) -> None:
+    """Against scikit-learn's balanced weights: what a row counts in the loss, by its class."""
+    click = Field(name="click", dtype="bool", kind="label")
+    sampled = {} if kept is None else {"sampled": {"column": "click", "shares": {"false": kept}, "splits": ["train"]}}
+    config = {"weights": "balanced", "class_counts": {"false": no, "true": yes}, **sampled}
+    schema = Schema((sample_id_field(), click))
+    found = sampled_of(cast(DatasetManifest, SimpleNamespace(created_by={"config": config}, schema=schema.to_json())))
+    labels = np.repeat([0, 1], [no, yes])
+    balanced = compute_sample_weight("balanced", labels)[[0, -1]]
+    weights = balanced * [float(Fraction(kept or 1)), 1]  # of a row before it was sampled
+    assert found is not None
+    of_no, of_yes = found.of_classes(click) or (1.0, 1.0)
+    np.testing.assert_allclose(of_no / of_yes, weights[0] / weights[1], rtol=1e-12)
+    assert Sampled.from_json(found.to_json()) == found
+    assert found.unweighted().of_classes(click) == (float(Fraction(kept or 1)), 1.0)
+    # A model that knows only the classes predicts their weighted share; corrected, it is the share of all rows.
+    chance = balanced[1] * yes / (balanced[0] * no + balanced[1] * yes)
+    expected = yes / (no * (1 if kept is None else 3) + yes)
+    of_classes = shares_of_classes(found, click) or (1.0, 1.0)
+    np.testing.assert_allclose(corrected(np.array([chance]), of_classes), [expected], rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def same(seconds: float, rounds: int = 5) -> tuple[float, ...]:
         (steps(same(50), same(80), same(100)), "input", 1 / 0.7),
         (steps(same(60), same(60), same(70), exchange=25), "exchange", 70 / 45),
         # Exactly at its threshold.
-        (steps(same(90), same(90), same(100)), "storage", 1 / 0.9),
-        (steps(same(100), same(100), same(100), exchange=20), "exchange", 1.25),
+        (steps(same(75), same(75), same(100)), "computing", 1 / (1 - 0.75 / 2)),
+        (steps(same(85), same(90), same(100), exchange=20), "exchange", 1.25),
         # Nothing reaches its threshold, but all together they leave too little for computing.
         (steps(same(85), same(93), same(100), exchange=15), "nothing clear", 1.0),
         # Cold steps faster than cached ones, these faster than synthetic ones: noise, and no negative share.
@@ -108,6 +108,26 @@ def test_what_bounds_it(measured: Measured, bound: str, gain: float) -> None:
     assert verdict.gain_at_most == pytest.approx(gain, rel=0.02)
     assert sum(verdict.shares.values()) == pytest.approx(1)
     assert advice(verdict, measured, SETTING)
+
+
+@pytest.mark.parametrize(
+    ("measured", "bound", "costs"),
+    [
+        (steps(same(88), same(100), same(100)), "computing", {"input": 1 / 0.88}),
+        (steps(same(90), same(90), same(100)), "computing", {"storage": 1 / 0.9}),  # exactly at its threshold
+        (steps(same(100), same(100), same(100), exchange=20), "computing", {"exchange": 1.25}),
+        (steps(same(91), same(100), same(100)), "computing", {}),
+        (steps(same(50), same(70), same(100)), "storage", {"input": 1 / 0.8}),
+    ],
+)
+def test_what_also_costs_is_named_beside_the_largest_share(
+    measured: Measured, bound: str, costs: dict[str, float]
+) -> None:
+    """At 88 % computing, data of 12 % are no bound: without them the run is 1.14 times as fast, at most."""
+    verdict = judge(measured)
+    assert verdict.bound_by == bound
+    assert verdict.costs == pytest.approx(costs)
+    assert not costs or all("fast enough" not in line for line in advice(verdict, measured, SETTING))
 
 
 @given(

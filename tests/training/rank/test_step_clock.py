@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from training.comm.base import LinkUse
+from training.driver.stragglers import times_a_step
 from training.rank.metrics import PACE_KEPT, PACE_STEPS, StepClock
 from training.run.metrics import PARTS
 
@@ -72,9 +77,10 @@ def test_a_row_sums_up_its_steps() -> None:
     timer.batch_is_ready(2)
     timer.flush()
     first, second = control.rows
-    assert first == {"kind": "time", "rank": 3, "step": 1, "steps": 1, "data_s": 0.0, "compute_s": 0.35,
-                     "exchange_s": 0.05, "checkpoint_s": 0.0, "validation_s": 0.0, "other_s": 1.0,
+    assert first == {"kind": "time", "rank": 3, "step": 1, "steps": 1, "starting_s": 1.4, "data_s": 0.0,
+                     "compute_s": 0.0, "exchange_s": 0.0, "checkpoint_s": 0.0, "validation_s": 0.0, "other_s": 0.0,
                      "sent_bytes": 1000}  # fmt: skip
+    assert times_a_step(first) is None, "a start is no step"
     assert second["data_s"] == 0.25 and second["exchange_s"] == 0.3 and second["compute_s"] == 0.45
     assert len(control.rows) == 2, "a checkpoint alone makes no row"
 
@@ -82,16 +88,52 @@ def test_a_row_sums_up_its_steps() -> None:
 def test_a_checkpoint_counts_for_the_row_it_lies_in() -> None:
     clock, control = Clock(), Control()
     client: Any = control
-    timer = StepClock(client, 0, Exchange([9.0]), clock)
+    timer = StepClock(client, 0, Exchange([9.0, 9.0]), clock)
     with timer.checkpoint():
         clock.now += 2
     timer.begins()
     clock.now += 0.5
     timer.ends(7)
     (row,) = control.rows
-    assert row["checkpoint_s"] == 2.0
-    assert row["exchange_s"] == 0.5 and row["compute_s"] == 0.0, "a wait is never longer than its step"
+    assert (row["checkpoint_s"], row["starting_s"]) == (2.0, 0.5)
     assert sum(row[part] for part in PARTS) == 2.5
+    timer.begins()
+    clock.now += 1.5
+    timer.ends(8)
+    row = control.rows[-1]
+    assert row["exchange_s"] == 1.5 and row["compute_s"] == 0.0, "a wait is never longer than its step"
+
+
+@given(
+    steps=st.lists(st.tuples(*[st.integers(0, 3000)] * 4), min_size=1, max_size=30),
+    before_ms=st.integers(0, 5000),
+    tracing_ms=st.integers(0, 5000),
+)
+def test_the_parts_are_those_of_a_simulated_run_and_the_start_is_none_of_its_waits(
+    steps: list[tuple[int, int, int, int]], before_ms: int, tracing_ms: int
+) -> None:
+    """Each step waits for its batch, computes, exchanges, and calls callbacks for so many ms; the first also traces
+    before it asks for its batch.
+    """
+    clock, control = Clock(), Control()
+    waits = [exchange / 1000 for _, _, exchange, _ in steps]
+    client: Any = control
+    timer = StepClock(client, 0, Exchange(list(waits)), clock)
+    clock.now += before_ms / 1000
+    for number, (data, compute, exchange, other) in enumerate(steps):
+        timer.begins()
+        clock.now += (data + (0 if number else tracing_ms)) / 1000
+        timer.batch_is_ready(number)
+        clock.now += (compute + exchange) / 1000
+        timer.ends(number + 1)
+        clock.now += other / 1000
+    timer.flush()
+    found = {part: sum(row[part] for row in control.rows) for part in PARTS}
+    first, later = steps[0], steps[1:]
+    assert found["starting_s"] == pytest.approx((before_ms + tracing_ms + sum(first[:3])) / 1000, abs=1e-4)
+    for position, part in enumerate(("data_s", "compute_s", "exchange_s")):
+        assert found[part] == pytest.approx(sum(step[position] for step in later) / 1000, abs=1e-3)
+    assert sum(found.values()) <= clock.now - 100 + 1e-3
 
 
 def test_a_validation_after_the_last_step_is_not_lost() -> None:

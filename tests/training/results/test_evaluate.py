@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import accuracy_score, average_precision_score, f1_score, log_loss, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    brier_score_loss,
+    f1_score,
+    log_loss,
+    roc_auc_score,
+)
 
 from lockstep.features.schema.sampled import corrected
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError
@@ -326,16 +333,25 @@ def test_one_class_and_a_metric_that_is_no_number_are_said(tmp_path: Path, capsy
         assert words in told
 
 
-@pytest.mark.parametrize("exported", [True, False])
-def test_log_losses_are_corrected_for_what_training_was_sampled_by(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool
+@pytest.mark.parametrize(
+    ("exported", "config"),
+    [
+        (True, {"sampled": {"column": "click", "shares": {"false": "1/4"}, "splits": ["train"]}}),
+        (False, {"sampled": {"column": "click", "shares": {"false": "1/4"}, "splits": ["train"]}}),
+        (True, {"weights": "balanced", "class_counts": {"false": 400, "true": 100}}),
+    ],
+    ids=["sampled", "sampled, not exported", "weighted"],
+)
+def test_log_losses_are_corrected_for_what_training_was_sampled_or_weighted_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool, config: dict[str, Any]
 ) -> None:
-    """The manifest says that of rows without a click a quarter was kept for training; the test split has all."""
+    """The manifest says that of rows without a click a quarter was kept for training, or counts in it; the test split
+    has all.
+    """
     import keras
 
     manifest = write_clicks(tmp_path / "data", records={"train": 400, "test": 1200}, log_odds=-3.0)
-    sampled = {"column": "click", "shares": {"false": "1/4"}, "splits": ["train"]}
-    own = {**manifest.created_by, "config": {"sampled": sampled}}
+    own = {**manifest.created_by, "config": config}
     (tmp_path / "data" / "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
     options = {**OPTIONS, "model": "tests.training._models:knows_clicks", "epochs": 1}
     run(TrainConfig(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), **options))
@@ -354,7 +370,12 @@ def test_log_losses_are_corrected_for_what_training_was_sampled_by(
     assert result["baseline"]["metrics"]["corrected_log_loss"] == pytest.approx(expected, rel=1e-5)
     no, yes = result["baseline"]["class_counts"]
     told = capsys.readouterr().err
-    assert f"{yes / (4 * no + yes):.2%} of the training data" in told  # before it was sampled
+    rows_of_no = 4 * no if "sampled" in config else no  # before it was sampled
+    assert (f"{yes / (rows_of_no + yes):.2%} of the training data" in told) == ("sampled" in config)
+    found = result["calibration"]
+    assert found["brier"] == pytest.approx(brier_score_loss(rows.y, corrected(chance, (0.25, 1))), rel=1e-6)
+    assert result["weighted"] == ["loss", "weighted_auc", "weighted_hinge"][: len(result["weighted"])]
+    assert "rows count by their weights in loss" in summary(result)
 
 
 def test_log_losses_of_classes_are_corrected_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shutil
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 
 from jobs import runs as job
+from jobs import status as status_job
+from jobs import watch
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileStat
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 from training.config import TrainConfig
@@ -41,6 +45,7 @@ from training.results.runs import (
 from training.results.runs_page import MOST_CURVES, runs_page
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
+from training.run.status import RunStatus, now_utc
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<b>\x1b[2J"
@@ -107,6 +112,30 @@ def test_a_run_without_a_result_is_interrupted_stopped_or_training(folder: Path)
         assert states(folder)["second"] == "training"
         assert "not finished, training: its driver lives" in Path(write_report(paths.root)).read_text()
     assert states(folder)["second"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("written", "seen", "code"),
+    [("training", "interrupted", 1), ("starting", "interrupted", 1), ("failed", "failed", 1)],
+)
+def test_runs_status_and_watch_agree_on_a_run_whose_driver_is_gone(
+    folder: Path, capsys: pytest.CaptureFixture[str], written: str, seen: str, code: int
+) -> None:
+    """A driver that was killed leaves its last state in the file, one that gave up says so."""
+    paths, fs = unfinished(folder / "second"), filesystem(str(folder))
+    with Ownership(fs, paths):
+        pass  # its lease is closed
+    long_ago = (now_utc() - datetime.timedelta(seconds=90)).isoformat(timespec="milliseconds")
+    status = RunStatus(state=written, written_at=long_ago, step=8, steps=8, epochs=1, why="no memory")
+    write_file(fs, paths.status, status.to_bytes(), exclusive=False)
+    assert states(folder)["second"] == seen
+    assert status_job.main([paths.root]) == 0
+    assert capsys.readouterr().out.startswith(f"{paths.root}: {seen}, step 8 of 8")
+    assert status_job.main([paths.root, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == seen
+    assert watch.main([paths.root, "--silent-limit", "60"]) == code
+    assert capsys.readouterr().out.startswith(f"{paths.root}: {seen}, step 8 of 8")
+    assert f"not finished, {seen}: " in Path(write_report(paths.root)).read_text()
 
 
 @contextmanager

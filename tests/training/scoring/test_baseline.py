@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.dummy import DummyRegressor
 
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._ring import run_ring
 from training.comm import Communicator
-from training.scoring.baseline import Baseline, check_baseline
+from training.scoring.baseline import Baseline, baseline_of, check_baseline
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
 TABLE = Schema(
@@ -122,9 +125,47 @@ def test_labels_that_are_no_classes_are_refused() -> None:
     assert caught.value.got == "0.5"
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    labels=st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=4),
+    weights=st.none() | st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=4, max_size=4).filter(any),
+    num_ranks=st.integers(2, 3),
+)
+def test_mean_and_median_are_those_of_a_dummy_regressor_at_any_number_of_ranks(
+    labels: list[float], weights: list[float] | None, num_ranks: int
+) -> None:
+    number = Schema((*TABLE.fields[:-1], Field(name="label", dtype="float64", kind="label")))
+    weight = (Field(name="weight", dtype="float32", kind="weight"),) if weights is not None else ()
+    rows = pa.RecordBatch.from_arrays([pa.array([1.0, 2.0])], names=["pace"])
+    for name in ("mean", "median"):
+        oracle = DummyRegressor(strategy=name).fit(np.zeros((4, 1)), labels, weights)
+        expected = float(oracle.predict([[0]])[0])
+
+        def work(comm: Communicator, name: str = name) -> Any:
+            baseline = baseline_of(name, Schema((*number.fields, *weight)))
+            readers: list[Any] = [Reader(labels, weights)]
+            baseline.fit(readers, None, comm)
+            return baseline.predict(rows)
+
+        found: Any
+        for found in run_ring(num_ranks, work):
+            assert found.shape == (2, 1) and found.dtype == np.float32
+            close = found[0, 0] == pytest.approx(expected, rel=1e-6, abs=1e-3)
+            # Of equal halves any number between is a median, and with weights scikit-learn takes the lower one.
+            assert close or (name == "median" and weights is not None and _is_median(found[0, 0], labels, weights))
+
+
+def _is_median(value: float, labels: list[float], weights: list[float]) -> bool:
+    """Whether at most half of the weight is below and at most half above."""
+    given, weight = np.array(labels), np.array(weights)
+    step = 1e-3 + 1e-6 * abs(value)
+    return max(weight[given < value - step].sum(), weight[given > value + step].sum()) <= weight.sum() / 2
+
+
 @pytest.mark.parametrize(
     ("name", "schema"),
     [
+        ("median", CLASSES),
         ("rate:nothing", TABLE),
         ("rate:pace", TABLE),  # a number has no values to count
         ("rate:", TABLE),

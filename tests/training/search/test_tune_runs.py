@@ -80,7 +80,7 @@ class Command:
         return subprocess.Popen([*self.words, "--run", root, *launcher], **self.where)
 
     def finish(self, root: str, *launcher: str) -> subprocess.CompletedProcess[str]:
-        words = [*self.words, "--run", root, *launcher]
+        words = [*self.words, "--run", root, "--json", *launcher]
         done = subprocess.run(words, **self.where, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stderr
         return done
@@ -95,7 +95,7 @@ def test_a_killed_search_is_resumed_and_a_trial_is_the_run_that_jobs_train_makes
     assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == [0, 1] and side_by_side(root)
     assert sorted(path.name for path in (root / "trials").iterdir()) == ["0000", "0001"]
     assert "resuming from checkpoint" in done.stderr and "2 of 2" in done.stderr
-    best = json.loads(done.stdout.splitlines()[-1])
+    best = json.loads(done.stdout)
     assert Path(best["model"], "model.keras").is_file() and Path(best["report"]).is_file()
     plain = [sys.executable, "-m", "lockstep", "train", *command.of_a_run, *LOCAL, *best["flags"], "--run", "plain"]
     subprocess.run(plain, **command.where, check=True, timeout=300)
@@ -168,7 +168,7 @@ def test_the_winner_is_reported_on_rows_that_no_trial_has_seen(
 def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_one(tmp_path: Path) -> None:
     """Four SIGKILLs under each launcher; the journal's events and the best run's bits are equal."""
     command = Command(tmp_path, "--trials", str(TRIALS), "--pruner", "median")
-    whole = json.loads(command.finish("whole", *LOCAL).stdout.splitlines()[-1])
+    whole = json.loads(command.finish("whole", *LOCAL).stdout)
     rng = random.Random(5)
     for root, launcher in (("local", LOCAL), ("barrier", ("--launcher", "barrier", "--master", "local[1]"))):
         for kill in range(4):
@@ -178,7 +178,7 @@ def test_a_search_killed_at_random_moments_makes_the_trials_of_an_undisturbed_on
                 time.sleep(rng.uniform(2.0, 14.0))
                 assert driver.poll() is None, "the search had ended before it was killed"
                 driver.send_signal(signal.SIGKILL)
-        found = json.loads(command.finish(root, *launcher).stdout.splitlines()[-1])
+        found = json.loads(command.finish(root, *launcher).stdout)
         assert all_events(tmp_path / root) == all_events(tmp_path / "whole")
         runs = sorted((tmp_path / root / "trials").iterdir())
         assert [run.name for run in runs] == [f"{number:04d}" for number in range(TRIALS)]
@@ -199,7 +199,7 @@ def test_ten_kills_at_random_moments_leave_exactly_thirty_trials(tmp_path: Path)
             time.sleep(rng.uniform(0.0, 2.0))
             assert driver.poll() is None, "the search had ended before it was killed"
             driver.send_signal(signal.SIGKILL)
-    best = json.loads(command.finish("tune", *LOCAL).stdout.splitlines()[-1])
+    best = json.loads(command.finish("tune", *LOCAL).stdout)
     numbers = list(range(30))
     assert sorted(events(root, "asked")) == sorted(events(root, "ended")) == numbers
     runs = sorted((root / "trials").iterdir())

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.verify import audit_faults
+from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
@@ -26,9 +27,11 @@ from training.comm.base import SoloCommunicator
 from training.config import TrainConfig
 from training.models import ModelOptions
 from training.plan.client_plan import ClientPlan, ClientTable
+from training.plan.privacy import uncovered
 from training.reading.open import OpenSplit
 from training.results.audit import ROW, Part, Span
 from training.results.audit_clients import check_clients
+from training.run import notes
 from training.run.result import RunResult
 
 OWN = "tests.training.strategies.test_federated"
@@ -164,7 +167,7 @@ def test_noise_is_the_same_at_any_number_of_ranks_and_has_the_accountants_epsilo
     epsilon = pld.PLDAccountant().compose(event).get_epsilon(0.01)
     for result in found:
         assert result.privacy is not None and result.privacy["epsilon"] == epsilon
-        assert f"epsilon {epsilon:.4f} at delta 0.01" in result.summary()
+        assert f"epsilon {epsilon:.4f} at delta 0.01; not covered: losses, metrics" in result.summary()
     assert rounds(data, tmp_path / "1", 1, **private).privacy == found[0].privacy  # read again
     with pytest.raises(ConfigError, match="delta is too large"):
         rounds(data, tmp_path / "more", 1, **{**private, "privacy_delta": 0.5})
@@ -353,3 +356,35 @@ def test_a_rank_reads_its_clients_only_and_refuses_more_than_its_memory(data: st
         ClientRows(opened.reader, opened.encoder, table, [2, 5], 100)
     assert "bytes of" in caught.value.got and "100 bytes" in caught.value.allowed
     assert rows.bytes < 1 << 20
+
+
+def test_what_was_made_of_rows_without_noise_is_named_beside_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = load_schema("""
+fields = [
+    {name = "visitor", dtype = "string", encoding.kind = "ignore"},
+    {name = "page", dtype = "string", encoding.kind = "vocabulary"},
+    {name = "tags", dtype = "string", list = true, encoding = {kind = "sequence", length = 2, of.kind = "vocabulary"}},
+    {name = "known", dtype = "string", encoding = {kind = "vocabulary", tokens = ["a", "b"]}},
+    {name = "price", dtype = "float64", encoding.kind = "standardise"},
+    {name = "hashed", dtype = "string", encoding = {kind = "hash", buckets = 7}},
+    {name = "bought", dtype = "bool", kind = "label"},
+]
+""")
+    config = TrainConfig(
+        datasets=("data",), run="run", model="logistic", num_ranks=1, global_batch=8, epochs=3, launcher="local",
+        strategy="federated", clients="visitor", update_clip=1.0, noise_multiplier=1.0, privacy_delta=1e-3,
+        validate="test", early_stop="val_loss:min:2", keep_best="val_loss:min",
+    )  # fmt: skip
+    assert uncovered(config, schema) == [
+        "the vocabulary of `page`, fitted on all rows",
+        "the vocabulary of `tags`, fitted on all rows",
+        "mean and deviation of `price`, fitted on all rows",
+        "the end that --early-stop val_loss:min:2 chose by metrics",
+        "the checkpoint that --keep-best val_loss:min chose by metrics",
+    ]
+    plain = replace(config, early_stop=None, keep_best=None)
+    declared = Schema(tuple(field for field in schema if field.name not in ("page", "tags", "price")))
+    assert uncovered(plain, declared) == []
+    notes.show(notes.of_private_search(config.noise_multiplier))
+    assert "the choice among trials by a metric without noise is not covered" in capsys.readouterr().err
+    assert notes.of_private_search(0.0) == []

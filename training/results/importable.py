@@ -1,0 +1,22 @@
+"""Whether a run's model can be imported, asked before anything is started."""
+
+from __future__ import annotations
+
+from lockstep.storage.fs import filesystem
+from training.config import TrainConfig
+from training.models import SENT, check_name
+from training.run.paths import RunPaths
+from training.run.run_json import read_run
+
+
+def check_importable(run: str, *, here: bool) -> None:
+    """Raise ConfigError if the module of the run's `module:function` cannot be found; imports nothing.
+
+    `here`: what uses the model has this process' import path. A path that is no run, such as an exported model, passes.
+    """
+    fs, paths = filesystem(run), RunPaths(run)
+    if not fs.exists(paths.run_json):
+        return
+    config = TrainConfig.from_json(read_run(fs, paths)["config"])
+    if not config.model.startswith(f"{SENT}:"):
+        check_name(config.model, config.extra, here=here)
