@@ -1,10 +1,10 @@
-"""CPU seconds of a trial of `jobs.tune`: ranks forked by a zygote, beside a new Python process for each.
+"""CPU seconds of a trial of `jobs.tune`: ranks forked by a zygote, and a new Python process for each.
 
     python -m benchmarks.trial_cost [--repeats 3] [--more 4] [--epochs 2]
 
 A search of 1 and one of 1 + MORE trials of `logistic` on a day of NASA's web log, one rank, local launcher, in turn:
 their difference over MORE is a trial after the first. The steps of its epochs, as the run counts them (samples over the
-steady samples a second), are subtracted: what is left is starting, tracing, validating, checkpoints and the driver.
+steady samples a second), are subtracted: the rest is starting, tracing, validating, checkpoints and the driver.
 """
 
 from __future__ import annotations

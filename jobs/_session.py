@@ -127,6 +127,7 @@ def _started(
         conf.setMaster(master or "local[*]")
     stack.enter_context(ended_in_order())
     stack.enter_context(_end_unhidden())
+    logging.getLogger().addFilter(_is_no_trace_of_ctrl_c)  # the same one in each session: it is added once
     with _start_explained():
         # Before the context, which takes seconds: a signal to Java in between would end it in the middle.
         SparkContext._ensure_initialized(conf=conf)
@@ -211,8 +212,6 @@ def _end_unhidden() -> Iterator[None]:
 def _leave_no_answer_behind(spark: SparkSession) -> None:
     """After a signal in the middle of a call, have this thread talk to Java over a new connection: on the old one py4j
     would take the answer to that call for the answer to the next, and the job would end with a strange error of Java.
-
-    That py4j prints a trace of each Ctrl-C ends too.
     """
     gateway = spark.sparkContext._gateway
     assert gateway is not None, "a context has one"
@@ -231,7 +230,11 @@ def _leave_no_answer_behind(spark: SparkSession) -> None:
             raise
 
     client.send_command = send_command
-    logging.getLogger().addFilter(lambda record: record.msg != "KeyboardInterrupt while sending command.")
+
+
+def _is_no_trace_of_ctrl_c(record: logging.LogRecord) -> bool:
+    """Drops what py4j logs of each Ctrl-C in the middle of a call of Java."""
+    return record.msg != "KeyboardInterrupt while sending command."
 
 
 def stop_session(spark: SparkSession) -> None:

@@ -31,11 +31,11 @@ _OF_ONE_RANK = (MARK, "LOCKSTEP_FILES")
 class ForkedRank:
     """A rank that a zygote has forked, with the part of `subprocess.Popen` that supervisors use."""
 
-    def __init__(self, pid: int, handle: int, told: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    def __init__(self, pid: int, handle: int, report: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid = pid
         self.stdin: IO[bytes] | None = stdin
         self.stdout: IO[bytes] | None = stdout
-        self._handle, self._told = handle, told
+        self._handle, self._report = handle, report
         self._code: int | None = None
         self._lock = threading.Lock()
 
@@ -68,10 +68,10 @@ class ForkedRank:
 
     def _look(self, timeout_s: float | None) -> int | None:
         with self._lock:
-            if self._code is None and select.select([self._told], [], [], timeout_s)[0]:
-                text = self._told.recv(64)
+            if self._code is None and select.select([self._report], [], [], timeout_s)[0]:
+                text = self._report.recv(64)
                 self._code = int(text) if text else -signal.SIGKILL  # its zygote has died, and it with that
-                self._told.close()
+                self._report.close()
                 os.close(self._handle)
             return self._code
 
@@ -117,9 +117,9 @@ class _Zygote:
     def fork(self, environment: Mapping[str, str], page: int, stacks: int) -> ForkedRank | None:
         """A new rank, which waits for its order; None if the zygote has ended."""
         with ExitStack() as given, ExitStack() as ours:
-            told, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            report, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.callback(its.close)
-            ours.callback(told.close)
+            ours.callback(report.close)
             (its_in, our_in), (our_out, its_out) = os.pipe(), os.pipe()
             stdin, stdout = ours.enter_context(os.fdopen(our_in, "wb")), ours.enter_context(os.fdopen(our_out, "rb"))
             variables = os.memfd_create("lockstep-environment", os.MFD_CLOEXEC)
@@ -130,15 +130,15 @@ class _Zygote:
             try:
                 socket.send_fds(self._line, [b"+"], [its_in, its_out, page, stacks, its.fileno(), variables])
                 given.close()  # else its end would not be seen on them
-                told.settimeout(START_S)
-                text, handles, _, _ = socket.recv_fds(told, 64, 1)
+                report.settimeout(START_S)
+                text, handles, _, _ = socket.recv_fds(report, 64, 1)
             except OSError:  # it has ended, or does not answer in time
                 return None
             if not text:
                 return None
-            told.settimeout(None)
+            report.settimeout(None)
             ours.pop_all()
-            return ForkedRank(int(text), handles[0], told, stdin, stdout)
+            return ForkedRank(int(text), handles[0], report, stdin, stdout)
 
     def end(self) -> None:
         """Have it end once its ranks have ended."""

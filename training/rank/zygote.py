@@ -27,11 +27,11 @@ class Child:
     """A rank that lives, and the socket on which its supervisor hears of its end."""
 
     pid: int
-    told: socket.socket
+    report: socket.socket
 
 
 def main() -> None:
-    """Fork ranks until nobody asks for one."""
+    """Fork ranks until no supervisor asks for one."""
     line = socket.socket(fileno=int(sys.argv[1]))
     # Ctrl-C reaches the whole process group of a terminal; only the driver decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,8 +47,8 @@ def main() -> None:
         for ended in [one for one in ready if one in children]:
             child = children.pop(ended)
             _, status = os.waitpid(child.pid, 0)
-            _tell(child.told, str(os.waitstatus_to_exitcode(status)).encode(), [])
-            child.told.close()
+            _send(child.report, str(os.waitstatus_to_exitcode(status)).encode(), [])
+            child.report.close()
             os.close(ended)
         if line.fileno() in ready:
             _, files, _, _ = socket.recv_fds(line, 1, 6)
@@ -58,24 +58,24 @@ def main() -> None:
 
 
 def _fork(files: list[int], line: socket.socket, children: dict[int, Child]) -> None:
-    stdin, stdout, page, stacks, told_fd, variables = files
-    told = socket.socket(fileno=told_fd)
+    stdin, stdout, page, stacks, report_fd, variables = files
+    report = socket.socket(fileno=report_fd)
     with open(variables, "rb") as file:
         environment = json.load(file)
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
         line.close()
-        told.close()
+        report.close()
         for other, child in children.items():
             os.close(other)
-            child.told.close()
+            child.report.close()
         _become(stdin, stdout, environment, page, stacks)
     for fd in (stdin, stdout, page, stacks):
         os.close(fd)
     handle = os.pidfd_open(pid)
-    children[handle] = Child(pid, told)
-    _tell(told, str(pid).encode(), [handle])
+    children[handle] = Child(pid, report)
+    _send(report, str(pid).encode(), [handle])
 
 
 def _become(stdin: int, stdout: int, environment: dict[str, str], page: int, stacks: int) -> NoReturn:
@@ -88,9 +88,9 @@ def _become(stdin: int, stdout: int, environment: dict[str, str], page: int, sta
     rank.run({"last_words": page, "stacks": stacks})
 
 
-def _tell(told: socket.socket, text: bytes, files: list[int]) -> None:
+def _send(report: socket.socket, text: bytes, files: list[int]) -> None:
     try:
-        socket.send_fds(told, [text], files)
+        socket.sreport_fds(report, [text], files)
     except OSError:  # the supervisor has gone, and its rank ends by its standard input
         return
 

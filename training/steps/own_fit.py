@@ -268,7 +268,7 @@ def _gathered(array: Any, communicator: Communicator) -> Any:
 def of_all_ranks(model: keras.Model, communicator: Communicator, scale: float, logs: dict[str, Any]) -> dict[str, Any]:
     """Metrics over all ranks, the same on each; `logs` are this rank's, `scale` its share of the rows. A collective.
 
-    What a train_step of the user's returns beside its metrics, numbers and arrays, is the mean weighted by rows.
+    What a train_step of the user's returns next to its metrics, numbers and arrays, is the mean weighted by rows.
     """
     mine, own = as_floats(logs), as_floats(model.get_metrics_result())
     summed_metrics(model, communicator)

@@ -1,4 +1,4 @@
-"""Sampled and weighted classes: the share of their records that counts in training, and probabilities corrected for it."""
+"""Sampled and weighted classes: the share of their records that counts, and the correction of probabilities."""
 
 from __future__ import annotations
 
