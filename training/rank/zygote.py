@@ -90,7 +90,7 @@ def _become(stdin: int, stdout: int, environment: dict[str, str], page: int, sta
 
 def _send(report: socket.socket, text: bytes, files: list[int]) -> None:
     try:
-        socket.sreport_fds(report, [text], files)
+        socket.send_fds(report, [text], files)
     except OSError:  # the supervisor has gone, and its rank ends by its standard input
         return
 
