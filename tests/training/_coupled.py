@@ -259,3 +259,27 @@ MADE_FOR_RANKS: dict[str, tuple[Callable[..., keras.Model], dict[str, Any]]] = {
     "weights that a step assigns": (centred, {}),
 }
 """Models that are refused on several ranks, and with `ranks` are those of one; and their settings."""
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output of an epoch: no sum."""
+
+    def __init__(self, name: str = "largest") -> None:
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Of a batch."""
+        self.value.assign(ops.maximum(self.value, ops.max(ops.cast(y_pred, self.value.dtype))))
+
+    def result(self) -> Any:
+        """()."""
+        return self.value
+
+
+def largest(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression with `Largest`."""
+    inputs, x = joined(signature)
+    model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(x))
+    model.compile(SGD(0.1), "binary_crossentropy", metrics=[Largest()])
+    return model

@@ -216,7 +216,9 @@ def right() -> dict[str, Any]:
         inputs, x = inputs_of()
         steps = layers.Masking()(layers.Reshape((3, 2))(layers.ReLU()(x)))
         loss = keras.losses.MeanSquaredError()
-        return compiled(layers.TimeDistributed(layers.Dense(1))(layers.GRU(4, return_sequences=True)(steps)), inputs, loss)
+        return compiled(
+            layers.TimeDistributed(layers.Dense(1))(layers.GRU(4, return_sequences=True)(steps)), inputs, loss
+        )
 
     def of_two() -> Any:
         inputs, x = inputs_of()
