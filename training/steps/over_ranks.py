@@ -128,7 +128,7 @@ def _step() -> StepOverRanks | None:
 
 
 def check_reached() -> None:
-    """Raise ConfigError, while gradients of several ranks are exchanged, if this step's loss saw one rank's rows only."""
+    """Raise ConfigError, where gradients of ranks are exchanged, if this step's loss saw one rank's rows only."""
     if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _UNREACHED:
         raise ConfigError(
             "this step called on_ranks.gather, mean or total, and does not know the other ranks",

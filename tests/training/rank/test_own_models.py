@@ -81,7 +81,7 @@ def test_two_optimizers_in_a_step(data: str, tmp_path: Path, num_ranks: int, one
 def test_what_two_optimizers_cannot_be_combined_with(data: str, tmp_path: Path, more: dict[str, Any]) -> None:
     num_ranks = more.pop("num_ranks", 1)
     batch = {"lanes": 8} if "canonical" in more else {}
-    with pytest.raises(ConfigError, match="cannot be combined with optimizers beside that of `compile`"):
+    with pytest.raises(ConfigError, match="cannot be combined with optimizers other than that of `compile`"):
         run(config(data, tmp_path / "run", num_ranks, f"{OWN}:gan", **more, **batch))
 
 
