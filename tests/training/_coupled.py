@@ -177,14 +177,20 @@ def centred(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
 class Gan(keras.Model):
     """A critic and a generator, each with an optimizer, whose noise is a function of the row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.width = width
         self.critic = keras.Sequential([keras.Input((width,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)])
         self.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(width)])
         self.losses_of = [keras.metrics.Mean(name="critic_loss"), keras.metrics.Mean(name="generator_loss")]
+
+    def get_config(self) -> dict[str, Any]:
+        """Its arguments."""
+        return {"width": self.width}
 
     @property
     def metrics(self) -> list[Any]:

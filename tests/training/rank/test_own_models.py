@@ -63,7 +63,7 @@ def assert_plain(chosen: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("one", [True, pytest.param(False, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (1, 3))])
 def test_two_optimizers_in_a_step(data: str, tmp_path: Path, num_ranks: int, one: bool) -> None:
     """A run that ends after an epoch and goes on has their states, too."""
     whole = config(data, tmp_path / "run", num_ranks, f"{OWN}:gan", extra={"one": one})
