@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
 from tests.training._fit_ranks import UNEVEN, alone, assert_as_one, fresh, on_ranks
+from tests.training._ring import run_ring
+from training.comm import Communicator
 from training.models import ModelOptions
 
 pytestmark = pytest.mark.slow
@@ -74,7 +76,7 @@ def test_a_model_made_for_ranks_is_that_of_one_on_uneven_ranks(kind: str) -> Non
     with pytest.raises(ConfigError) as caught:
         check(fresh(lambda: made(kind, False)), x, y)
     told = str(caught.value)
-    assert "model one" in told and "on_ranks.gather" in told + "on_ranks.gather" and "docs/models.md" in told
+    assert "the model one " in told and "on_ranks.mean" in told and "docs/models.md" in told
 
 
 def test_what_is_named() -> None:
@@ -197,14 +199,13 @@ def right() -> dict[str, Any]:
         return model
 
     class Mixed(keras.Model):
-        """Adds other rows to each row, as mixup does."""
+        """Mixes each row with another one of its rank."""
 
         def train_step(self, data: Any) -> Any:
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            return super().train_step((x, columns_of(y)))
-
-    def columns_of(y: Any) -> Any:
-        return ops.reshape(y, (-1, 1))
+            order = keras.random.shuffle(ops.arange(ops.shape(y)[0]))
+            mix = lambda part: 0.7 * part + 0.3 * ops.take(part, order, axis=0)  # noqa: E731
+            return super().train_step(({name: mix(one) for name, one in x.items()}, mix(ops.reshape(y, (-1, 1)))))
 
     def own_step() -> Any:
         inputs, x = inputs_of()
@@ -232,7 +233,7 @@ def right() -> dict[str, Any]:
         "penalties of activations and weights": penalised,
         "a variational layer": variational,
         "TensorFlow's draws, averages of weights": stateful,
-        "a train_step of its own": own_step,
+        "mixup in a train_step": own_step,
         "masks": masked,
         "two outputs": of_two,
         "two optimizers": lambda: gan(signature(), ModelOptions()),
@@ -249,3 +250,47 @@ def test_models_that_are_right_are_not_refused(caplog: pytest.LogCaptureFixture)
             check(fresh(make), x, labels)
         assert "not known to be" not in caplog.text, (name, caplog.text)
         assert "cannot be repeated" not in caplog.text, (name, caplog.text)
+
+
+def test_a_fit_of_ones_own_is_checked_too() -> None:
+    """Before its first step; a step that gathers and does not know its ranks is refused while it is traced."""
+    from training.steps.distribute import distribute
+    from training.steps.own_fit import rank_step
+
+    x, y = data(24)
+    kind = "in-batch negatives, a value a row"
+    models = [[fresh(lambda reaches=reaches: made(kind, reaches)) for reaches in (False, True)] for _ in range(2)]
+
+    def one(comm: Communicator) -> list[str]:
+        seen = []
+        for model, knows in zip(models[comm.rank], (True, False), strict=True):
+            model.compile(distribute(model.optimizer, comm), model.loss, jit_compile=False)
+            if knows:
+                rank_step(model, comm)
+            with pytest.raises(ConfigError) as caught:
+                model.fit({name: value[comm.rank :: 2] for name, value in x.items()}, y[comm.rank :: 2], verbose=0)
+            seen.append(caught.value.what)
+        return seen
+
+    first, second = run_ring(2, one)
+    assert first == second
+    assert "is no mean over rows" in first[0] and "does not know the other ranks" in first[1]
+
+
+def test_a_penalty_of_activations_that_compares_rows_is_refused() -> None:
+    import keras
+
+    from tests.training._coupled import joined
+
+    def make() -> Any:
+        inputs, x = joined(signature())
+
+        def penalty(h: Any) -> Any:
+            return 0.1 * keras.ops.square(keras.ops.sum(h))
+
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, activity_regularizer=penalty)(x)))
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ConfigError, match="add_loss of the layer dense: it depends"):
+        check(fresh(make), *data(24))
