@@ -146,7 +146,7 @@ def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, pla
 
 
 def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainConfig) -> None:
-    """Raise ConfigError for a run that cannot have optimizers next to that of `compile`."""
+    """Raise ConfigError for a run that cannot have optimizers other than that of `compile`."""
     reasons = {
         f"--strategy {config.strategy}": config.strategy != "sync",
         "--delay": config.delay,
@@ -161,7 +161,7 @@ def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainCon
     wrong = [what for what, is_so in reasons.items() if is_so]
     if others and wrong:
         raise ConfigError(
-            f"{wrong[0]} cannot be combined with optimizers next to that of `compile`",
+            f"{wrong[0]} cannot be combined with optimizers other than that of `compile`",
             got=f"{', '.join(one.name for one in others)}, and {wrong[0]}",
             allowed="each optimizer's gradients summed whole in each step",
             next_step=f"Leave out {wrong[0]}.",
@@ -367,7 +367,7 @@ class RankModel(JoinedModel):
         with nullcontext() if of_tensorflow is None else of_tensorflow.scope():
             super().__init__(context, config, plan, signature, rows, groups)
         self._own_step = self.model.train_step
-        self._others: list[Exchange] = []  # of optimizers next to that of compile
+        self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep
         self.strategy = EveryStep(self.communicator)
         if of_tensorflow is not None:

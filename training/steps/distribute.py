@@ -26,6 +26,7 @@ from training.exchange.sparse import ROWS_FROM_BYTES
 from training.steps import fused
 from training.steps.distribute_checks import check_step, check_wish, compare_start
 from training.steps.ordered import put_last, tail
+from training.steps.over_ranks import check_reached
 from training.steps.reduction import Reduction, exchange_for
 
 Gradients = list[Any]
@@ -356,6 +357,8 @@ class _Distributed:
         if state.compares:
             compare_start(state.reduction.exchange.communicator, state.reduction.exchange.scale, me, variables)
             state.compares = False
+        if not state.reduction.exchange.alone:
+            check_reached()
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me
         apply = super().apply  # type: ignore[misc]  # Keras' own, of the class that this one is mixed into

@@ -1,4 +1,4 @@
-"""The optimizers that a train_step applies next to that of `compile`, as for a generator and its critic.
+"""The optimizers that a train_step applies other than that of `compile`, as for a generator and its critic.
 
 Each has an exchange of its own, in the order in which a step applies them, and its state is in every checkpoint.
 """
@@ -25,14 +25,14 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def others_of(model: keras.Model) -> tuple[keras.optimizers.Optimizer, ...]:
-    """The optimizers next to that of `compile` which `model` applies, in order, once they are built."""
+    """The optimizers other than that of `compile` which `model` applies, in order, once they are built."""
     return _OTHERS.get(model, ())
 
 
 def build_others(
     model: keras.Model, applied: Sequence[tuple[keras.optimizers.Optimizer, Sequence[Any]]], name: str
 ) -> list[keras.optimizers.Optimizer]:
-    """Build the optimizers that a step applies next to that of `compile`, on the variables that they are given.
+    """Build the optimizers that a step applies other than that of `compile`, on the variables that they are given.
 
     `applied` are the calls of `apply` in a step: the optimizer, and the variables. `name` is the model's. If the step
     does not apply that of `compile`, the last one takes its place as `model.optimizer`, which says when a step is done.

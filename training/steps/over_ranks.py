@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -117,6 +118,24 @@ class StepOverRanks:
 
 
 _STEP: ContextVar[StepOverRanks | None] = ContextVar("the step of a rank", default=None)
+_UNREACHED: WeakSet[Any] = WeakSet()  # graphs in which a function of this file found no step
+
+
+def _step() -> StepOverRanks | None:
+    if (step := _STEP.get()) is None and not tf.executing_eagerly():
+        _UNREACHED.add(tf.compat.v1.get_default_graph())
+    return step
+
+
+def check_reached() -> None:
+    """Raise ConfigError, where gradients of ranks are exchanged, if this step's loss saw one rank's rows only."""
+    if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _UNREACHED:
+        raise ConfigError(
+            "this step called on_ranks.gather, mean or total, and does not know the other ranks",
+            got="a train_step that on_ranks.rank_step has not changed",
+            allowed="steps of jobs.train, of a model after rank_step, or within RankStep.tracing",
+            next_step="Call on_ranks.rank_step(model, comm) after compile.",
+        )
 
 
 @contextmanager
@@ -146,7 +165,7 @@ def gather(x: Any) -> Any:
 
 def gather_from(x: Any) -> tuple[Any, Any]:
     """As `gather`, and the number of this rank's first row among all rows, int64 ()."""
-    x, step = tf.convert_to_tensor(x), _STEP.get()
+    x, step = tf.convert_to_tensor(x), _step()
     return (x, tf.zeros((), tf.int64)) if step is None else step.gather(x)
 
 
@@ -160,7 +179,7 @@ def mean(values: Any) -> Any:
     >>> [float(value) for value in on_ranks.mean([1.0, 2.0])]
     [1.0, 2.0]
     """
-    step = _STEP.get()
+    step = _step()
     flat = [None if value is None else tf.convert_to_tensor(value) for value in tf.nest.flatten(values)]
     present = [value for value in flat if value is not None]
     if step is not None and present:
@@ -179,5 +198,5 @@ def total(value: Any) -> Any:
     >>> float(on_ranks.total(3.0))
     3.0
     """
-    value, step = keras.ops.convert_to_tensor(value), _STEP.get()
+    value, step = keras.ops.convert_to_tensor(value), _step()
     return value if step is None else step.total(value)

@@ -12,6 +12,8 @@ jobs.train does all this by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -25,7 +27,9 @@ from training.comm.base import Communicator, part_bounds
 from training.steps.distribute import exchange_of
 from training.steps.losses import weigh_tests
 from training.steps.model_state import as_floats, summed_metrics
+from training.steps.other_optimizers import optimizers_of
 from training.steps.rank_step import RankStep
+from training.steps.row_means import Steps, check_row_means, some_rows
 
 Statistics = Literal["sync", "local"]
 WRITERS = (
@@ -36,6 +40,7 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+MOST = 64  # rows of a rank that a check may need
 _INSTALLED: WeakKeyDictionary[keras.Model, RankStep] = WeakKeyDictionary()
 
 
@@ -43,7 +48,8 @@ def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Stat
     """Make `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
 
     A collective: it makes a group of the communicator. Call it again after another `compile`. Returns the installed
-    step, whose `remove` undoes this. Raises ConfigError for another value of `batchnorm`.
+    step, whose `remove` undoes this. Raises ConfigError for another value of `batchnorm`. The next `fit` on several
+    ranks raises it for a loss that is no mean over rows, unless its rows come from a Python generator.
 
     >>> import keras, numpy as np
     >>> from lockstep import on_ranks
@@ -65,8 +71,39 @@ def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Stat
     if before is not None and "train_step" in vars(model):  # compiled again since; two steps would undo each other
         before.remove(model)
     step = _INSTALLED[model] = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
-    step.install(model, communicator.group(range(communicator.num_ranks)))
+    own_step = model.train_step
+    group = communicator.group(range(communicator.num_ranks))
+    step.install(model, group)
+    if communicator.num_ranks > 1:
+        _check_at_fit(model, own_step, group)
     return step
+
+
+def _check_at_fit(model: keras.Model, own_step: Any, communicator: Communicator) -> None:
+    """Make the next `fit` of `model` check its loss first; `own_step` is its train_step without other ranks."""
+    plain = partial(type(model).fit, model)
+
+    def fit(x: Any = None, y: Any = None, *args: Any, **options: Any) -> Any:
+        vars(model).pop("fit", None)
+        data = _first_rows(x, y, options.get("sample_weight"))
+        if data is not None and model.built:
+            steps = Steps(model, own_step, optimizers_of(model), lambda _: nullcontext())
+            check_row_means(steps, some_rows(data, communicator), model.name)
+        return plain(x, y, *args, **options)
+
+    object.__setattr__(model, "fit", fit)  # bypasses Keras' tracking
+
+
+def _first_rows(x: Any, y: Any, weights: Any) -> Any:
+    """The first rows of what fit is given, in a batch; None if they can be read only once."""
+    if isinstance(x, tf.data.Dataset):
+        return next(iter(x.take(1)), None)
+    if isinstance(x, keras.utils.PyDataset):
+        return x[0]
+    data = tuple(part for part in (x, y, weights) if part is not None)
+    if y is None or not all(hasattr(part, "shape") for part in keras.tree.flatten(data)):
+        return None
+    return keras.tree.map_structure(lambda part: part[:MOST], data)
 
 
 def evaluate(

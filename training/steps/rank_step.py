@@ -33,9 +33,9 @@ def install_step(model: keras.Model, train_step: Callable[[Any], Any]) -> None:
 
 
 def remove_step(model: keras.Model) -> None:
-    """Restore the model's own train_step and test_step."""
-    object.__delattr__(model, "train_step")
-    object.__delattr__(model, "test_step")
+    """Restore the model's own train_step, test_step and fit."""
+    for name in ("train_step", "test_step", *({"fit"} & vars(model).keys())):
+        object.__delattr__(model, name)
     model.train_function = model.test_function = None
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,10 +42,11 @@ from training.steps.patching import swapped, swapped_class
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
+_OF_PROCESS = threading.RLock()  # seeds of a process: its ranks may be threads
 MOST_ROWS = (8, 12)
 """Of `a` and of `b`: at most as much work as one batch of 56 rows, and enough for losses of pairs and triplets."""
-ROUNDING = 2000.0  # relative to a gradient: layers of hundreds of sums lose three digits
-SMALLEST = 100.0  # relative to the largest gradient of the step: some are zero but for rounding (a bias before softmax)
+ROUNDING = 200.0  # times epsilon, relative to a variable's gradient: ResNet-56 and the transformer are off by 10
+SMALLEST = 2.0  # times epsilon, relative to the step's largest gradient: some are zero but for rounding (0.04 seen)
 MOST_TOLERANCE = 0.2  # of layers of 16 bits
 MOST_ELEMENTS = 1 << 16  # of one gradient: rows that see each other do so in all of it
 
@@ -170,8 +172,9 @@ def _sample(grad: Any) -> Array:
     if isinstance(grad, tf.IndexedSlices):
         ids, rows = np.asarray(grad.indices).reshape(-1), np.asarray(grad.values, np.float64)
         rows = rows.reshape(len(ids), -1)
-        kept = max(1, MOST_ELEMENTS // max(1, int(grad.dense_shape[0])))
-        hashed = np.zeros((min(int(grad.dense_shape[0]), MOST_ELEMENTS), min(kept, rows.shape[1])))
+        size = MOST_ELEMENTS if grad.dense_shape is None else max(1, int(grad.dense_shape[0]))
+        kept = max(1, MOST_ELEMENTS // size)
+        hashed = np.zeros((min(size, MOST_ELEMENTS), min(kept, rows.shape[1])))
         np.add.at(hashed, ids % len(hashed), rows[:, : hashed.shape[1]])
         return hashed.reshape(-1)
     flat = np.asarray(grad).reshape(-1)
@@ -180,7 +183,18 @@ def _sample(grad: Any) -> Array:
 
 @contextmanager
 def _same_draws(seed: int) -> Iterator[None]:
-    """While this is open, random numbers of Keras, TensorFlow, NumPy and Python begin with `seed`."""
+    """While this is open, random numbers of Keras, TensorFlow, NumPy and Python begin with `seed`, and shuffles leave
+    their order: which other row a row is mixed with may depend on the rank.
+    """
+    with _OF_PROCESS, ExitStack() as stack:
+        for module in (tf.random, keras.src.backend.random):
+            stack.enter_context(swapped(module, "shuffle", lambda x, *_, **__: tf.convert_to_tensor(x)))
+        stack.enter_context(_seeded(seed))
+        yield
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
     eager = context.context()  # TensorFlow has no public way to read its seed
     tensorflow = {name: getattr(eager, name) for name in ("_seed", "_rng") if hasattr(eager, name)}
     numpys, pythons = np.random.get_state(), random.getstate()
@@ -373,4 +387,4 @@ def _refuse(fault: _Fault, model: keras.Model, name: str) -> None:
 
 
 def _name(loss: Any) -> str:
-    return str(getattr(loss, "__name__", type(loss).__name__))
+    return loss if isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))
