@@ -222,8 +222,8 @@ class TrainConfig:
     keep_every: Annotated[int | None, "M"] = None
     """Also keep the first checkpoint at or after each multiple of M steps."""
     keep_best: Annotated[str | None, "METRIC:max"] = None
-    """Also keep the checkpoint that is best at the end of an epoch; METRIC:max or METRIC:min, val_METRIC with
-    --validate, else a metric of the training rows."""
+    """Also keep the checkpoint that is best at the end of an epoch, whose weights the run's model gets; METRIC:max or
+    METRIC:min, val_METRIC with --validate, else a metric of the training rows."""
 
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: stop the run, or skip the step on all ranks, up to 10 in a row.

@@ -28,7 +28,8 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Rows of other values do not go together. (etl.write.append.open_parent compares split, sample, label and others.)
 ALIKE = (
-    "id_columns", "time_columns", "page_suffixes", "asset_suffixes", "image_size", "fit", "rotate", "channels", "store",
+    "fmt", "id_columns", "time_columns", "page_suffixes", "asset_suffixes", "image_size", "fit", "rotate", "channels",
+    "store",
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def continued(values: Mapping[str, Any], given: Collection[str]) -> dict[str, An
     url = absolute(str(values["append_to"]))
     theirs = _settings_of(load_dataset(url), values, given)
     for name in (name for name in ALIKE if name in given and name in theirs):
-        ours, flag = _typed(values[name]), f"--{name.replace('_', '-')}"
+        ours, flag = _typed(values[name]), "--format" if name == "fmt" else f"--{name.replace('_', '-')}"
         if ours != theirs[name]:
             raise ConfigError(
                 f"{url} cannot be continued: its {flag} is another one",

@@ -204,7 +204,7 @@ def test_what_a_run_is_judged_by_may_change_when_it_resumes(data: str, tmp_path:
     plain = {"validate": None, "epochs": 6}
     name = f"{OWN}:with_callbacks"
     whole = run(config(data, tmp_path / "whole", 2, name, **plain))
-    run(config(data, tmp_path / "run", 2, name, max_steps=13, **plain))
+    run(config(data, tmp_path / "run", 2, name, max_steps=8, **plain))
     changed: dict[str, Any] = {
         "early_stop": f"{RISES}:1",
         "keep_best": RISES,

@@ -131,9 +131,16 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(ConfigError) as caught:
                 goes_on(replace(begun, **{name: value}))
             assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
+            if name not in ("model", "extra", "init_from", "shard_embeddings"):  # other weights than the run's
+                assert f"--init-from {begun.run}" in caught.value.next_step, name
 
     assert goes_on(given)
     refuses(given, REFUSED)
+    other = write_table(tmp_path / "other", records={"train": 96, "test": 64}, seed=5)
+    elsewhere = replace(given, datasets=(str(tmp_path / "other"),))
+    with pytest.raises(ConfigError, match="dataset_digest") as caught:
+        run_json.check_run(fs, paths, elsewhere, plan_for(other, elsewhere))
+    assert f"--init-from {given.run}" in caught.value.next_step
     apart = replace(given, run=str(tmp_path / "apart"), sync_every=2)
     run_json.open_run(fs, RunPaths(apart.run), apart, manifest, plan_for(manifest, apart))
     refuses(apart, OF_MEETINGS)

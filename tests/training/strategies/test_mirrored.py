@@ -17,6 +17,7 @@ from tests.training import _threads  # sets TensorFlow's threads before it makes
 from tests.training._tiny import write_rows
 from tests.training.horovod.test_horovod import DATA
 from tests.training.rank.test_fit import assert_same, assert_same_result
+from tests.training.rank.test_keep_best import checkpoint_weights, model_weights
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
@@ -101,6 +102,16 @@ def test_a_killed_run_ends_as_one_that_never_stopped(name: str, fashion: str, tm
     assert any(name.startswith("weights") for name in mine)
     assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in other.items()}
     assert check_run_audit(str(tmp_path / "again")).ok
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", WAYS)
+def test_the_model_is_the_best_checkpoint(name: str, fashion: str, tmp_path: Path) -> None:
+    """The loss falls, so that the rule takes the first epoch's."""
+    done = strategy(name, fashion, tmp_path / "run", validate="test", keep_best="loss:max")
+    assert done.best is not None and (done.best["step"], done.steps) == (EPOCH, 2 * EPOCH)
+    assert done.model is not None
+    assert model_weights(done.model) == checkpoint_weights(done.run, EPOCH) != checkpoint_weights(done.run, 2 * EPOCH)
 
 
 @pytest.mark.soak

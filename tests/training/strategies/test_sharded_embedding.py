@@ -285,15 +285,21 @@ def test_a_restart_is_exact_to_the_bit(data: str, tmp_path: Path, model: dict[st
 
 @slow
 def test_validation_evaluation_and_export_agree(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation asks the shards, in other numbers of batches on each rank; the export has plain Embedding layers."""
+    """Validation asks the shards, in other numbers of batches on each rank; the export has plain Embedding layers, with
+    the rows of the best checkpoint.
+    """
     monkeypatch.setattr("training.rank.validation.BATCH_ROWS", 7)
     url = tmp_path / "run"
     small = {"decay": 0.0, "dropout": 0.0, "width": 8, "any_ids": "page", "table_optimizer": "adam"}
-    result = train(data, url, 3, model="wide-deep", validate="test", extra=small, epochs=1)
+    rule = {"validate": "test", "keep_best": "val_loss:max"}  # the loss falls: the first epoch's
+    result = train(data, url, 3, model="wide-deep", extra=small, **rule)
+    assert result.best is not None and result.best["step"] == 8 < result.steps
     found = evaluate(str(url), data, "test", run_threads)["metrics"]
-    assert result.metrics["val_loss"] == pytest.approx(found["loss"], rel=1e-6)
-    by_step = evaluate(str(url), data, "test", run_threads, num_ranks=2, checkpoint=result.steps)["metrics"]
+    assert result.best["value"] == pytest.approx(found["loss"], rel=1e-6)
+    by_step = evaluate(str(url), data, "test", run_threads, num_ranks=2, checkpoint=8)["metrics"]
     assert by_step["loss"] == pytest.approx(found["loss"], rel=1e-9)
+    last = evaluate(str(url), data, "test", run_threads, num_ranks=2, checkpoint="last")["metrics"]
+    assert last["loss"] == pytest.approx(result.metrics["val_loss"], rel=1e-6) != found["loss"]
     (file,) = Path(url, "models").glob("*/model.keras")
     loaded = keras.models.load_model(file)
     assert {type(layer).__module__.split(".")[0] for layer in loaded.layers} == {"keras"}
