@@ -26,7 +26,7 @@ def in_notebook() -> bool:
 
 
 class CellBlock:
-    """The lines of all work of one cell of a notebook, in one output updated in place; shows the last MOST."""
+    """The lines of all work of one cell of a notebook, in one output that is updated in place: the last MOST."""
 
     MOST = 10
     _newest: ClassVar[CellBlock | None] = None

@@ -1,4 +1,4 @@
-"""Sampled and weighted classes: the share of their records that counts, and the correction of probabilities."""
+"""Sampled and weighted classes: what share of their records counts in training, and probabilities corrected for it."""
 
 from __future__ import annotations
 
