@@ -15,6 +15,7 @@ from lockstep.storage.page_style import HEAD, STYLE, page_start
 WIDTH, HEIGHT, GAP, ROW = 360, 90, 1, 13  # pixels: of a histogram, between its bars, of a row
 NAMES = 140  # pixels for the labels of bars that lie
 MAX_LABEL = 40
+FIT_SPLITS = 3  # next to each other in a card of a third of a page; more get a card of half a page
 COLOURS = ("var(--light)", "var(--other)", "var(--third)", "var(--fourth)")
 """Of the splits, the one to train on first; more than these are shown as one."""
 _FIRST = (LOOK_AT, CLASSES)
@@ -25,7 +26,8 @@ _STYLE = """\
 .sheet { display: flex; flex-wrap: wrap; gap: .7rem } .sheet figure { margin: 0; text-align: center }
 .sheet img { width: 6rem; height: 6rem; object-fit: contain; image-rendering: pixelated; background: var(--card) }
 .sheet figcaption { font-size: .8rem; max-width: 6rem }
-.card table { font-size: .85rem } .card td { white-space: normal; min-width: 4rem }
+.roomy { grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)) }
+.card table { font-size: .85rem; width: 100% } .card td, .card th { white-space: normal; padding: .15rem .4rem }
 .card p { margin: .3rem 0 } summary { cursor: pointer; font-size: 1.15rem; font-weight: 600; margin: 1rem 0 .3rem }
 """
 _TEMPLATE = """\
@@ -51,7 +53,7 @@ _TEMPLATE = """\
 {{ table(one) }}
 {% endfor %}
 {% if pictures %}
-<h2>Sample pictures</h2>
+<h2>{{ pictures_title }}</h2>
 <div class="sheet">
 {% for picture in pictures %}
 <figure><img src="{{ picture.url }}" alt=""><figcaption>{{ shown(picture.caption, 60) }}</figcaption></figure>
@@ -59,7 +61,7 @@ _TEMPLATE = """\
 </div>
 {% endif %}
 <h2>Columns ({{ looked_at }})</h2>
-<div class="grid">
+<div class="grid{% if roomy %} roomy{% endif %}">
 {% for column in columns %}
 <div class="card">
 <h3>{{ shown(column.name, 200) }}</h3>
@@ -125,6 +127,8 @@ def as_page(found: Description) -> str:
         last=sorted((one for one in found.tables if one not in first), key=lambda one: not one.title.startswith(_OPEN)),
         open=_OPEN,
         pictures=found.pictures,
+        pictures_title=found.pictures_title,
+        roomy=max((len(column.splits) for column in found.by_split), default=0) > FIT_SPLITS,
         columns=sorted(found.by_split, key=lambda column: _KINDS.get(column.kind, 2)),
         looked_at=found.looked_at,
         shown=shown,
