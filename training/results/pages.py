@@ -73,6 +73,12 @@ def paragraph(text: object) -> Markup:
     return Markup("<p>{}</p>\n").format(text)
 
 
+def estimate(value: str, interval: str) -> Markup:
+    """A cell: a value, and below it its interval, unless that is `-`."""
+    below = Markup() if interval == "-" else Markup('<br><span class="dim">{}</span>').format(interval)
+    return escape(value) + below
+
+
 def link(page_url: str | None, target: str, text: str) -> Markup:
     """`text` as a link from the page at `page_url` to `target`; only text if they are on different storages.
 
