@@ -44,13 +44,15 @@ table {{ border-collapse: collapse; margin: .5rem 0 }}
 td, th {{ border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; vertical-align: top }}
 th {{ background: var(--card); font-weight: 600 }}
 td, th {{ font-variant-numeric: tabular-nums; white-space: nowrap }}
+.wide tr > th:first-child {{ position: sticky; left: 0; z-index: 1 }} .wide th.long {{ max-width: 50vw }}
 .long {{ white-space: normal; overflow-wrap: anywhere; min-width: 9rem }}
 .grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr)); gap: 1rem }}
 .card {{ border: 1px solid var(--line); border-radius: 6px; background: var(--card); padding: .5rem .8rem;
   margin: 0; overflow: hidden; min-width: 0 }}
 .key {{ display: inline-block; max-width: 100%; overflow-wrap: anywhere; margin-right: .5rem }}
-figcaption {{ overflow-wrap: anywhere }}
 svg {{ max-width: 100%; height: auto }} svg text {{ fill: currentColor }}
+figcaption {{ overflow-wrap: anywhere }}
+.whole {{ overflow-x: auto }} .whole svg {{ width: 100%; min-width: 40rem; max-width: none }}
 """
 HEAD = f"""\
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
