@@ -112,6 +112,7 @@ def _next_calls(config: SearchConfig, best: Trial) -> Markup:
     words[2] = "jobs.tune"
     words += ["--metric", config.metric, "--trials", str(2 * config.number), "--parallel", str(config.parallel)]
     words += ["--sampler", config.sampler, "--pruner", config.pruner, "--space", "space.toml"]
+    words += [] if config.test is None else ["--test", config.test]
     space = "\n".join(map(_as_toml, config.space))
     more = f"cat > space.toml <<'EOF'\n{space}\nEOF\n{shlex.join(words)}"
     parts = [("Train the best trial's model for twice as long, as a run of its own:", trained)]
