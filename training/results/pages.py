@@ -144,7 +144,7 @@ def lines_of(
     if legend:
         with rc_context({"text.parse_math": False}):  # a dataset's name may have `$`, and be no formula
             axes.legend(frameon=False)
-    drawn_lines = re.sub(f'id="{GROUP}([0-9]+)"', r'class="run" data-run="\1"', svg(figure))
+    drawn_lines = re.sub(f'id="{GROUP}([0-9]+)"', r'class="run" data-run="\1"', str(svg(figure)))
     return Markup(drawn_lines)  # still what matplotlib made
 
 
