@@ -79,8 +79,12 @@ def main(argv: Sequence[str]) -> int:
             found: Any = follow(*where, launch, show=show, **options)
             last = found[-1]["result"] if found else None
         else:
-            found = last = evaluate(*where, launch, checkpoint=args.checkpoint, earlier=args.earlier, **options)
+            found = last = evaluate(
+                *where, launch, checkpoint=args.checkpoint, earlier=args.earlier, pictures=args.report, **options
+            )
     report = f"report {write_report(absolute(args.run[0]), last)}" if args.report else ""
+    if not args.follow:
+        found = {name: value for name, value in found.items() if name != "misjudged"}  # pictures are for the report
     text = "" if args.follow or last is None else summary(last)  # each look has been shown
     print_result("\n".join(filter(None, [text, report])), found, args.json)
     return 0

@@ -23,9 +23,6 @@ _FIRST = (LOOK_AT, CLASSES)
 _OPEN = ("Splits", "Leakage", QUARANTINE, "Dataset", "Files")
 """Of these others, those that are not folded."""
 _STYLE = """\
-.sheet { display: flex; flex-wrap: wrap; gap: .7rem } .sheet figure { margin: 0; text-align: center }
-.sheet img { width: 6rem; height: 6rem; object-fit: contain; image-rendering: pixelated; background: var(--card) }
-.sheet figcaption { font-size: .8rem; max-width: 6rem }
 .roomy { grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)) }
 .card table { font-size: .85rem; width: 100% } .card td, .card th { white-space: normal; padding: .15rem .4rem }
 .card p { margin: .3rem 0 } summary { cursor: pointer; font-size: 1.15rem; font-weight: 600; margin: 1rem 0 .3rem }

@@ -62,6 +62,9 @@ fieldset button {{ border: 1px solid var(--line); border-radius: 4px; padding: 0
 [aria-sort=ascending] button::after {{ content: " \\25B2" }}
 [aria-sort=descending] button::after {{ content: " \\25BC" }}
 figcaption {{ overflow-wrap: anywhere }}
+.sheet {{ display: flex; flex-wrap: wrap; gap: .7rem }} .sheet figure {{ margin: 0; text-align: center }}
+.sheet img {{ width: 6rem; height: 6rem; object-fit: contain; image-rendering: pixelated; background: var(--card) }}
+.sheet figcaption {{ font-size: .8rem; max-width: 6rem }}
 .whole {{ overflow-x: auto }} .whole svg {{ width: 100%; min-width: 40rem; max-width: none }}
 """
 

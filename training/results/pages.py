@@ -78,6 +78,13 @@ def figures(found: Sequence[tuple[str, Markup]]) -> Markup:
     return Markup('<div class="grid">\n{}</div>\n').format(Markup("").join(parts)) if parts else Markup()
 
 
+def picture_sheet(found: Sequence[tuple[str, str]]) -> Markup:
+    """Pictures (data URL, caption) side by side."""
+    part = Markup('<figure><img src="{}" alt="{}"><figcaption>{}</figcaption></figure>\n')
+    parts = Markup("").join(part.format(url, caption, caption) for url, caption in found)
+    return Markup('<div class="sheet">\n{}</div>\n').format(parts) if found else Markup()
+
+
 def paragraph(text: object) -> Markup:
     """A paragraph of text."""
     return Markup("<p>{}</p>\n").format(text)

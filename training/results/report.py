@@ -30,7 +30,7 @@ from training.results.curves import (
 )
 from training.results.evaluate import number, slice_table, span
 from training.results.follow import followed
-from training.results.pages import Section, estimate, figures, link, page, paragraph, table
+from training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
 from training.results.resources import (
     bad_record_rows,
     checkpoint_rows,
@@ -295,8 +295,21 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
     return [
         Section(f"Errors on {evaluation['split']}", figures(plots)),
         Section("Confusion: true class by row, predicted class by column", matrix),
+        Section("Misjudged pictures, the surest mistakes first", picture_sheet(_misjudged(evaluation))),
         *(Section(f"Slices by {name}", table(slice_table(name, each), head=True)) for name, each in slices),
     ]
+
+
+def _misjudged(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(data URL, caption) of each picture that training.scoring.misjudged chose."""
+    return [
+        (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}")
+        for one in evaluation.get("misjudged", [])
+    ]
+
+
+def _surely(confidence: float | None) -> str:
+    return "" if confidence is None else f" ({confidence:.0%})"
 
 
 def page_of(dataset: str) -> str:

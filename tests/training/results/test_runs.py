@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import json
 import re
 import shutil
@@ -42,7 +44,7 @@ from training.results.runs import (
     ordered,
     read_runs,
 )
-from training.results.runs_page import MOST_CURVES, runs_page
+from training.results.runs_page import MOST_CURVES, SCRIPT, _Look, runs_page
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
 from training.run.status import RunStatus, now_utc
@@ -289,11 +291,27 @@ def test_the_page_has_curves_and_a_lineage_with_relative_links(made: Path, folde
     assert '<a href="runs/first/models/g0001">g0001</a>' in page
     first, second = (page.index(f"run {name}") for name in ('<a href="runs/first', "second (finished)"))
     assert first < second and "first weights of" in page[second:] and "<ul>" in page[first:second], "below its parent"
-    assert page.count("<svg") >= 3 and "loss by epoch" in page and "<title>Runs compared</title>" in page
-    assert "prefers-color-scheme: dark" in page and "<script" not in page
+    assert (
+        page.count("<svg") >= 3
+        and page.count("loss")
+        and "smoothed" not in page
+        and "<title>Runs compared</title>" in page
+    )
+    assert "prefers-color-scheme: dark" in page
+    # The one script is ours, to the letter, and the policy lets a browser run no other.
+    assert page.count("<script") == 1 and f"<script>{SCRIPT}</script>" in page
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policies = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert policies == [f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"]
+    assert not re.search("https?:|fetch|import|eval", SCRIPT)
+    boxes = re.findall('<input class="scripted" type="checkbox" data-run="([0-9]+)" checked>', page)
+    assert boxes == ["0", "1"] and set(re.findall('<g class="run" data-run="([0-9]+)">', page)) == set(boxes)
+    assert page.count('<div class="sortable">') == 2
     # Colours are the page's: nothing but lines of runs has one of its own.
     assert set(re.findall(r"stroke: (#[0-9a-f]{6})", page)) <= {"#b0b0b0", "#2f7fd0", "#d9722a"}
     assert "logarithmic" not in page
+    looks = [_Look.of(place) for place in range(MOST_CURVES)]
+    assert len({(look.colour, look.marker) for look in looks}) == MOST_CURVES, "each pair of colour and mark is one run"
     many = [ListedRun(url=f"/{n}", name=HOSTILE, state="finished") for n in range(MOST_CURVES + 2)]
     assert HOSTILE not in runs_page(many, HOSTILE, url)
 
