@@ -160,6 +160,13 @@ def evaluate(
     return result
 
 
+def without_pictures(result: Any) -> Any:
+    """A result of `evaluate` to be printed: pictures are for the report. Another value as it is."""
+    if not isinstance(result, Mapping):
+        return result
+    return {name: value for name, value in result.items() if name != "misjudged"}
+
+
 def evaluate_pooled(
     runs: Mapping[str, str], dataset: str, launch: Launch, *, num_ranks: int = 1, batch: int = BATCH_ROWS
 ) -> dict[str, Any]:

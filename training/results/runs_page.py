@@ -39,7 +39,7 @@ MARKS = (
     ("P", "✚"),
     ("X", "✖"),
 )
-"""For those who do not tell the colours apart: matplotlib's name and a letter that looks alike."""
+"""The mark of a run, for eyes that see two colours as one: matplotlib's name, and a letter that looks alike."""
 SCRIPT = """
 document.documentElement.classList.add('js');
 const lines = run => document.querySelectorAll(`.run[data-run="${run}"]`);

@@ -92,7 +92,7 @@ def render(
             Markup('<figure class="card whole"><figcaption>{}</figcaption>\n{}</figure>\n').format(caption, lines),
         ),
         Section("Trials", table([head, *rows], head=True)),
-        Section("To go on", _next_calls(config, best)),
+        Section("What to do next", _next_calls(config, best)),
     ]
     return page(f"{basename(config.root)}: report of a search", config.root, sections, "tune")
 
