@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -102,6 +102,14 @@ _TEMPLATE = """\
 </div>
 {% endfor %}
 </div>
+{% if reports %}
+<h2>Runs that were trained on it</h2>
+<ul>
+{% for link, words in reports %}
+<li>{{ link }} <span class="dim">{{ shown(words, 200) }}</span></li>
+{% endfor %}
+</ul>
+{% endif %}
 {% for one in last %}
 <details{% if one.title.startswith(open) %} open{% endif %}><summary>{{ shown(one.title, 200) }}</summary>
 {{ table(one) }}
@@ -112,8 +120,8 @@ _TEMPLATE = """\
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
 
 
-def as_page(found: Description) -> str:
-    """The page's HTML."""
+def as_page(found: Description, reports: Sequence[tuple[Markup, str]] = ()) -> str:
+    """The page's HTML; `reports` are links to the reports of its runs, each with some words about the run."""
     first = sorted((one for one in found.tables if one.title.startswith(_FIRST)), key=_place)
     return page_start("describe") + _PAGE.render(
         name=found.url.rstrip("/").rpartition("/")[2] or found.url,
@@ -129,6 +137,7 @@ def as_page(found: Description) -> str:
         columns=sorted(found.by_split, key=lambda column: _KINDS.get(column.kind, 2)),
         looked_at=found.looked_at,
         shown=shown,
+        reports=reports,
         standing=_standing,
         lying=_lying,
         colours=COLOURS,

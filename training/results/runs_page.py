@@ -216,6 +216,14 @@ def _report_link(run: ListedRun, url: str) -> Markup:
     return link(url if _exists(report) else None, report, run.name)
 
 
+def reports_of(dataset: str, runs: Sequence[ListedRun], url: str) -> list[tuple[Markup, str]]:
+    """(A link from the page at `url` to the report of a run, or its name if it has none; model and state) of each run
+    that was trained on `dataset`.
+    """
+    mine = [run for run in runs if dataset.rstrip("/") in (one.rstrip("/") for one in run.datasets)]
+    return [(_report_link(run, url), f"{run.config.get('model')}, {run.state}") for run in mine]
+
+
 def _exists(url: str) -> bool:
     try:
         return filesystem(url).exists(url)

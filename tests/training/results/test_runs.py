@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from jobs import describe as describe_job
 from jobs import runs as job
 from jobs import status as status_job
 from jobs import watch
@@ -44,7 +45,7 @@ from training.results.runs import (
     ordered,
     read_runs,
 )
-from training.results.runs_page import MOST_CURVES, SCRIPT, _Look, runs_page
+from training.results.runs_page import MOST_CURVES, SCRIPT, _Look, reports_of, runs_page
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
 from training.run.status import RunStatus, now_utc
@@ -314,6 +315,19 @@ def test_the_page_has_curves_and_a_lineage_with_relative_links(made: Path, folde
     assert len({(look.colour, look.marker) for look in looks}) == MOST_CURVES, "each pair of colour and mark is one run"
     many = [ListedRun(url=f"/{n}", name=HOSTILE, state="finished") for n in range(MOST_CURVES + 2)]
     assert HOSTILE not in runs_page(many, HOSTILE, url)
+
+
+def test_the_page_of_a_dataset_links_the_reports_of_its_runs(made: Path, tmp_path: Path) -> None:
+    page = made / "described.html"
+    assert describe_job.main([str(made / "data"), "--html", str(page), "--runs", str(made / "runs")]) == 0
+    text = page.read_text()
+    assert '<a href="runs/first/reports/g0001.html">first</a> <span class="dim">logistic, finished</span>' in text
+    assert "<li>second <span" in text, "a run without a report is named"
+    strange = ListedRun(url="/x", name=HOSTILE, state="finished", config={"datasets": ["/d/"], "model": HOSTILE})
+    ((link, words),) = reports_of("/d", [strange, replace(strange, config={"datasets": ["/e"]})], str(page))
+    assert HOSTILE not in link and words == f"{HOSTILE}, finished"
+    with pytest.raises(ConfigError, match="--runs"):
+        describe_job.main([str(made / "data"), "--runs", str(made / "runs")])
 
 
 def test_a_far_longer_run_does_not_hide_the_others(folder: Path) -> None:
