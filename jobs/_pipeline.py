@@ -207,6 +207,7 @@ class Pipeline:
             baseline=args.baseline,
             slices=args.slice,
             earlier=args.earlier,
+            pictures=True,
         )
 
     def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:

@@ -13,11 +13,13 @@ if sys.path[0] != ROOT:
 from etl.describe.dataset import MAX_RECORDS, describe
 from etl.describe.page import as_page
 from etl.describe.text import as_text, shown
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, refuse_idle, run_job
 from jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
+from training.results.runs import read_runs
+from training.results.runs_page import reports_of
 
 
 def parser() -> JobParser:
@@ -27,6 +29,8 @@ def parser() -> JobParser:
     add("dataset", metavar="DATASET", help="a path or URL of a dataset, or of a directory that jobs.index has indexed")
     page = "also write a page there, with histograms of each split and sample pictures; replaces only pages of this job"
     add("--html", metavar="FILE", help=page)
+    runs = "with --html: link the reports of the runs of this dataset among these runs, or those in these folders"
+    add("--runs", nargs="+", default=[], metavar="URL", help=runs)
     most = "read the values of about so many records, spread over each split (default %(default)s)"
     add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=most)
     return job
@@ -36,11 +40,13 @@ def main(argv: Sequence[str]) -> int:
     """Describe; returns the exit code."""
     args = parser().parse(argv)
     page = None if args.html is None else absolute(args.html)
+    refuse_idle("--runs", bool(args.runs) and page is None, "--html")
     if page is not None:
         check_page(page, "describe")
     found = describe(args.dataset, args.max_records)
     if page is not None:
-        write_file(filesystem(page), page, as_page(found).encode(), exclusive=False)
+        reports = reports_of(absolute(args.dataset), read_runs(args.runs), page) if args.runs else []
+        write_file(filesystem(page), page, as_page(found, reports).encode(), exclusive=False)
     print(as_text(found))
     if page is not None:
         print(f"\npage: {shown(page, 500)}")

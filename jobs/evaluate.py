@@ -19,7 +19,7 @@ from jobs._cli import JobParser, check_master, print_result, refuse_idle, run_jo
 from jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
-from training.results.evaluate import evaluate, summary
+from training.results.evaluate import evaluate, summary, without_pictures
 from training.results.follow import follow
 from training.results.report import write_report
 
@@ -79,10 +79,11 @@ def main(argv: Sequence[str]) -> int:
             found: Any = follow(*where, launch, show=show, **options)
             last = found[-1]["result"] if found else None
         else:
-            found = last = evaluate(*where, launch, checkpoint=args.checkpoint, earlier=args.earlier, **options)
+            options |= {"checkpoint": args.checkpoint, "earlier": args.earlier, "pictures": args.report}
+            found = last = evaluate(*where, launch, **options)
     report = f"report {write_report(absolute(args.run[0]), last)}" if args.report else ""
     text = "" if args.follow or last is None else summary(last)  # each look has been shown
-    print_result("\n".join(filter(None, [text, report])), found, args.json)
+    print_result("\n".join(filter(None, [text, report])), without_pictures(found), args.json)
     return 0
 
 

@@ -140,3 +140,8 @@ class CheckpointEvery:
         if found is None or float(found[1]) <= 0:
             raise ValueError(ALLOWED)
         return cls(seconds=float(found[1]))
+
+
+def is_error(metric: str) -> bool:
+    """Whether the lower value of a metric is the better one, by its name."""
+    return any(word in metric for word in ("loss", "error", "brier"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from etl.describe.statistics import BINS, TOP, ColumnStats, NumberStats
+from etl.describe.statistics import BINS, ID, TOP, ColumnStats, NumberStats
 
 MOST_SHARE = 0.5  # of the values in one bar; above that, the others are too small to be seen
 MOST_SPLITS = 4  # next to each other; more, as of folds, are shown as one
@@ -60,11 +60,15 @@ def compared(total: ColumnStats, by_split: Mapping[str, ColumnStats]) -> Compare
     for number, name in enumerate(names):
         for fact, value in summaries[name].facts:
             span, mark, mean = value.partition(", mean ")
-            facts.setdefault(fact, [""] * len(names))[number] = span
+            parts_of = {fact: span}
+            if mark and fact == "values":  # an end a row: three splits fit next to each other
+                parts_of = dict(zip(("least", "greatest"), span.split(" to "), strict=True))
             if mark:
-                facts.setdefault("mean" if fact == "values" else f"mean of {fact}", [""] * len(names))[number] = mean
+                parts_of["mean" if fact == "values" else f"mean of {fact}"] = mean
+            for what, text in parts_of.items():
+                facts.setdefault(what, [""] * len(names))[number] = text
     histograms = []
-    if total.kind != "id":  # which says nothing but that ids differ
+    if total.kind != ID:  # which says nothing but that ids differ
         for what, pick in ((total.length_name, _lengths), ("values", _numbers)):
             found = _of_numbers(what, {name: pick(parts[name]) for name in names})
             histograms += [] if found is None else [found]

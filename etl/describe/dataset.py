@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,6 +17,7 @@ from etl.describe.by_split import ComparedColumn, compared, in_order
 from etl.describe.statistics import ColumnStats, ColumnSummary
 from etl.split.warnings import label_lines
 from lockstep.features.schema.fields import Field
+from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
@@ -186,11 +184,9 @@ def spread(sizes: Sequence[int]) -> str:
     return f"{min(sizes)} / {mean:.0f} / {max(sizes)}{over}"
 
 
-MAX_STORED_BYTES = 256 << 10  # larger pictures would make the page too large
-MAX_SIDE = 1024
-# Formats that a browser shows as pictures only: no SVG, which may hold scripts.
-_STORED = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"))
-_CHANNELS = (1, 3, 4)
+MAX_IMAGES = 24
+MAX_CLASS_IMAGES = 60  # where each class has one
+MAX_IMAGES_BYTES = 4 << 20  # of all data URLs of a page
 
 
 @dataclass(frozen=True)
@@ -201,35 +197,55 @@ class Picture:
     caption: str
 
 
-def image_field(fields: Sequence[Field]) -> Field | None:
-    """The first field that may hold pictures: a uint8 tensor (height, width) or (height, width, channels), else a
-    scalar of bytes.
-    """
-    for field in fields:
-        sides = [size for size in field.shape if size is not None]
-        flat = len(sides) == 2 or (len(sides) == 3 and sides[2] in _CHANNELS)
-        if field.is_tensor and field.dtype == "uint8" and flat and min(sides[:2]) >= 2 and max(sides[:2]) <= MAX_SIDE:
-            return field
-    return next((field for field in fields if field.dtype == "bytes" and not field.shape), None)
+class _Samples:
+    """Pictures of each class of `label`, up to MAX_CLASS_IMAGES classes; without classes, of each split.
 
-
-def pictures(
-    batch: pa.RecordBatch, field: Field, label: str | None, split: str, count: int, names: Sequence[str] | None = None
-) -> list[Picture]:
-    """Up to `count` pictures, evenly spaced in a batch; values that are no pictures are skipped. `names` are those of
-    the classes.
+    They are the first ones in the order of reading, so the same dataset has the same pictures.
     """
-    if count <= 0 or not len(batch):
-        return []
-    step = max(1, len(batch) // count)
-    rows = batch.slice(0, step * count).take(pa.array(range(0, min(len(batch), step * count), step)))
-    found = []
-    labels = rows.column(label).to_pylist() if label is not None else [None] * len(rows)
-    for value, name in zip(rows.column(field.name).to_pylist(), labels, strict=True):
-        url = None if value is None else data_url(value, field)
-        if url is not None:
-            found.append(Picture(url, split if label is None else f"{split}: {class_name(name, names)}"))
-    return found[:count]
+
+    def __init__(self, image: Field, label: Field | None, names: Sequence[str] | None, splits: Sequence[str]) -> None:
+        self._image, self._names = image, names
+        classes = 0 if label is None else _number_of_classes(label, names)
+        self._label = label if classes else None
+        self._each = max(1, MAX_IMAGES // classes) if classes else MAX_IMAGES
+        self._of_split = -(-self._each // len(splits))
+        self._found: dict[str, dict[str, list[Picture]]] = {}  # by class, by split
+        self._bytes = 0
+
+    @property
+    def title(self) -> str:
+        """The heading above them."""
+        if self._label is None:
+            return "Sample pictures"
+        more = f", the first {MAX_CLASS_IMAGES} classes" if len(self._found) == MAX_CLASS_IMAGES else ""
+        return f"Pictures: {'one' if self._each == 1 else f'up to {self._each}'} of each class{more}"
+
+    def add(self, batch: pa.RecordBatch, split: str, share: float) -> None:
+        """Take some of a batch, which is this share of what is read of the split: all of them are spread over it."""
+        column = batch.column(self._image.name)
+        if self._label is None:
+            wanted = min(len(batch), math.ceil(self._of_split * share))
+            rows = [(len(batch) * number // wanted, split) for number in range(wanted)]
+        else:
+            labels = batch.column(self._label.name).to_pylist()
+            rows = [(row, class_name(label, self._names)) for row, label in enumerate(labels)]
+        for row, name in rows:
+            taken = self._found.get(name, {})
+            if len(taken.get(split, [])) >= self._of_split or sum(map(len, taken.values())) >= self._each:
+                continue
+            if not taken and len(self._found) >= MAX_CLASS_IMAGES:
+                continue
+            value = column[row].as_py()
+            url = None if value is None else data_url(value, self._image)
+            if url is not None and self._bytes + len(url) <= MAX_IMAGES_BYTES:
+                self._bytes += len(url)
+                caption = split if self._label is None else f"{name}, {split}"
+                self._found.setdefault(name, {}).setdefault(split, []).append(Picture(url, caption))
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those that were taken, by class and split."""
+        ordered = self._found if self._label is None else sorted(self._found, key=_by_number)
+        return tuple(one for name in ordered for of_split in self._found[name].values() for one in of_split)
 
 
 def class_name(value: object, names: Sequence[str] | None) -> str:
@@ -239,31 +255,7 @@ def class_name(value: object, names: Sequence[str] | None) -> str:
     return f"{value} {names[value]}"
 
 
-def data_url(value: bytes, field: Field) -> str | None:
-    """A value as a data URL, None if it is no picture."""
-    if field.is_tensor:
-        sides = [size for size in field.shape if size is not None]
-        pixels = np.frombuffer(value, np.uint8).reshape(sides[0], sides[1], -1)
-        return f"data:image/png;base64,{base64.b64encode(png(pixels)).decode('ascii')}"
-    kind = next((name for magic, name in _STORED if value.startswith(magic)), None)
-    if value[:4] == b"RIFF" and value[8:12] == b"WEBP":
-        kind = "webp"
-    if kind is None or len(value) > MAX_STORED_BYTES:
-        return None
-    return f"data:image/{kind};base64,{base64.b64encode(value).decode('ascii')}"
-
-
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A PNG file of pixels (height, width, channels) uint8; channels 1 grey, 3 RGB, 4 RGBA."""
-    from PIL import Image
-
-    target = io.BytesIO()
-    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(target, "PNG")
-    return target.getvalue()
-
-
 MAX_RECORDS = 100_000
-MAX_IMAGES = 24
 MAX_CLASSES = 100  # rows of the table of classes
 
 
@@ -277,6 +269,7 @@ class Description:
     columns: tuple[ColumnSummary, ...]
     pictures: tuple[Picture, ...]
     by_split: tuple[ComparedColumn, ...] = ()
+    pictures_title: str = ""
 
 
 def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
@@ -323,27 +316,22 @@ def _described(
     of_splits: dict[str, list[ColumnStats]] = {}
     classes: dict[str, Counter[str]] = {}
     seen = 0
-    found: list[Picture] = []
     image = image_field(fields)
+    samples = None if image is None else _Samples(image, None if schema is None else schema.label, names, list(blocks))
     for name in in_order(blocks):
         split = blocks[name]
         of_splits[name] = [ColumnStats(field.name, field.dtype, field.shape, field.kind) for field in fields]
         records = sum(block.records for block in split)
         wanted = -(-max_records * records // max(total, 1))
         counts = classes.setdefault(name, Counter())
-        share = -(-MAX_IMAGES // len(blocks))
-        shown: list[Picture] = []
         for batch in _look(split, wanted):
             seen += len(batch)
             for column in (*stats, *of_splits[name]):
                 column.add(batch.column(column.name))
             if label is not None:
                 counts.update(class_name(value, names) for value in batch.column(label).to_pylist())
-            if image is not None:
-                # Each batch gives its share, so that they are spread over the split.
-                here = -(-share * len(batch) // max(1, min(wanted, records)))
-                shown += pictures(batch, image, label, name, min(here, share - len(shown)), names)
-        found += shown
+            if samples is not None:
+                samples.add(batch, name, len(batch) / max(1, min(wanted, records)))
     looked_at = f"{seen} of {total} records" if seen < total else f"all {total} records"
     if label is not None and seen:
         tables = [*tables, _classes(label, classes, looked_at)]
@@ -351,10 +339,39 @@ def _described(
         lines = label_lines(label, classes, sampled=sampled) if few else []
         tables += [Table(LOOK_AT, (), tuple((line,) for line in lines))] if lines else []
     summaries = tuple(column.summary() for column in stats)
-    by_split = tuple(
+    by_split = [
         compared(column, {name: of[number] for name, of in of_splits.items()}) for number, column in enumerate(stats)
-    )
-    return Description(url, tuple(tables), looked_at, summaries, tuple(found[:MAX_IMAGES]), by_split)
+    ]
+    of_classes = None if schema is None or schema.label is None else _class_texts(schema.label, names)
+    if of_classes is not None:
+        by_split = [_as_classes(column, of_classes) if column.kind == "label" else column for column in by_split]
+    pictures, title = ((), "") if samples is None else (samples.pictures(), samples.title)
+    return Description(url, tuple(tables), looked_at, summaries, pictures, tuple(by_split), title)
+
+
+def _number_of_classes(label: Field, names: Sequence[str] | None) -> int:
+    """The classes of a label, of texts at least MAX_IMAGES; 0 for a number."""
+    if names is not None:
+        return len(names)
+    return label.num_classes or {"bool": 2, "string": MAX_IMAGES}.get(label.dtype, 0)
+
+
+def _class_texts(label: Field, names: Sequence[str] | None) -> Sequence[str] | None:
+    """What a page calls each class of a label; None for a label that is a number, or a text."""
+    if label.dtype == "bool":
+        return ("False", "True")
+    classes = 0 if label.dtype == "string" else _number_of_classes(label, names)
+    return [class_name(number, names) for number in range(classes)] or None
+
+
+def _as_classes(column: ComparedColumn, classes: Sequence[str]) -> ComparedColumn:
+    """A label's column by its classes: bars have their names, and there is no mean of their numbers."""
+    histograms = []
+    for one in column.histograms:
+        known = all(label.isdecimal() and int(label) < len(classes) for label in one.labels)
+        histograms.append(replace(one, labels=tuple(classes[int(label)] for label in one.labels)) if known else one)
+    facts = tuple(fact for fact in column.facts if fact[0] in ("rows", "null", "distinct"))
+    return replace(column, facts=facts, histograms=tuple(histograms))
 
 
 def _look(blocks: Sequence[Block], wanted: int) -> Iterator[pa.RecordBatch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -15,6 +15,7 @@ from lockstep.storage.page_style import HEAD, STYLE, page_start
 WIDTH, HEIGHT, GAP, ROW = 360, 90, 1, 13  # pixels: of a histogram, between its bars, of a row
 NAMES = 140  # pixels for the labels of bars that lie
 MAX_LABEL = 40
+FIT_SPLITS = 3  # next to each other in a card of a third of a page; more get a card of half a page
 COLOURS = ("var(--light)", "var(--other)", "var(--third)", "var(--fourth)")
 """Of the splits, the one to train on first; more than these are shown as one."""
 _FIRST = (LOOK_AT, CLASSES)
@@ -22,10 +23,8 @@ _FIRST = (LOOK_AT, CLASSES)
 _OPEN = ("Splits", "Leakage", QUARANTINE, "Dataset", "Files")
 """Of these others, those that are not folded."""
 _STYLE = """\
-.sheet { display: flex; flex-wrap: wrap; gap: .7rem } .sheet figure { margin: 0; text-align: center }
-.sheet img { width: 6rem; height: 6rem; object-fit: contain; image-rendering: pixelated; background: var(--card) }
-.sheet figcaption { font-size: .8rem; max-width: 6rem }
-.card table { font-size: .85rem } .card td { white-space: normal; min-width: 4rem }
+.roomy { grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)) }
+.card table { font-size: .85rem; width: 100% } .card td, .card th { white-space: normal; padding: .15rem .4rem }
 .card p { margin: .3rem 0 } summary { cursor: pointer; font-size: 1.15rem; font-weight: 600; margin: 1rem 0 .3rem }
 """
 _TEMPLATE = """\
@@ -51,7 +50,7 @@ _TEMPLATE = """\
 {{ table(one) }}
 {% endfor %}
 {% if pictures %}
-<h2>Sample pictures</h2>
+<h2>{{ pictures_title }}</h2>
 <div class="sheet">
 {% for picture in pictures %}
 <figure><img src="{{ picture.url }}" alt=""><figcaption>{{ shown(picture.caption, 60) }}</figcaption></figure>
@@ -59,7 +58,7 @@ _TEMPLATE = """\
 </div>
 {% endif %}
 <h2>Columns ({{ looked_at }})</h2>
-<div class="grid">
+<div class="grid{% if roomy %} roomy{% endif %}">
 {% for column in columns %}
 <div class="card">
 <h3>{{ shown(column.name, 200) }}</h3>
@@ -103,6 +102,14 @@ _TEMPLATE = """\
 </div>
 {% endfor %}
 </div>
+{% if reports %}
+<h2>Runs that were trained on it</h2>
+<ul>
+{% for link, words in reports %}
+<li>{{ link }} <span class="dim">{{ shown(words, 200) }}</span></li>
+{% endfor %}
+</ul>
+{% endif %}
 {% for one in last %}
 <details{% if one.title.startswith(open) %} open{% endif %}><summary>{{ shown(one.title, 200) }}</summary>
 {{ table(one) }}
@@ -113,8 +120,8 @@ _TEMPLATE = """\
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
 
 
-def as_page(found: Description) -> str:
-    """The page's HTML."""
+def as_page(found: Description, reports: Sequence[tuple[Markup, str]] = ()) -> str:
+    """The page's HTML; `reports` are links to the reports of its runs, each with some words about the run."""
     first = sorted((one for one in found.tables if one.title.startswith(_FIRST)), key=_place)
     return page_start("describe") + _PAGE.render(
         name=found.url.rstrip("/").rpartition("/")[2] or found.url,
@@ -125,9 +132,12 @@ def as_page(found: Description) -> str:
         last=sorted((one for one in found.tables if one not in first), key=lambda one: not one.title.startswith(_OPEN)),
         open=_OPEN,
         pictures=found.pictures,
+        pictures_title=found.pictures_title,
+        roomy=max((len(column.splits) for column in found.by_split), default=0) > FIT_SPLITS,
         columns=sorted(found.by_split, key=lambda column: _KINDS.get(column.kind, 2)),
         looked_at=found.looked_at,
         shown=shown,
+        reports=reports,
         standing=_standing,
         lying=_lying,
         colours=COLOURS,

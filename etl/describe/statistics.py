@@ -115,6 +115,7 @@ BINS = 24
 TOP = 10
 MAX_DISTINCT = 100_000  # different strings that are counted; beyond that the text says "more than"
 MAX_TEXT = 200  # characters by which strings are compared
+ID = "id"  # the kind of a column that only identifies its row
 _NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
 
 
@@ -200,6 +201,8 @@ class ColumnStats:
             self._tell_bytes(facts, histograms)
         if self.texts:
             self._tell_texts(facts, histograms)
+        if self.kind == ID:  # a mean of ids says nothing
+            facts, histograms = [fact for fact in facts if fact[0] == "distinct"], []
         return ColumnSummary(
             self.name, self.dtype + shape, self.kind, self.rows, self.nulls, tuple(facts), tuple(histograms)
         )

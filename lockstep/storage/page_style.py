@@ -1,10 +1,13 @@
 """The style that all of Lockstep's HTML pages share: light and dark, narrow and wide, readable without a network.
 
 Names and values on a page come from untrusted data. The template engines of the pages escape every text; if one passed
-unescaped, the policy in `HEAD` keeps the browser from running or fetching anything.
+unescaped, the policy in `page_head` keeps the browser from running or fetching anything, but a page's own script.
 """
 
 from __future__ import annotations
+
+import base64
+import hashlib
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 COLOURS = {
@@ -44,18 +47,39 @@ table {{ border-collapse: collapse; margin: .5rem 0 }}
 td, th {{ border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; vertical-align: top }}
 th {{ background: var(--card); font-weight: 600 }}
 td, th {{ font-variant-numeric: tabular-nums; white-space: nowrap }}
+.wide tr > th:first-child {{ position: sticky; left: 0; z-index: 1 }} .wide th.long {{ max-width: 50vw }}
 .long {{ white-space: normal; overflow-wrap: anywhere; min-width: 9rem }}
 .grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr)); gap: 1rem }}
 .card {{ border: 1px solid var(--line); border-radius: 6px; background: var(--card); padding: .5rem .8rem;
   margin: 0; overflow: hidden; min-width: 0 }}
 .key {{ display: inline-block; max-width: 100%; overflow-wrap: anywhere; margin-right: .5rem }}
-figcaption {{ overflow-wrap: anywhere }}
 svg {{ max-width: 100%; height: auto }} svg text {{ fill: currentColor }}
+fieldset {{ border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0 }}
+.scripted {{ display: none }} .js .scripted {{ display: inline }} .off {{ display: none }}
+.lit .run {{ opacity: .12 }} .lit .run.this {{ opacity: 1 }}
+button {{ font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer }}
+fieldset button {{ border: 1px solid var(--line); border-radius: 4px; padding: 0 .5rem; margin-right: .5rem }}
+[aria-sort=ascending] button::after {{ content: " \\25B2" }}
+[aria-sort=descending] button::after {{ content: " \\25BC" }}
+figcaption {{ overflow-wrap: anywhere }}
+.sheet {{ display: flex; flex-wrap: wrap; gap: .7rem }} .sheet figure {{ margin: 0; text-align: center }}
+.sheet img {{ width: 6rem; height: 6rem; object-fit: contain; image-rendering: pixelated; background: var(--card) }}
+.sheet figcaption {{ font-size: .8rem; max-width: 6rem }}
+.whole {{ overflow-x: auto }} .whole svg {{ width: 100%; min-width: 40rem; max-width: none }}
 """
-HEAD = f"""\
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+
+
+def page_head(script: str = "") -> str:
+    """The policy and the size of a page; `script` is the one script that the browser may run on it, by its digest."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"{POLICY}; script-src 'sha256-{digest}'" if script else POLICY
+    return f"""\
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 """
+
+
+HEAD = page_head()
 
 
 def page_start(job: str) -> str:

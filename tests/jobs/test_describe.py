@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +12,36 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from etl.describe.by_split import ComparedColumn, SharedHistogram
-from etl.describe.dataset import Description, Picture, Table, data_url, describe, image_field, quarantine_table
+from etl.describe.dataset import (
+    MAX_CLASS_IMAGES,
+    MAX_IMAGES_BYTES,
+    Description,
+    Picture,
+    Table,
+    _Samples,
+    describe,
+    quarantine_table,
+)
 from etl.describe.page import as_page
 from etl.describe.statistics import ColumnSummary, Histogram
 from etl.describe.text import as_text, shown
 from jobs import describe as job
 from jobs import index
 from lockstep.features.schema.fields import Field
+from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import publish
 from tests.storage.make_dataset import make_dataset
-from tests.training._tiny import write_table
+from tests.training._tiny import write_images, write_table
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -118,13 +133,79 @@ def test_a_dataset_is_told_and_a_sample_reaches_over_all_of_it(
     ):
         assert re.search(line, told), line
     page = (tmp_path / "d.html").read_text()
-    assert page.count("data:image/png;base64,") >= 9 and "<svg" in page
+    assert page.count("data:image/png;base64,") == 12 + 9 and "<svg" in page  # 6 a class of train, all of test
     assert job.main([str(tmp_path / "d"), "--html", str(tmp_path / "d.html")]) == 0  # a page may be made anew
     few = describe(str(tmp_path / "d"), 20)
     assert few.looked_at == "21 of 57 records"
+    rates = next(column for column in few.columns if column.name == "rate")
+    low, high = re.match(r"([\d.]+) to ([\d.]+)", dict(rates.facts)["values"]).groups()  # type: ignore[union-attr] # it matches
+    assert float(low) == 0 and float(high) * 4 > 48  # from the first shard and the last split
     ids = next(column for column in few.columns if column.name == "sample_id")
-    low, high = re.match(r"(-?\d+) to (\d+)", dict(ids.facts)["values"]).groups()  # type: ignore[union-attr] # it matches
-    assert int(low) == -10 and int(high) > 38  # from the first shard and the last split
+    assert dict(ids.facts) == {"distinct": "21"}, "a mean of ids says nothing"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 30), min_size=1, max_size=200),
+    classes=st.sampled_from([31, 100]),
+    named=st.booleans(),
+    cut=st.integers(0, 200),
+    batch_rows=st.integers(1, 50),
+)
+def test_each_class_has_a_picture_in_the_order_of_classes(
+    labels: list[int], classes: int, named: bool, cut: int, batch_rows: int
+) -> None:
+    image = Field(name="image", dtype="uint8", shape=(2, 2))
+    label = Field(name="label", dtype="int64", kind="label", num_classes=classes)
+    names = [f"name {number}" for number in range(classes)] if named else None
+
+    def pictures() -> tuple[Picture, ...]:
+        found = _Samples(image, label, names, ["train", "test"])
+        for split, part in (("train", labels[:cut]), ("test", labels[cut:])):
+            pixels = [bytes([number, 0, 0, 0]) for number in part]
+            batch = pa.RecordBatch.from_pydict({"image": pa.array(pixels, pa.binary(4)), "label": pa.array(part)})
+            for start in range(0, len(part), batch_rows):
+                found.add(batch.slice(start, batch_rows), split, 1.0)
+        return found.pictures()
+
+    found = pictures()
+    expected = [
+        (f"{number} name {number}" if named else str(number)) + (", train" if number in labels[:cut] else ", test")
+        for number in sorted(set(labels))
+    ]
+    assert [one.caption for one in found] == expected and len(found) <= MAX_CLASS_IMAGES
+    for number, one in zip(sorted(set(labels)), found, strict=True):
+        assert one.url == data_url(bytes([number, 0, 0, 0]), image), "the picture is of its class"
+    assert found == pictures()
+
+
+def test_pictures_of_a_page_are_bounded_in_number_and_bytes() -> None:
+    label = Field(name="label", dtype="int64", kind="label", num_classes=1000)
+    for image, value in (
+        (Field(name="image", dtype="uint8", shape=(1, 2)), bytes(2)),
+        (Field(name="image", dtype="bytes"), b"\xff\xd8\xff" + bytes(200_000)),
+    ):
+        found = _Samples(image, label, None, ["train"])
+        column = pa.array([value] * 200, pa.binary())
+        found.add(pa.RecordBatch.from_pydict({"image": column, "label": pa.array(range(200))}), "train", 1.0)
+        urls = [one.url for one in found.pictures()]
+        assert 0 < len(urls) <= MAX_CLASS_IMAGES and sum(map(len, urls)) <= MAX_IMAGES_BYTES
+
+
+def test_classes_have_their_names_in_bars_and_pictures(tmp_path: Path) -> None:
+    names = ["top-left", "top-right", HOSTILE[0], "bottom-right"]
+    manifest = write_images(tmp_path / "d")
+    own = {**manifest.created_by, "config": {"class_names": names}}
+    write_file(filesystem(str(tmp_path)), str(tmp_path / "d" / "_manifest.json"),
+               replace(manifest, created_by=own).to_bytes(), exclusive=False)  # fmt: skip
+    found = describe(str(tmp_path / "d"))
+    column = next(one for one in found.by_split if one.kind == "label")
+    assert column.histograms[0].labels == tuple(f"{number} {name}" for number, name in enumerate(names))
+    assert [fact for fact, _ in column.facts] == ["rows", "distinct"], "no mean of numbers of classes"
+    assert {one.caption.rpartition(",")[0] for one in found.pictures} == set(column.histograms[0].labels)
+    assert len(found.pictures) == 24 and found.pictures_title == "Pictures: up to 6 of each class"
+    page = as_page(found)
+    assert "Pictures: up to 6 of each class" in page and "<script" not in page and "2 &lt;script&gt;" in page
 
 
 def test_indexed_files_are_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename, join
 from training.control.protocol import json_safe
+from training.results.pages import estimate
+from training.rules import is_error
 from training.run.paths import RunPaths
 from training.scoring.scores import (
     OutputForm,
@@ -80,17 +82,84 @@ def stored(fs: FileSystem, paths: RunPaths) -> list[dict[str, Any]]:
     return [unseal_as(KIND, fs.read_bytes(url), url) for url in urls]
 
 
-def tables(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For a report: a titled table for each split, with rows of the run's model and of each baseline."""
-    found: dict[str, dict[str, str]] = {}
+def tables(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[list[object]]]]:
+    """For a report: a titled table for each split, a metric by row; the run's model and each baseline are columns."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
     for document in documents:
-        baseline, model = document["baseline"], document["model"]
+        baseline = document["baseline"]
         title = f"Baselines on {baseline['split']} of {basename(baseline['dataset'])}, with 95 % intervals"
-        rows = found.setdefault(title, {})
-        rows[f"model of this run ({model['name']})"] = _line(named_alike(model, baseline), baseline["metrics"])
-        settings = ", ".join(baseline["settings"])
-        rows[baseline["kind"] + (f" ({settings})" if settings else "")] = _line(baseline, baseline["metrics"])
-    return [(title, list(rows.items())) for title, rows in found.items()]
+        found.setdefault(title, []).append(document)
+    return [(title, _table(of_split)) for title, of_split in found.items()]
+
+
+def _table(documents: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    first = documents[0]
+    model = named_alike(first["model"], first["baseline"])
+    names = sorted({name for document in documents for name in document["baseline"]["metrics"]})
+    rows: list[list[object]] = [["metric", f"model of this run ({model['name']})", *map(called, documents)]]
+    results = [model, *(document["baseline"] for document in documents)]
+    return rows + [[name, *(estimate(*_cells(result, name)) for result in results)] for name in names]
+
+
+def called(document: Mapping[str, Any]) -> str:
+    """What a page calls a stored baseline: `gbt (maxDepth=2)`."""
+    settings = ", ".join(document["baseline"]["settings"])
+    return str(document["baseline"]["kind"]) + (f" ({settings})" if settings else "")
+
+
+def on_rows_of(documents: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The stored baselines that were scored on the rows of this evaluation."""
+    names = ("dataset", "split", "samples")
+    wanted = [evaluation.get(name) for name in names]
+    return [document for document in documents if [document["baseline"].get(name) for name in names] == wanted]
+
+
+def column_of(document: Mapping[str, Any], names: Sequence[str]) -> list[object]:
+    """The cells of a stored baseline below `names`, the metrics of a model that may call its AUC otherwise."""
+    baseline = document["baseline"]
+    return [estimate(*_cells(baseline, _own_name(baseline, name))) for name in names]
+
+
+def deciding_metric(metrics: Mapping[str, Any]) -> str | None:
+    """The metric by which predictors are compared where none was named; None if there is none of these."""
+    wanted = ("roc_auc", "auc", "accuracy", "root_mean_squared_error", "mean_absolute_error")
+    return next((name for name in wanted if isinstance(metrics.get(name), int | float)), None)
+
+
+def strongest_words(
+    model: Mapping[str, Any], own: Mapping[str, Any] | None, documents: Sequence[Mapping[str, Any]], metric: str
+) -> list[str]:
+    """Which baseline is best by `metric`, its own ({name, metrics, intervals}) or a stored one, next to the model.
+
+    Nothing without a stored one whose metric is a number: the evaluation compares the model with its own baseline.
+    """
+    found = [] if own is None else [(str(own["name"]), own, metric)]
+    found += [(called(one), one["baseline"], _own_name(one["baseline"], metric)) for one in documents]
+    found = [one for one in found if isinstance(one[1]["metrics"].get(one[2]), int | float)]
+    if not found or not documents or not isinstance(model["metrics"].get(metric), int | float):
+        return []
+    name, best, key = (min if is_error(metric) else max)(found, key=lambda one: one[1]["metrics"][one[2]])
+    said = [_with_span(_cells(result, one)) for result, one in ((best, key), (model, metric))]
+    which = f"the strongest of {len(found)} baselines" if len(found) > 1 else "the baseline"
+    words = f"{which}, {name}, has {metric} {said[0]}, the model {said[1]}"
+    spans = best.get("intervals", {}).get(key), model["intervals"].get(metric)
+    if spans[0] is None or spans[1] is None:
+        return [words]
+    (low, high), (model_low, model_high) = spans
+    if model_low <= high and low <= model_high:
+        return [f"{words}: the intervals overlap, so they do not say which is better"]
+    better = "the model" if (model_low > high) != is_error(metric) else "the baseline"
+    return [f"{words}: {better} is better, the intervals are apart"]
+
+
+def _own_name(baseline: Mapping[str, Any], metric: str) -> str:
+    known = metric in baseline["metrics"]
+    return "roc_auc" if not known and _KERAS_AUC.fullmatch(metric) else metric
+
+
+def _with_span(cells: tuple[str, str]) -> str:
+    value, interval = cells
+    return value if interval == "-" else f"{value} ({interval})"
 
 
 def named_alike(model: Mapping[str, Any], baseline: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,8 +189,3 @@ def _cells(result: Mapping[str, Any], name: str) -> tuple[str, str]:
     value, interval = result["metrics"].get(name), result["intervals"].get(name)
     shown = "-" if value is None else f"{value:.4f}" if isinstance(value, int | float) else str(value)
     return shown, "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
-
-
-def _line(result: Mapping[str, Any], names: Mapping[str, Any]) -> str:
-    cells = {name: _cells(result, name) for name in sorted(names)}
-    return ", ".join(f"{name} {value}" + ("" if span == "-" else f" [{span}]") for name, (value, span) in cells.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
@@ -24,6 +25,8 @@ TIME_WORDS = {
     "other_s": "callbacks and ends of epochs",
 }
 _TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
+LOSS = "loss"
+SAME = 1e-5  # the relative difference of two curves that are one: metrics of a model are float32
 Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (training.results.follow)."""
 
@@ -49,27 +52,64 @@ def end_of(history: History) -> float | None:
     )
 
 
-def loss_curve(history: History) -> Markup:
+def _loss_lines(history: History) -> list[Line]:
     """The loss of each step, and its mean over the last ones, by epoch, before the end of the first one by step."""
     steps, losses, means = smoothed(history)
     each = epoch_steps(history)
     x = steps if each is None else [step / each for step in steps]
-    lines = [
+    return [
         Line("one step", x, losses, LIGHT, marker=""),
         Line(f"mean of {SMOOTHED_STEPS} steps", x, means, DARK, marker=""),
     ]
-    return lines_of(lines, "step" if each is None else "epoch", x_end=end_of(history))
 
 
-def curve_names(history: History, followed: Followed = MappingProxyType({})) -> list[str]:
-    """The metrics that get a curve by epoch, which training rows, validation and `followed` checkpoints share.
+Curves = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
+"""By the name of a metric, by what was scored, the points of a line."""
 
-    The training loss has a curve of its own, by step, unless there is another loss to compare it with.
+
+def curve_names(
+    history: History, followed: Followed = MappingProxyType({}), evaluation: Mapping[str, Any] | None = None
+) -> dict[str, list[str]]:
+    """The metrics that get a curve, which training, validation, `followed` checkpoints and `evaluation` share; for each
+    those that are left out, since their curve is the same.
     """
-    names = {name for row in history.epochs for name in numbers(row["metrics"])}
-    scored = {name for by_step in followed.values() for metrics in by_step.values() for name in numbers(metrics)}
-    alone = {name.removeprefix(VALIDATION) for name in names} | scored
-    return sorted(alone if f"{VALIDATION}loss" in names or "loss" in scored else alone - {"loss"})
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {LOSS: {}} if history.steps else {}
+    for row in history.epochs:
+        for name, value in numbers(row["metrics"]).items():
+            key = VALIDATION if name.startswith(VALIDATION) else ""
+            found.setdefault(name.removeprefix(VALIDATION), {}).setdefault(key, []).append((row["step"], value))
+    for label, by_step in followed.items():
+        for step, metrics in by_step.items():
+            for name, value in numbers(metrics).items():
+                found.setdefault(name, {}).setdefault(label, []).append((step, value))
+    if evaluation is not None:
+        for name, value in numbers(evaluation["metrics"]).items():
+            if name in found:
+                found[name]["evaluation"] = [(0, value)]
+    return distinct(found)
+
+
+def distinct(curves: Curves) -> dict[str, list[str]]:
+    """The names of the metrics that say something of their own, in order; for each the names of those whose lines are
+    all among its lines: the loss of a model without regularisation is its log loss, computed in float32.
+    """
+    kept: dict[str, list[str]] = {}
+    for name in sorted(curves, key=lambda one: (-len(curves[one]), one != LOSS, one)):
+        lines = curves[name]
+        twins = (one for one in kept if lines and all(_alike(lines[key], curves[one].get(key, ())) for key in lines))
+        twin = next(twins, None)
+        if twin is None:
+            kept[name] = []
+        else:
+            kept[twin].append(name)
+    return dict(sorted(kept.items()))
+
+
+def _alike(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    return len(points) == len(others) and all(
+        x == other_x and math.isclose(y, other_y, rel_tol=SAME)
+        for (x, y), (other_x, other_y) in zip(points, others, strict=True)
+    )
 
 
 def numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
@@ -85,10 +125,12 @@ def epoch_curve(
 ) -> Markup:
     """A metric at the end of each epoch, of the training rows and of the validation split where there are any, and of
     each checkpoint that was `followed`; before the end of an epoch by step. The `evaluation` of the finished model is
-    a point at the end, its baseline a level.
+    a point at the end, its baseline a level. The training loss is by step.
     """
-    lines = []
-    for key, label, colour in ((name, "training", DARK), (f"{VALIDATION}{name}", "validation", OTHER)):
+    stepwise = name == LOSS and bool(history.steps)
+    lines = _loss_lines(history) if stepwise else []
+    parts = [(f"{VALIDATION}{name}", "validation", OTHER)]
+    for key, label, colour in parts if stepwise else [(name, "training", DARK), *parts]:
         rows = [row for row in history.epochs if key in numbers(row["metrics"])]
         if rows:
             lines.append(Line(label, [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows], colour))

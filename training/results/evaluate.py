@@ -92,6 +92,7 @@ def evaluate(
     checkpoint: Which | str | None = None,
     earlier: bool = False,
     more: Sequence[str] = (),
+    pictures: bool = False,
 ) -> dict[str, Any]:
     """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`:
     `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
@@ -104,6 +105,8 @@ def evaluate(
     depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
     continues are evaluated too, and the result names them as `earlier`, nearest first. The rows of the datasets `more`
     follow.
+
+    With `pictures`, the result of one run has `misjudged` (training.scoring.misjudged) where rows have pictures.
 
     Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
     training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
@@ -139,6 +142,7 @@ def evaluate(
         "baseline": baseline,
         "slices": list(slices),
         "clusters": stored,
+        "pictures": pictures,
     }
     tls = any(model.config.tls == "on" for model in models)  # as the runs were trained
     found = launch(RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls), num_ranks)[0]
@@ -154,6 +158,13 @@ def evaluate(
     thinned = thinned_of(manifest, split)
     notes.show([*_doubts(result, trained, first.rows, thinned), *notes.of_groups(grouped if stored is None else None)])
     return result
+
+
+def without_pictures(result: Any) -> Any:
+    """A result of `evaluate` to be printed: pictures are for the report. Another value as it is."""
+    if not isinstance(result, Mapping):
+        return result
+    return {name: value for name, value in result.items() if name != "misjudged"}
 
 
 def evaluate_pooled(

@@ -19,6 +19,7 @@ from training.models.on_disk import load_checkpoint, load_export
 from training.reading.open import OpenSplit
 from training.scoring.baseline import Baseline, NumberBaseline, baseline_of
 from training.scoring.ensemble import ensemble_of
+from training.scoring.misjudged import misjudged
 from training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
 from training.scoring.slices import slices_of
 from training.steps import model_state
@@ -81,6 +82,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     outputs = [Outputs(member.model, member.kept, detailed=True) for member in members]
     found = [scored(member.model, member, one) for member, one in zip(members, outputs, strict=True)]
     if len(members) == 1:
+        if payload["pictures"]:
+            wrong = misjudged(
+                first.split, outputs[0], comm,
+                batch=payload["batch"], names=details.class_names, skip_bad_images=first.skip_bad_images,
+            )  # fmt: skip
+            found[0] |= {"misjudged": wrong} if wrong else {}
         return found[0]
     models = [member.model for member in members]
     together = ensemble_of(models, [takes_logits(model) for model in models], first.signature)

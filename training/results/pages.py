@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from urllib.parse import quote
 from jinja2 import Environment
 from markupsafe import Markup, escape
 
-from lockstep.storage.page_style import COLOURS, HEAD, STYLE, page_start
+from lockstep.storage.page_style import COLOURS, STYLE, page_head, page_start
 from lockstep.storage.urls import parent, split_url
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ LIGHT, DARK, OTHER = (COLOURS[name][0] for name in ("light", "dark", "other"))
 FOLLOWED = tuple(COLOURS[name][0] for name in ("third", "fourth", "grey"))
 WIDTH, HEIGHT = 5.2, 3.0  # inches: a narrow screen shows the letters at about their size
 MARKED_POINTS = 30  # up to this number each point is marked
+FEW_MARKS = 8  # of a line with more points that is one of a group
+GROUP = "run-of-"
 LONG = 32  # characters of a cell; a longer one may be broken anywhere
 
 
@@ -36,6 +39,8 @@ class Line:
     colour: str
     style: str = "-"
     marker: str = "o"
+    group: int | None = None
+    """The number of what several figures have a line of: a page's script finds them by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,15 @@ class Section:
     body: Markup
 
 
-def page(title: str, where: str, sections: Sequence[Section], job: str = "report") -> str:
-    """The HTML of a page; `where` is the line below its title, `job` the one that writes it."""
+def page(title: str, where: str, sections: Sequence[Section], job: str = "report", script: str = "") -> str:
+    """The HTML of a page; `where` is the line below its title, `job` the one that writes it. `script` is ours: nothing
+    in it comes from data, and it is the only one that a browser runs.
+    """
     shown = [section for section in sections if section.body]
-    return page_start(job) + _PAGE.render(title=title, where=where, sections=shown, head=Markup(HEAD), style=STYLE_TAG)
+    head, tag = Markup(page_head(script)), Markup(f"<script>{script}</script>\n" if script else "")
+    return page_start(job) + _PAGE.render(
+        title=title, where=where, sections=shown, head=head, style=STYLE_TAG, script=tag
+    )
 
 
 def table(rows: Sequence[Sequence[object]], *, head: bool = False) -> Markup:
@@ -68,9 +78,22 @@ def figures(found: Sequence[tuple[str, Markup]]) -> Markup:
     return Markup('<div class="grid">\n{}</div>\n').format(Markup("").join(parts)) if parts else Markup()
 
 
+def picture_sheet(found: Sequence[tuple[str, str]]) -> Markup:
+    """Pictures (data URL, caption) side by side."""
+    part = Markup('<figure><img src="{}" alt="{}"><figcaption>{}</figcaption></figure>\n')
+    parts = Markup("").join(part.format(url, caption, caption) for url, caption in found)
+    return Markup('<div class="sheet">\n{}</div>\n').format(parts) if found else Markup()
+
+
 def paragraph(text: object) -> Markup:
     """A paragraph of text."""
     return Markup("<p>{}</p>\n").format(text)
+
+
+def estimate(value: str, interval: str) -> Markup:
+    """A cell: a value, and below it its interval, unless that is `-`."""
+    below = Markup() if interval == "-" else Markup('<br><span class="dim">{}</span>').format(interval)
+    return escape(value) + below
 
 
 def link(page_url: str | None, target: str, text: str) -> Markup:
@@ -109,9 +132,12 @@ def lines_of(
 
     figure, axes = axes_of(x_label)
     for line in lines:
-        marker = line.marker if len(line.x) <= MARKED_POINTS else None
-        label = printable(line.label)
-        axes.plot(line.x, line.y, color=line.colour, label=label, linestyle=line.style, marker=marker, markersize=4)
+        many, label = len(line.x) > MARKED_POINTS, printable(line.label)
+        marker = None if many and line.group is None else line.marker
+        (drawn,) = axes.plot(line.x, line.y, color=line.colour, label=label, linestyle=line.style, marker=marker,
+                             markersize=5 if line.group is not None else 4,
+                             markevery=len(line.x) // FEW_MARKS if many else None)  # fmt: skip
+        drawn.set_gid(None if line.group is None else f"{GROUP}{line.group}")
     if level is not None:
         axes.axhline(level[1], color=FOLLOWED[2], linestyle=":", label=printable(level[0]))
     if log:
@@ -125,7 +151,8 @@ def lines_of(
     if legend:
         with rc_context({"text.parse_math": False}):  # a dataset's name may have `$`, and be no formula
             axes.legend(frameon=False)
-    return svg(figure)
+    drawn_lines = re.sub(f'id="{GROUP}([0-9]+)"', r'class="run" data-run="\1"', str(svg(figure)))
+    return Markup(drawn_lines)  # still what matplotlib made
 
 
 def printable(text: str) -> str:
@@ -178,5 +205,5 @@ _PAGE = _ENGINE.from_string("""\
 <h2>{{ section.name }}</h2>
 {{ section.body }}
 {% endfor %}
-</body></html>
+{{ script }}</body></html>
 """)

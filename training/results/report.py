@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
@@ -24,13 +25,12 @@ from training.results.curves import (
     confusion_table,
     curve_names,
     epoch_curve,
-    loss_curve,
     roc_plot,
     time_bars,
 )
 from training.results.evaluate import number, slice_table, span
 from training.results.follow import followed
-from training.results.pages import Section, figures, link, page, paragraph, table
+from training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
 from training.results.resources import (
     bad_record_rows,
     checkpoint_rows,
@@ -74,14 +74,16 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     newest, result = max(claims), find_result(fs, paths)
     done = result if result is not None and result["generation"] == newest else None
     url, so_far = paths.report(newest), _epochs_so_far(document, claims, history)
+    manifest = _dataset_of(document)
+    class_names = None if isinstance(manifest, str) else manifest.created_by["config"].get("class_names")
     content = render(
         run,
         about_run(document, claims, done or {"generation": newest}),
-        _result_rows(done, history) if done else _unfinished_rows(fs, paths, history, so_far),
+        _result_rows(done, history, class_names) if done else _unfinished_rows(fs, paths, history, so_far),
         history,
-        _data_rows(document, url),
+        _data_rows(document, manifest, url),
         reported_evaluation(fs, paths, newest) if evaluation is None else _keep(fs, paths, newest, evaluation),
-        baselines.tables(baselines.stored(fs, paths)),
+        baselines.stored(fs, paths),
         followed(fs, paths),
         document=document,
         restarts=_restart_rows(done, history),
@@ -179,14 +181,14 @@ def render(
     history: History,
     data: Rows,
     evaluation: Mapping[str, Any] | None,
-    compared: Sequence[tuple[str, Rows]] = (),
+    compared: Sequence[Mapping[str, Any]] = (),
     scores: Followed = MappingProxyType({}),
     *,
     document: Mapping[str, Any] = MappingProxyType({}),
     restarts: Rows = (),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
-    the tables of training.results.baselines, `scores` those of training.results.follow, `document` run.json.
+    the documents of training.results.baselines, `scores` those of training.results.follow, `document` run.json.
     """
     first = (("model", "state", "finished"), ("versions", "git revision"))
     state = [row for row in training if row[0] == "state"]
@@ -218,19 +220,20 @@ def _result_section(
     document: Mapping[str, Any],
     history: History,
     evaluation: Mapping[str, Any] | None,
-    compared: Sequence[tuple[str, Rows]],
+    compared: Sequence[Mapping[str, Any]],
 ) -> Section:
     """The evaluation with its baseline; without one the metrics of the last epoch, and how to get one."""
-    later = Markup("").join(Markup("<h3>{}</h3>\n{}").format(name, table(rows)) for name, rows in compared)
+    alike = [] if evaluation is None else baselines.on_rows_of(compared, evaluation)
+    others = baselines.tables([document for document in compared if document not in alike])
+    later = Markup("").join(Markup("<h3>{}</h3>\n{}").format(name, table(rows, head=True)) for name, rows in others)
     if evaluation is not None:
         name = f"Result on {evaluation['split']}, with 95 % intervals"
-        counts = ", ".join(
-            f"{count} of class {number}" for number, count in enumerate(evaluation["class_counts"] or ())
-        )
+        confused = evaluation["confusion"]
+        counts = _class_words(evaluation["class_counts"] or (), confused and confused["classes"])
         records = f"{evaluation['samples']} records{f': {counts}' if counts else ''}"
-        said = [records, *filter(None, [chosen_words(evaluation.get("chosen_on", ()))]), *_verdict(evaluation)]
+        said = [records, *filter(None, [chosen_words(evaluation.get("chosen_on", ()))]), *_verdict(evaluation, alike)]
         body = Markup("").join(map(paragraph, said))
-        return Section(name, body + table(_evaluation_rows(evaluation), head=True) + later)
+        return Section(name, body + table(_evaluation_rows(evaluation, alike), head=True) + later)
     last = history.epochs[-1]["metrics"] if history.epochs else {}
     names = sorted({name.removeprefix(VALIDATION) for name in last})
     rows = [(name, *(_number(last.get(key, "-")) for key in (name, VALIDATION + name))) for name in names]
@@ -248,22 +251,34 @@ def _result_section(
     return Section("Result of the last epoch", body + later)
 
 
-def _verdict(evaluation: Mapping[str, Any]) -> list[str]:
-    """Whether the model is better than its baseline, in a sentence; nothing without an interval of the difference."""
+def _class_words(counts: Sequence[int], names: Sequence[str] | None) -> str:
+    """`37 bag, 39 coat`; without names `37 of class 0`."""
+    named = names is not None and len(names) == len(counts) and any(not name.isdecimal() for name in names)
+    return ", ".join(
+        f"{count} {names[place]}" if named and names is not None else f"{count} of class {place}"
+        for place, count in enumerate(counts)
+    )
+
+
+def _verdict(evaluation: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether the model is better than the strongest baseline, also of the stored ones `alike`, and than its own."""
     decides, baseline = evaluation.get("compared_by"), evaluation["baseline"]
+    metric = decides or baselines.deciding_metric(evaluation["metrics"])
+    strongest = [] if metric is None else baselines.strongest_words(evaluation, baseline, alike, metric)
     if not baseline or not decides or evaluation["difference"][decides]["interval"] is None:
-        return []
+        return strongest
     low, high = evaluation["difference"][decides]["interval"]
     better = f"the model is better than its baseline {baseline['name']}: {decides} by {low:.4f} to {high:.4f}"
-    return notes.of_baseline(evaluation) or [f"{better} (95 % interval)"]
+    return [*strongest, *(notes.of_baseline(evaluation) or [f"{better} (95 % interval)"])]
 
 
 def _curves(history: History, scores: Followed, evaluation: Mapping[str, Any] | None) -> list[tuple[str, Markup]]:
     by = "epoch" if history.epochs else "step"
-    found = [
-        (f"{name} by {by}", epoch_curve(history, name, scores, evaluation)) for name in curve_names(history, scores)
-    ]
-    return [*found, ("Loss over the global batch", loss_curve(history))] if history.steps else found
+    return [
+        (f"{name}{f' ({also} is the same)' if (also := ', '.join(twins)) else ''} by {by}",
+         epoch_curve(history, name, scores, evaluation))
+        for name, twins in curve_names(history, scores, evaluation).items()
+    ]  # fmt: skip
 
 
 def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
@@ -280,31 +295,66 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
     return [
         Section(f"Errors on {evaluation['split']}", figures(plots)),
         Section("Confusion: true class by row, predicted class by column", matrix),
+        Section("Misjudged pictures, the surest mistakes first", picture_sheet(_misjudged(evaluation))),
         *(Section(f"Slices by {name}", table(slice_table(name, each), head=True)) for name, each in slices),
     ]
 
 
+def _misjudged(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(data URL, caption) of each picture that training.scoring.misjudged chose."""
+    return [
+        (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}")
+        for one in evaluation.get("misjudged", [])
+    ]
+
+
+def _surely(confidence: float | None) -> str:
+    return "" if confidence is None else f" ({confidence:.0%})"
+
+
+def page_of(dataset: str) -> str:
+    """Where the page of jobs.describe about a dataset is looked for: DATASET.html."""
+    return f"{dataset.rstrip('/')}.html"
+
+
 def describe_page(dataset: str) -> str | None:
     """The URL of the page of jobs.describe about a dataset, if one is stored next to it: DATASET.html."""
-    url = f"{dataset.rstrip('/')}.html"
+    url = page_of(dataset)
     try:
         return url if filesystem(url).exists(url) else None
     except LockstepError:
         return None
 
 
-def _data_rows(document: Mapping[str, Any], url: str) -> Rows:
-    """Rows about the run's first dataset, if it can still be read; `document` is run.json, `url` the report's."""
-    config, digest = document["config"], ("digest", document.get("dataset_digest"))
+def _dataset_links(datasets: Sequence[str], url: str) -> list[tuple[str, Markup]]:
+    """A row for each dataset: a link to its folder, and to its page or else the call of jobs.describe that makes it."""
+    rows = []
+    for dataset in datasets:
+        found = describe_page(dataset)
+        call = f"python -m jobs.describe {shlex.quote(dataset)} --html {shlex.quote(page_of(dataset))}"
+        described = Markup(", described in ") + link(url, found, basename(found)) if found is not None else Markup(
+            ", not described yet: <code>{}</code>").format(call)  # fmt: skip
+        rows.append(("dataset", link(url, dataset, basename(dataset) or dataset) + described))
+    return rows
+
+
+def _dataset_of(document: Mapping[str, Any]) -> DatasetManifest | str:
+    """The manifest of the run's first dataset; why it cannot be read, if it cannot."""
+    config = document["config"]
     try:
-        opener = open_parts if config.get("mix") is None else open_mixture
-        manifest = opener(config["datasets"], config["split"])[1]
+        return (open_parts if config.get("mix") is None else open_mixture)(config["datasets"], config["split"])[1]
     except (LockstepError, KeyError) as error:
-        return [("cannot be read now", str(error)), digest]
+        return str(error)
+
+
+def _data_rows(document: Mapping[str, Any], manifest: DatasetManifest | str, url: str) -> Rows:
+    """Rows about the run's datasets; `document` is run.json, `url` the report's."""
+    digest = ("digest", document.get("dataset_digest"))
+    if isinstance(manifest, str):
+        return [("cannot be read now", manifest), digest]
     counts = manifest.counts
-    pages = [page for dataset in config["datasets"] if (page := describe_page(dataset)) is not None]
     return [
-        *(("described in", link(url, page, basename(page))) for page in pages),
+        *_dataset_links(document["config"]["datasets"], url),
         ("read", counts.read),
         ("written", counts.written),
         ("quarantined", counts.quarantined),
@@ -322,7 +372,7 @@ def _privacy_rows(privacy: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     return [("differential privacy of each client", covers), ("not covered by it", left)]
 
 
-def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
+def _result_rows(result: Mapping[str, Any], history: History, names: Sequence[str] | None) -> Rows:
     return [
         ("steps", result["steps"]),
         ("epochs", epochs_words(result["epochs"], result["epochs_asked"])),
@@ -336,7 +386,7 @@ def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
         ),
         *([] if (rate := result["samples_per_s"]) is None else [("samples/s after it", f"{rate:.0f}")]),
         ("samples left over (they fill no last global batch)", len(result["left_over"])),
-        *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
+        *([("last epoch: records", _class_words(counts, names))] if (counts := result.get("class_counts")) else []),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),
         *_privacy_rows(result.get("privacy")),
@@ -409,19 +459,24 @@ def _restart_rows(result: Mapping[str, Any] | None, history: History) -> Rows:
     ]
 
 
-def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
-    """Head and rows of the metrics, the one that decides first."""
+def _evaluation_rows(evaluation: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    """Head and rows of the metrics, the one that decides first; the stored baselines `alike` are the last columns."""
     baseline, decides = evaluation["baseline"], evaluation.get("compared_by")
-    rows = [["metric", "model", "95 % interval"]]
+    names = sorted(evaluation["metrics"], key=lambda name: (name != decides, name))
+    columns: list[list[object]] = [["metric", *names], _column("model", evaluation, names)]
     if baseline:
-        rows[0] += [f"baseline {baseline['name']}", "difference", "95 % interval"]
-    for name, value in sorted(evaluation["metrics"].items(), key=lambda item: (item[0] != decides, item[0])):
-        row = [name, number(value), span(evaluation["intervals"].get(name))]
-        if baseline:
-            difference = evaluation["difference"].get(name) or {"value": None, "interval": None}
-            row += [number(baseline["metrics"].get(name)), number(difference["value"]), span(difference["interval"])]
-        rows.append(row)
-    return rows
+        columns.append(_column(f"baseline {baseline['name']}", baseline, names))
+        differences = [evaluation["difference"].get(name) or {"value": None, "interval": None} for name in names]
+        cells = [estimate(number(one["value"]), span(one["interval"])) for one in differences]
+        columns.append(["model less baseline", *cells])
+    columns += [[f"baseline {baselines.called(one)}", *baselines.column_of(one, names)] for one in alike]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _column(head: str, result: Mapping[str, Any], names: Sequence[str]) -> list[object]:
+    """A column of values and intervals below its head."""
+    intervals = result.get("intervals", {})
+    return [head, *(estimate(number(result["metrics"].get(name)), span(intervals.get(name))) for name in names)]
 
 
 def _number(value: Any) -> str:

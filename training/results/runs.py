@@ -19,7 +19,7 @@ from training.results.evaluate import aligned, number
 from training.results.pages import printable
 from training.results.report import reported_evaluation
 from training.results.state import ELSEWHERE, state_of, state_without_driver
-from training.rules import VALIDATION
+from training.rules import VALIDATION, is_error
 from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
 from training.run.lineage import epochs_asked, read_claims
 from training.run.paths import RunPaths
@@ -34,7 +34,6 @@ SHOWN_METRICS = 9
 SHOWN_DIGEST = 12  # characters
 FINISHED, DAMAGED = "finished", "damaged"
 _CONDITION = re.compile(r"([^=<>!]+)(!=|>=|<=|=|<|>)(.*)", re.DOTALL)
-_ERRORS = ("loss", "error", "brier")  # in the name of a metric: the lower, the better
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +272,7 @@ def ordered(runs: Sequence[ListedRun], by: str) -> list[ListedRun]:
     lowest error or loss is best, and the highest of anything else. Raises ConfigError for an unknown metric.
     """
     key = metric_of(by)
-    direction = by[len(key) + 1 :] or ("min" if any(word in key for word in _ERRORS) else "max")
+    direction = by[len(key) + 1 :] or ("min" if is_error(key) else "max")
     _check_known(runs, key, "--sort")
     having = [run for run in runs if _is_number(run.fields().get(key)) and run.fields()[key] == run.fields()[key]]
     having.sort(key=lambda run: run.fields()[key], reverse=direction == "max")

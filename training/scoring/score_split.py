@@ -104,7 +104,7 @@ def score(
     rows on rank 0.
     """
     beat(0, "evaluate")
-    watched = _Watched(split, skip_bad_images)
+    watched = Watched(split, skip_bad_images)
     batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
     slices = [SliceColumn(by) for by in details.slices] if details is not None else []
     together = ClusterColumn(details.clusters) if details is not None and details.clusters is not None else None
@@ -249,7 +249,7 @@ class Details:
     """A stored column: rows of one value depend on each other, and the intervals say so."""
 
 
-class _Watched(Encoder):
+class Watched(Encoder):
     """An encoder that keeps the last rows it encoded: baseline and slices need their raw columns. If it `skips` bad
     images, it leaves out their rows, and always those of records that the reader has skipped.
     """
@@ -343,6 +343,10 @@ class Outputs:
         shares = np.clip(columns, NEXT_TO_0, NEXT_TO_1)
         return np.log(shares) - np.log1p(-shares)
 
+    def class_details(self) -> Floats | None:
+        """Columns of class_columns for this rank's rows, in their order; None of other outputs than classes."""
+        return np.concatenate(self._details) if self._details else None
+
     def details(self, form: OutputForm, rows: int) -> Floats:
         """Columns of class_columns for this rank's `rows`; none if there is one output a row, or none was asked for."""
         if not self._detailed or form.width is None or form.binary:
@@ -360,7 +364,7 @@ class _Share:
     def __init__(
         self,
         batches: Iterator[Encoded],
-        watched: _Watched,
+        watched: Watched,
         baseline: Baseline | NumberBaseline | None,
         signature: Signature,
         slices: Sequence[SliceColumn | ClusterColumn],

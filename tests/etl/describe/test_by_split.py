@@ -38,7 +38,7 @@ def test_each_fact_has_a_value_of_each_split_and_train_is_first() -> None:
     assert found.splits == ("train", "other", "test") == tuple(in_order(parts))
     facts = dict(found.facts)
     assert facts["rows"] == ("4", "0", "3") and facts["null"] == ("0", "0", "1 (33.3 %)")
-    assert facts["values"] == ("2 to 8", "", "1 to 5") and facts["mean"] == ("5", "", "3")
+    assert facts["least"] == ("2", "", "1") and facts["greatest"] == ("8", "", "5") and facts["mean"] == ("5", "", "3")
     (histogram,) = found.histograms
     assert histogram.labels == ("1", "2", "4", "5", "6", "8")
     assert histogram.shares["train"] == (0, 0.25, 0.25, 0, 0.25, 0.25) and histogram.shares["test"][0] == 0.5
@@ -78,7 +78,9 @@ def test_ids_have_no_histogram_and_many_folds_are_one() -> None:
     total, stats = ColumnStats("x", "int64", kind="id"), ColumnStats("x", "int64", kind="id")
     for one in (total, stats):
         one.add(pa.array([5, 6]))
-    assert compared(total, {"train": stats}).histograms == ()
+    found = compared(total, {"train": stats})
+    assert found.histograms == () and dict(found.facts) == {"rows": ("2",), "distinct": ("2",)}
+    assert [name for name, _ in total.summary().facts] == ["distinct"], "no mean of ids on a terminal either"
     folds = {f"fold-{number}": pa.array([number]) for number in range(MOST_SPLITS + 1)}
     assert column(folds, "int64").splits == (ALL,) and dict(column(folds, "int64").facts)["rows"] == ("5",)
 

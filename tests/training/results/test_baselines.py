@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from sklearn.metrics import accuracy_score, log_loss, mean_absolute_error, mean_squared_error, r2_score, roc_auc_score
 
 from lockstep.storage.errors import CorruptionError
@@ -86,15 +87,42 @@ def test_a_report_shows_the_model_next_to_each_baseline(tmp_path: Path) -> None:
     baselines.store(run, result(kind="tree", settings=[]), MODEL)
     baselines.store(run, result(split="validation"), MODEL)
     tables = dict(baselines.tables(baselines.stored(fs, paths)))
-    assert dict(tables["Baselines on test of visits, with 95 % intervals"]) == {
-        "model of this run (g0002)": "log_loss 0.5000, roc_auc 0.7500 [0.7000 to 0.8000]",
-        "gbt (maxDepth=2)": "log_loss 0.6000, roc_auc 0.7000 [0.6000 to 0.8000]",
-        "tree": "log_loss 0.6000, roc_auc 0.7000 [0.6000 to 0.8000]",
-    }
+    head, log_loss, auc = tables["Baselines on test of visits, with 95 % intervals"]
+    assert head == ["metric", "model of this run (g0002)", "gbt (maxDepth=2)", "tree"]
+    assert log_loss == ["log_loss", "0.5000", "0.6000", "0.6000"]
+    spans = [Markup(cell).striptags() for cell in auc]
+    assert spans == ["roc_auc", "0.75000.7000 to 0.8000", "0.70000.6000 to 0.8000", "0.70000.6000 to 0.8000"]
     assert len(tables) == 2
     Path(first).write_bytes(Path(first).read_bytes().replace(b"0.7", b"0.9"))
     with pytest.raises(CorruptionError):
         baselines.stored(fs, paths)
+
+
+def of_auc(value: float, low: float, high: float, name: str = "roc_auc") -> dict[str, Any]:
+    return {"metrics": {name: value}, "intervals": {name: [low, high]}}
+
+
+def test_the_strongest_baseline_is_named_whatever_its_auc_is_called() -> None:
+    model = {**of_auc(0.75, 0.70, 0.80, "auc"), "dataset": "/visits", "split": "test", "samples": 30}
+    own = {"name": "rate:page", **of_auc(0.55, 0.5, 0.6, "auc")}
+    weak, strong = ({"baseline": result(kind=kind, **of_auc(*values))}
+                    for kind, values in (("tree", (0.5, 0.4, 0.6)), ("gbt", (0.65, 0.6, 0.69))))  # fmt: skip
+    (words,) = baselines.strongest_words(model, own, [weak, strong], "auc")
+    assert words == (
+        "the strongest of 3 baselines, gbt (maxDepth=2), has auc 0.6500 (0.6000 to 0.6900), the model 0.7500 "
+        "(0.7000 to 0.8000): the model is better, the intervals are apart"
+    )
+    (words,) = baselines.strongest_words(model, {**own, **of_auc(0.9, 0.85, 0.95, "auc")}, [weak], "auc")
+    assert "rate:page" in words and words.endswith("the baseline is better, the intervals are apart")
+    (words,) = baselines.strongest_words(model, None, [{"baseline": result(**of_auc(0.7, 0.6, 0.75))}], "auc")
+    assert words.startswith("the baseline, gbt") and "the intervals overlap" in words
+    errors = of_auc(2.0, 1.9, 2.1, "mean_absolute_error")
+    (words,) = baselines.strongest_words(
+        of_auc(1.0, 0.9, 1.1, "mean_absolute_error"), None, [{"baseline": result(**errors)}], "mean_absolute_error"
+    )
+    assert "the model is better" in words, "the lower error is the better one"
+    assert baselines.strongest_words(model, own, [], "auc") == []
+    assert baselines.strongest_words(model, None, [{"baseline": result(**of_auc("nan", 0, 1))}], "auc") == []  # type: ignore[arg-type] # as JSON has it
 
 
 def test_the_text_names_what_was_fitted_on_what() -> None:

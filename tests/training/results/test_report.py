@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs import report, train
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
-from training.results.curves import curve_names, epoch_curve, loss_curve
+from training.results.curves import LOSS, curve_names, distinct, epoch_curve
 from training.results.follow import followed
 from training.results.report import about_run, render, write_report
 from training.results.resources import checkpoint_rows, reading_rows, straggler_rows, time_rows, usage_rows
@@ -133,7 +135,8 @@ def test_scores_of_followed_checkpoints_are_lines_of_the_report(run: str) -> Non
     scores = followed(fs, paths)
     assert {step: row["loss"] for step, row in scores["test of <visits>"].items()} == {3: 0.875, 6: 0.625}
     history = read_summary(run)
-    assert curve_names(history) == [HOSTILE] and curve_names(history, scores) == [HOSTILE, "log_loss", "loss"]
+    assert list(curve_names(history)) == [HOSTILE, "loss"]
+    assert list(curve_names(history, scores)) == [HOSTILE, "log_loss", "loss"]
     text = Path(write_report(run)).read_text()
     assert "log_loss by epoch" in text and text.count("test of &lt;visits&gt;") >= 2 and "<visits>" not in text
     (folder / f"{CheckpointRef(6, 2)}.json").write_text("{")
@@ -192,8 +195,9 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     assert "Calibration of yes: expected error 0.0625, Brier score 0.1525" in page
     assert re.search(r">17</td><td [^>]*>3</td>", page)
     assert "<td>25</td><td>0.6250</td><td>0.5000 to 0.7500</td>" in page
+    assert "25 records: 20 &lt;script&gt;alert(1)&lt;/script&gt;, 5 1" in page, "classes by their names"
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
-    cells = ("0.7500", "0.7000 to 0.8000", "0.5000", "0.2500", "-")
+    cells = ('0.7500<br><span class="dim">0.7000 to 0.8000</span>', "0.5000", "0.2500")
     assert f"<tr><th>auc</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" in page
     assert page == Path(write_report(run, evaluation)).read_text()
     assert page == Path(write_report(run)).read_text(), "a later report keeps the evaluation"
@@ -204,7 +208,7 @@ def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
     skipped = {"kind": "step", "step": 7, "epoch": 0, "loss": "nan", "skipped": True, "seconds": 1.0}
     part.write_text(part.read_text() + json.dumps(skipped) + "\n")
-    assert "<svg" in loss_curve(read_summary(run))
+    assert "<svg" in epoch_curve(read_summary(run), LOSS)
 
 
 def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
@@ -219,12 +223,43 @@ def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
     part.write_text("".join(json.dumps(row) + "\n" for row in lines))
     history = read_summary(run)
     assert history.epochs[1]["validation"] == {"seconds": 2.0} and history.times[0]["validation_s"] == 0.0
-    assert curve_names(history) == ["auc", "log_loss", "loss"]
+    assert list(curve_names(history)) == ["auc", "log_loss", "loss"]
     auc, log_loss = (epoch_curve(history, name) for name in ("auc", "log_loss"))
     assert "training" in auc and "validation" in auc and "validation" in log_loss and "training" not in log_loss
     assert "validating" not in time_rows(history)[0][1]
     history.times[0]["validation_s"] = 4.0
     assert "validating 50.0%" in time_rows(history)[0][1]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["auc", "log_loss", "loss", "loss_without_regularisation"]),
+        st.dictionaries(st.sampled_from(["", "val_"]), st.lists(st.sampled_from([0.25, 0.5]), min_size=1, max_size=2)),
+    )
+)
+def test_no_curve_is_shown_twice_and_none_is_lost(made: dict[str, dict[str, list[float]]]) -> None:
+    curves = {name: {key: list(enumerate(values)) for key, values in each.items()} for name, each in made.items()}
+    found = distinct(curves)
+    assert sorted([*found, *(twin for twins in found.values() for twin in twins)]) == sorted(curves)
+    for name, twins in found.items():
+        assert all(curves[twin].items() <= curves[name].items() for twin in twins), "its lines are among those shown"
+        assert not any(curves[name] and curves[name].items() <= curves[one].items() for one in found if one != name)
+
+
+def test_the_loss_in_another_precision_is_one_curve_with_the_log_loss(run: str) -> None:
+    metrics = {"loss": 0.4, "val_loss": 0.50000001, "val_log_loss": 0.5}
+    epoch = {"kind": "epoch", "step": 6, "epoch": 0, "metrics": metrics, "seconds": 1.0}
+    (Path(RunPaths(run).metrics(2)) / "part-00000.jsonl").write_text(json.dumps(epoch) + "\n")
+    text = Path(write_report(run)).read_text()
+    assert "loss (log_loss is the same) by epoch" in text and text.count("<figcaption>") == 1
+
+
+def test_a_dataset_is_linked_with_its_page_or_how_to_make_one(run: str, tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    text = Path(write_report(run)).read_text()
+    assert f'<a href="../../data">data</a>, not described yet: <code>python -m jobs.describe {tmp_path}/data' in text
+    (tmp_path / "data.html").touch()
+    assert 'described in <a href="../../data.html">data.html</a>' in Path(write_report(run)).read_text()
 
 
 def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import json
 import re
 import shutil
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from jobs import describe as describe_job
 from jobs import runs as job
 from jobs import status as status_job
 from jobs import watch
@@ -42,7 +45,7 @@ from training.results.runs import (
     ordered,
     read_runs,
 )
-from training.results.runs_page import MOST_CURVES, runs_page
+from training.results.runs_page import MOST_CURVES, SCRIPT, _Look, reports_of, runs_page
 from training.run.lineage import CheckpointRef
 from training.run.paths import RunPaths
 from training.run.status import RunStatus, now_utc
@@ -289,13 +292,42 @@ def test_the_page_has_curves_and_a_lineage_with_relative_links(made: Path, folde
     assert '<a href="runs/first/models/g0001">g0001</a>' in page
     first, second = (page.index(f"run {name}") for name in ('<a href="runs/first', "second (finished)"))
     assert first < second and "first weights of" in page[second:] and "<ul>" in page[first:second], "below its parent"
-    assert page.count("<svg") >= 3 and "loss by epoch" in page and "<title>Runs compared</title>" in page
-    assert "prefers-color-scheme: dark" in page and "<script" not in page
+    assert (
+        page.count("<svg") >= 3
+        and page.count("loss")
+        and "smoothed" not in page
+        and "<title>Runs compared</title>" in page
+    )
+    assert "prefers-color-scheme: dark" in page
+    # The one script is ours, to the letter, and the policy lets a browser run no other.
+    assert page.count("<script") == 1 and f"<script>{SCRIPT}</script>" in page
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policies = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert policies == [f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"]
+    assert not re.search("https?:|fetch|import|eval", SCRIPT)
+    boxes = re.findall('<input class="scripted" type="checkbox" data-run="([0-9]+)" checked>', page)
+    assert boxes == ["0", "1"] and set(re.findall('<g class="run" data-run="([0-9]+)">', page)) == set(boxes)
+    assert page.count('<div class="sortable">') == 2
     # Colours are the page's: nothing but lines of runs has one of its own.
     assert set(re.findall(r"stroke: (#[0-9a-f]{6})", page)) <= {"#b0b0b0", "#2f7fd0", "#d9722a"}
     assert "logarithmic" not in page
+    looks = [_Look.of(place) for place in range(MOST_CURVES)]
+    assert len({(look.colour, look.marker) for look in looks}) == MOST_CURVES, "each pair of colour and mark is one run"
     many = [ListedRun(url=f"/{n}", name=HOSTILE, state="finished") for n in range(MOST_CURVES + 2)]
     assert HOSTILE not in runs_page(many, HOSTILE, url)
+
+
+def test_the_page_of_a_dataset_links_the_reports_of_its_runs(made: Path, tmp_path: Path) -> None:
+    page = made / "described.html"
+    assert describe_job.main([str(made / "data"), "--html", str(page), "--runs", str(made / "runs")]) == 0
+    text = page.read_text()
+    assert '<a href="runs/first/reports/g0001.html">first</a> <span class="dim">logistic, finished</span>' in text
+    assert "<li>second <span" in text, "a run without a report is named"
+    strange = ListedRun(url="/x", name=HOSTILE, state="finished", config={"datasets": ["/d/"], "model": HOSTILE})
+    ((link, words),) = reports_of("/d", [strange, replace(strange, config={"datasets": ["/e"]})], str(page))
+    assert HOSTILE not in link and words == f"{HOSTILE}, finished"
+    with pytest.raises(ConfigError, match="--runs"):
+        describe_job.main([str(made / "data"), "--runs", str(made / "runs")])
 
 
 def test_a_far_longer_run_does_not_hide_the_others(folder: Path) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
+from jobs import _train
+from jobs.tune import config_of
+from jobs.tune import parser as parser_of_tune
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, TrainingFailedError
 from lockstep.storage.fs import filesystem
 from tests.training.search._searches import SPACE, journal, loss_of, run, search
 from training.run.lineage import SupersededError
 from training.search.config import check_search, open_search
 from training.search.journal import Journal
+from training.search.report import render
 from training.search.study import DONE, Study
 
 SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
@@ -83,6 +91,26 @@ def test_a_value_that_is_no_number_is_a_failed_trial_as_for_optuna(tmp_path: Pat
     again = study_of(tmp_path)
     assert [trial.state for trial in again.trials] == ["failed", "done"]
     assert again.best().number == 1 and again.best().model == "m" and again.importances() == {}
+
+
+def test_the_page_marks_the_best_links_trials_and_says_how_to_continue(tmp_path: Path) -> None:
+    space = {"learning_rate": {"low": 1e-3, "high": 1.0, "log": True}, "set.name": {"choices": ["$x$<b>", "b"]}}
+    config = search(tmp_path / "tune", space, trials=4)
+    run(config)
+    study = Study(config, Journal(filesystem(str(tmp_path)), config.root))
+    best = study.best()
+    page = render(config, study.trials, best, {})
+    assert f"best: trial {best.number}" in page and page.count("<strong>done, the best</strong>") == 1
+    assert [f'<a href="trials/{trial:04d}">' in page for trial in range(4)] == [True] * 4
+    assert "<b>" not in page and "<script" not in page and 'class="card whole"' in page
+    trained, more = (html.unescape(text) for text in re.findall("<pre><code>(.*?)</code></pre>", page, re.DOTALL))
+    flags = _train.config_of(_train.parser("", "train").parse(shlex.split(trained)[3:]))
+    assert (flags.learning_rate, flags.epochs) == (best.parameters["learning_rate"], 8)
+    assert flags.run == f"{config.root}-best" and flags.extra == {"name": best.parameters["set.name"]}
+    declared, call = more.removeprefix("cat > space.toml <<'EOF'\n").split("\nEOF\n")
+    (tmp_path / "space.toml").write_text(declared)
+    again = config_of(parser_of_tune().parse(shlex.split(call.replace("space.toml", f"{tmp_path}/space.toml"))[3:]))
+    assert again == replace(config, trials=8), "the same search, with more trials"
 
 
 def test_a_changed_or_missing_event_is_named(tmp_path: Path) -> None:
