@@ -64,9 +64,7 @@ def saved_ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], si
     _check_shapes(members, signature)
     for number, member in enumerate(members):
         member.name = f"member_{number}"  # a model's layers have different names
-    inputs = {
-        name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()
-    }
+    inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
     return keras.Model(inputs, _average(members, logits, inputs))
 
 
