@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -40,6 +43,7 @@ NESTED = ("array", "struct", "map", "variant")
 _SPARK_NAMES = {"int32": "int", "int64": "bigint", "bool": "boolean"}  # other types have one name in Arrow and Spark
 _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
+MAX_LISTED = 400  # characters of names in an error
 
 
 def nested_list(kind: str) -> bool:
@@ -96,6 +100,14 @@ def text_of(column: pa.Array) -> pa.Array:
     if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
         return column
     return (pc.add(column, 0.0) if pa.types.is_floating(column.type) else column).cast(pa.string())
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, whole, and how many more there are."""
+    ends = accumulate(len(name) + 2 for name in names)
+    shown = max(1, sum(end <= MAX_LISTED for end in ends))
+    more = len(names) - shown
+    return ", ".join(name[:MAX_LISTED] for name in names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from etl import frames
+from etl.columns import listed
 from etl.spark.errors import translated
 from etl.spark.session import watched
 from etl.table_files import FORMATS, of_query, read_files
 from etl.write.append import Parent
-from etl.write.checks import check_output, check_schema
+from etl.write.checks import check_output, check_schema, refuse_existing
 from etl.write.config import WriteConfig
 from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
@@ -49,6 +51,8 @@ class TableConfig(WriteConfig):
     """File of a declared schema (lockstep.features.schema.declare); None takes the columns' own types
     (etl.write.frame).
     """
+    proposes: bool = False
+    """Whether `output` is to be a proposed schema, which needs no ids, in place of a dataset."""
 
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()
@@ -59,7 +63,9 @@ class TableConfig(WriteConfig):
         files = bool(self.inputs) or self.input_format == "parquet"
         require(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
         ids = self.id_columns
-        require(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
+        require(
+            (self.proposes or len(ids) > 0) and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more"
+        )
         require(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
         one = self.schema is None or not (self.exclude or self.label)
         require(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
@@ -119,6 +125,29 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
             schema=plan.schema or infer_schema(df, config.label, exclude, config.id_columns),
             origin=Origin(created_config=config.to_json()),
         )
+
+
+def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = False) -> str:
+    """Write a schema for the table to `config.output`, from its first rows; returns what was proposed, in a few lines.
+
+    Raises ConfigError for a declared schema, for CSV and text, whose columns Spark does not name, and for a label that
+    cannot be one; ExistsError if the output exists; the errors of `run`.
+    """
+    require(config.schema is None, "--propose-schema", "with --schema", "without it")
+    lines = bool(config.inputs) and config.input_format.lower() in ("csv", "text")
+    step = "For files of lines use `python -m jobs.etl_logs --log-format csv --propose-schema`."
+    require(not lines, "--propose-schema", f"--input-format {config.input_format}", "tables with typed columns", step)
+    refuse_existing(config.output)
+    with translated(spark, "reading the table"):
+        df, left_out = frame(spark, config)
+        df = df.drop(*(name for name in config.exclude if name not in left_out))
+        found = frames.propose(df, config.label, embeddings=embeddings)
+    frames.write_proposal(found, config.output)
+    more = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
+    return (
+        f"{config.output}: {found}{more}\nnext: read and correct it, then run jobs.etl_table with the same flags but "
+        f"--label, --schema {config.output}, --id-columns and an --output for the dataset"
+    )
 
 
 def frame(

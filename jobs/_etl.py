@@ -67,6 +67,12 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     return add
 
 
+def add_purpose(job: JobParser) -> None:
+    """Add --for."""
+    text = "with --propose-schema: categories as a column each (columns, the default) or as ids for embeddings"
+    job.add_argument("--for", dest="purpose", choices=("columns", "embeddings"), help=text)
+
+
 def add_label_window(job: JobParser, default: str) -> None:
     """The flag of the jobs whose records have a time; `default` is its default, for the help."""
     window = (

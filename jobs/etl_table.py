@@ -14,8 +14,9 @@ if sys.path[0] != ROOT:
 from etl import tables
 from etl.split.splits import ALLOWED
 from etl.tables import TableConfig
-from jobs._cli import JobParser, names, run_job
-from jobs._etl import add_label_window, add_write_flags, continuing, summary, write_values
+from etl.write.checks import refuse_existing
+from jobs._cli import JobParser, names, refuse_idle, run_job
+from jobs._etl import add_label_window, add_purpose, add_write_flags, continuing, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -32,6 +33,9 @@ def parser() -> JobParser:
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
+    text = "write --output, a schema for this table (TOML), from its first 10,000 rows; no dataset"
+    add("--propose-schema", action="store_true", help=text)
+    add_purpose(job)
     add_write_flags(job, split=ALLOWED)
     add_label_window(job, "none")
     return job
@@ -48,6 +52,7 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
         "label": args.label,
         "exclude": args.exclude,
         "schema": args.schema,
+        "proposes": args.propose_schema,
         **write_values(args),
     }
     return TableConfig(**continuing(values, given))
@@ -57,6 +62,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
     config = config_of(args, job.given(argv))
+    refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
+    if args.propose_schema:
+        refuse_existing(config.output)
+        with spark_session("lockstep etl_table", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            print(tables.propose(spark, config, embeddings=args.purpose == "embeddings"))
+        return 0
     plan = tables.check(config)
     with spark_session("lockstep etl_table", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))

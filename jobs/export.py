@@ -20,7 +20,8 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("export", __doc__ or "", "export")
     add = job.add_argument
-    add("--run", required=True, metavar="URL", help="the run, finished or not")
+    text = "the run, finished or not; of several one model, the mean of their probabilities"
+    add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--output", required=True, metavar="URL", help="directory of the model; must not exist")
     text = "last, best (by the run's --keep-best) or a step (default: best of a run with --keep-best, else last)"
     add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     check_runs("local", args.run)
     done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint, form=args.format)
-    print(f"{done.output}: the model of checkpoint {done.checkpoint}")
+    print(f"{done.output}: the model of checkpoint {', '.join(map(str, (done.checkpoint, *done.others)))}")
     for column, reason in done.not_raw.items():
         print(f"no signature `raw`: column `{column}`: {reason}")
     return 0

@@ -10,7 +10,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job, which
+from jobs._cli import JobParser, check_master, names, run_job, which
 from jobs._launch import add_launch_flags, check_runs, launch_of
 from training.results.predict import predict
 
@@ -20,13 +20,16 @@ def parser() -> JobParser:
     job = JobParser("predict", __doc__ or "", "predict")
     add = job.add_argument
     text = "predict with the newest model of this run, or its newest checkpoint if it has no model"
-    add("--run", required=True, metavar="URL", help=text)
+    text += "; of several runs the mean of their models' probabilities"
+    add("--run", required=True, nargs="+", metavar="URL", help=text)
     text = "a checkpoint instead: last, best (by the run's --keep-best) or a step"
     add("--checkpoint", type=which, metavar="last|best|STEP", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to predict (default test)")
     text = "directory of the Parquet files; must not exist, and appears only when all of them are complete"
     add("--output", required=True, metavar="URL", help=text)
+    text = "stored columns that travel into the predictions, besides the dataset's id columns"
+    add("--columns", type=names, default=(), metavar="A,B", help=text)
     add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512); changes the last digits")
     add_launch_flags(job)
     return job
@@ -36,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     """Write the predictions and print where they are; returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
-    names = (args.run, args.dataset, args.split, args.output)
-    check_runs(args.launcher, args.run)
+    where = (args.run, args.dataset, args.split, args.output)
+    check_runs(args.launcher, *args.run)
     with launch_of(args.launcher, "predict", args.master, args.code) as launch:
         options = {"num_ranks": args.num_ranks, "batch": args.batch, "checkpoint": args.checkpoint}
-        done = predict(*names, launch=launch, **options)
+        options["columns"] = args.columns
+        done = predict(*where, launch=launch, **options)
     print(f"{done.output}: {done.rows} predictions of {done.model}")
     return 0
 

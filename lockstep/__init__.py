@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from etl import write_dataset
+    from etl.frames import propose_schema
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
-    "numpy_batches", "on_ranks", "predict", "predict_udf", "read_history", "read_manifest", "spark_session",
-    "torch_loader", "train", "tune", "verify", "write_dataset", "write_images", "write_logs",
+    "numpy_batches", "on_ranks", "predict", "predict_udf", "propose_schema", "read_history", "read_manifest",
+    "spark_session", "torch_loader", "train", "tune", "verify", "write_dataset", "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
@@ -49,6 +50,7 @@ _MODULES = {
     "load_schema": "lockstep.features.schema.declare",
     "numpy_batches": "training.batches.planned",
     "on_ranks": "training",
+    "propose_schema": "etl.frames",
     "write_dataset": "etl",
 }
 

@@ -19,7 +19,7 @@ from etl.split.warnings import label_lines
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
@@ -296,7 +296,7 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]
     found = sampled_of(manifest)
-    sampled, names = found is not None and bool(found.shares), manifest.created_by["config"].get("class_names")
+    sampled, names = found is not None and bool(found.shares), class_names_of(manifest)
     return _described(url, tables, dataset_blocks(url, manifest), schema.fields, max_records, schema, sampled, names)
 
 

@@ -8,12 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
 
 from etl import columns as c
+from etl.columns import listed
 from etl.input.files import Range, Source, find_lines, plan_ranges
 from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.input.log_formats import DELIMITERS, LOG_FORMATS
@@ -137,7 +137,6 @@ def _bad_header(url: str, got: str) -> DataError:
     )
 
 
-MAX_LISTED = 400  # characters of names in an error
 # Tokens of Spark's SQL: strings and comments, a name in backquotes, or a bare name. A name before a bracket is a
 # function.
 _TOKEN = re.compile(
@@ -299,14 +298,6 @@ def columns_differ(
         allowed=f"its columns: {listed([name for name in there if name])}",
         next_step=way,
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, whole, and how many more there are."""
-    ends = accumulate(len(name) + 2 for name in names)
-    shown = max(1, sum(end <= MAX_LISTED for end in ends))
-    more = len(names) - shown
-    return ", ".join(name[:MAX_LISTED] for name in names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def _check_columns(

@@ -33,6 +33,7 @@ from etl.write.checks import Target, check_output, check_target
 from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.frame import named_repeats, prepared
 from etl.write.late import AssignLate, LateImages, write_late
+from etl.write.pandas_rows import is_frame, spark_frame
 from etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
 from etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
 from etl.write.staging import Staging, publish_beside
@@ -193,7 +194,7 @@ MAX_SPLITS = 100
 
 
 def write_dataset(
-    df: DataFrame,
+    df: Any,
     url: str | os.PathLike[str],
     *,
     id_columns: str | Sequence[str],
@@ -217,11 +218,14 @@ def write_dataset(
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
 
-    `id_columns` identify a record; they must be unique unless `df` has `_source` (int) and `_position` (bigint), which
-    say where a row comes from. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
-    other arguments are those of WriteConfig. `df` may have `_occurrence` (bigint: which repetition of its id columns a
-    row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it may be read more
-    than once and must give the same rows each time. `origin` says where the rows come from, for the manifest.
+    `df` is a data frame of Spark, or of pandas in an active Spark session, whose NaN and NA are null. `id_columns`
+    identify a record; they must be unique unless `df` has `_source` (int) and `_position` (bigint), which say where a
+    row comes from. `schema` None takes all columns by their types, `label` among them: numbers as they are, null as 0,
+    texts by their hash (`lockstep.propose_schema` looks at the values too); one ConfigError names every column that
+    cannot be stored or trained on. The other arguments are those of WriteConfig. `df` may have `_occurrence` (bigint:
+    which repetition of its id columns a row is), `_dropped` (string: why a row is not written) and, for the split
+    `given`, `_split`; it may be read more than once and must give the same rows each time. `origin` says where the rows
+    come from, for the manifest.
 
     Nothing appears at `url` before the dataset is complete. Raises ExistsError for an existing output, ConfigError for
     arguments and columns that do not fit and for rows that depend on chance, DataError if `df` gave other rows when it
@@ -235,6 +239,8 @@ def write_dataset(
     >>> manifest.counts.written, sorted(manifest.splits)
     (500, ['test', 'train'])
     """
+    if is_frame(df):
+        df = spark_frame(df)
     config = WriteConfig(
         output=absolute(url), fmt=fmt, compression=compression,
         split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,

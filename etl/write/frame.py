@@ -8,9 +8,12 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from etl import columns as c
+from etl.propose import HASH_BUCKETS
 from etl.spark.errors import SameIdError, to_wire
 from etl.split.splits import SplitSpec
 from lockstep.features.examples.column_checks import MAX_UINT64
+from lockstep.features.schema.declare import complete_encoding
+from lockstep.features.schema.encodings import Encoding
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
@@ -55,42 +58,89 @@ def infer_schema(
     df: DataFrame, label: str | None = None, exclude: str | Sequence[str] = (), id_columns: str | Sequence[str] = ()
 ) -> Schema:
     """A schema of all columns of `df` but the writer's own and those that `exclude` names, by DTYPES; lists of those
-    types are lists. A column that may be null is a nullable field; a list and the label must not be. `id_columns` are
-    stored, and no model is fed with them.
+    types are lists. It follows from the types alone, so equal input gives equal schemas.
 
-    Raises ConfigError for a type without a rule, naming what to do, and for a name that no field can have.
+    A column that may be null is a nullable field; a list and the label must not be. A model is fed numbers as they are
+    and null as 0, and texts by their hash; `id_columns` are stored, and no model is fed with them.
+    `lockstep.propose_schema` looks at the values too, and proposes better encodings.
+
+    Raises ConfigError that names every column of a type without a rule, of a name that no field can have and, if there
+    is a label, that no model could be trained on, with what to do about it.
     """
     have, exclude, id_columns = dict(df.dtypes), several(exclude), several(id_columns)
     for name in (*exclude, *(() if label is None else (label,))):
         if name not in have:
             raise _cannot(name, "no such column", f"one of {', '.join(have)}", "Correct the name.")
     nullable = {field.name: field.nullable for field in df.schema.fields}
-    fields = [sample_id_field()]
+    fields, faults = [sample_id_field()], list[ConfigError]()
     for name, kind in have.items():
         if name in _OWN or name in exclude:
             continue
-        if name in (SAMPLE_ID, "split") or name.startswith("_"):
-            taken = f"not {SAMPLE_ID} or split, which a dataset has itself, and no `_` first"
-            raise _cannot(name, "its name", taken, "Rename it in a query, or exclude it.")
+        stored = name in id_columns and name != label  # an id says nothing about other rows
+        fault = fault_of(name, kind) or (None if stored or label is None else _untrainable(name, kind, label))
+        if fault is not None:
+            faults.append(fault)
+            continue
         item, is_list = _item(kind)
-        if item not in DTYPES:
-            way = _way(kind).format(name)
-            whole = " A schema may declare it as uint64." if item in (UINT64, *_WIDER[UINT64]) else ""
-            step = f"Use {way} in a query, or exclude it.{whole}"
-            raise _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", step)
         is_label = name == label
+        may_be_null = nullable[name] and not is_list and not is_label
         fields.append(
             Field(
                 name=name,
                 dtype=DTYPES[item],
                 shape=(None,) if is_list else (),
                 kind="label" if is_label else "feature",
-                nullable=nullable[name] and not is_list and not is_label,
-                # An id says nothing about other rows; besides, Spark takes the ids of most tables for nullable.
-                encoding={"kind": "ignore"} if name in id_columns and not is_label else None,
+                nullable=may_be_null,
+                encoding={"kind": "ignore"} if stored else None if is_label else _fed(item, is_list, may_be_null),
             )
         )
+    if len(faults) > 1:
+        raise ConfigError(
+            f"{len(faults)} columns cannot be used",
+            got="; ".join(f"{fault.what.split(' cannot')[0]}: {fault.got}" for fault in faults),
+            allowed="; ".join(dict.fromkeys(fault.allowed for fault in faults)),
+            next_step=" ".join(fault.next_step for fault in faults),
+        )
+    if faults:
+        raise faults[0]
     return Schema(tuple(fields))
+
+
+def fault_of(name: str, kind: str) -> ConfigError | None:
+    """Why a column of this name and type cannot be stored without a declared schema, and what to do; None if it can."""
+    if name in (SAMPLE_ID, "split") or name.startswith("_"):
+        taken = f"not {SAMPLE_ID} or split, which a dataset has itself, and no `_` first"
+        return _cannot(name, "its name", taken, "Rename it in a query, or exclude it.")
+    item, _ = _item(kind)
+    if item in DTYPES:
+        return None
+    whole = " A schema may declare it as uint64." if item in (UINT64, *_WIDER[UINT64]) else ""
+    step = f"Use {_way(kind).format(name)} in a query, or exclude it.{whole}"
+    return _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", step)
+
+
+def _untrainable(name: str, kind: str, label: str) -> ConfigError | None:
+    """Why no model could be trained on a column that can be stored; None if one could."""
+    item, is_list = _item(kind)
+    propose = f"lockstep.propose_schema(df, label='{label}') declares"
+    if name == label:
+        good = not is_list and item not in ("string", "binary")
+        step = f"{propose} the classes of a text (jobs.etl_table --propose-schema --label {label})."
+        return None if good else _cannot(name, f"a label of {kind}", "a label that is a number or a boolean", step)
+    if item == "binary" or (is_list and item != "string"):
+        got = f"{kind}, which no model is fed without a declared encoding"
+        step = f"Exclude or drop it, or pass a schema: {propose} the length of a list."
+        return _cannot(name, got, "numbers, booleans, texts and lists of texts", step)
+    return None
+
+
+def _fed(item: str, is_list: bool, may_be_null: bool) -> Encoding | None:
+    """The encoding of a column whose values were not looked at; None for the value itself."""
+    if item == "string":
+        return complete_encoding({"kind": "hash", "buckets": HASH_BUCKETS}, "")
+    if item == "binary" or is_list or not may_be_null:
+        return None
+    return {"kind": "number", "null_value": 0}
 
 
 def prepared(
@@ -109,7 +159,7 @@ def prepared(
     """
     from pyspark.sql import functions as f
 
-    _check_frame(df)
+    check_frame(df)
     if schema is None:
         schema = infer_schema(df, label, (), id_columns)
     elif label is not None and (schema.label is None or schema.label.name != label):
@@ -138,7 +188,8 @@ def prepared(
             flag = "--id-columns" if name in id_columns else "--split" if name == split.column else "the schema"
             step = f"Correct {flag}, or make such a column in a query."
             raise _cannot(name, "no such column", f"one of {', '.join(have)}"[:1000], step)
-        column = _as(name, have[name], kind)
+        column = _class_of(name, have[name], schema.label, kept) if schema.label is not None else None
+        column = _as(name, have[name], kind) if column is None else column
         if _item(kind)[0] == UINT64 and any(field.name == name for field in schema):
             column = _unsigned(name, column, kind, kept)
         never_null = any(field.name == name and not field.nullable for field in schema)
@@ -171,7 +222,8 @@ def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> SameIdError | Non
     )
 
 
-def _check_frame(df: DataFrame) -> None:
+def check_frame(df: DataFrame) -> None:
+    """Raise ConfigError for a data frame of Spark Connect, and for names that Spark takes for one."""
     if not hasattr(df, "_jdf"):
         raise ConfigError(
             "a data frame of Spark Connect cannot be written as a dataset",
@@ -199,6 +251,32 @@ def _as(name: str, got: str, kind: str) -> Column:
     if c.nested_list(got):
         raise _cannot(name, got, kind, f"Use {_way(got).format(name)} in a query, or leave it out of the schema.")
     raise _cannot(name, got, kind, f"Cast it in a query: CAST({name} AS {kind}), or declare it otherwise.")
+
+
+def _class_of(name: str, got: str, label: Field, kept: Column) -> Column | None:
+    """The label `name` as the number of its class or as no and yes, where the column has the names of classes, or 0 and
+    1 for a boolean; a DataError out of the task for another value in a row that is kept. None for any other column.
+    """
+    from pyspark.sql import functions as f
+
+    column, names = f.col(c.quoted(name)), label.class_names
+    if name != label.name:
+        return None
+    if got == "string" and names is not None:
+        place = f.array_position(f.array(*map(f.lit, names)), column) - 1
+        known, allowed = place >= 0, ", ".join(names)
+        value = place == 1 if label.dtype == "bool" else place.cast("bigint")
+    elif got in c.WHOLE and label.dtype == "bool":
+        known, allowed, value = column.isin(0, 1), "0 and 1", column == 1
+    else:
+        return None
+    error = DataError(
+        f"label `{name}` has a value that is none of its classes",
+        got="another value",
+        allowed=allowed[:1000],
+        next_step="Add it to class_names in the schema, or drop those rows in a query.",
+    )
+    return f.when(kept & ~known, f.raise_error(f.lit(to_wire(error)))).otherwise(value).alias(name)
 
 
 def _way(kind: str) -> str:
@@ -242,6 +320,11 @@ def _unsigned(name: str, column: Column, kind: str, kept: Column) -> Column:
         next_step="Drop or correct those rows in a query, or declare the field as string.",
     )
     return f.when(kept & found, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
+
+
+def item_of(kind: str) -> str:
+    """The type of a list's values, or the type itself, in Spark's notation."""
+    return _item(kind)[0]
 
 
 def _item(kind: str) -> tuple[str, bool]:

@@ -48,6 +48,12 @@ def frame(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, "id bigint, at int, user string, kind string, click boolean, x float")
 
 
+def of_texts(label: str) -> Schema:
+    """The schema of `frame` with a text as the label, which is stored but no model is trained on."""
+    columns = {"id": "int64", "at": "int64", "user": "string", label: "string", "click": "bool", "x": "float32"}
+    return Schema.plain(columns, label=label)
+
+
 HALVES = {"train": 300, "test": 300}
 
 
@@ -106,12 +112,15 @@ def read(url: Path, split: str) -> list[dict[str, Any]]:
 
 def test_types_have_rules(spark: SparkSession) -> None:
     ddl = (
-        "id string not null, b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, u string, y binary,"
-        " many array<int>, y2 array<string>, _source int, _position bigint"
+        "id string not null, b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, u string,"
+        " y2 array<string>, _source int, _position bigint"
     )
     schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude="y2", id_columns=["id", "l"])
-    fed = [field.name for field in schema if field.kind == "feature" and field.encoding is None]
-    assert fed == ["t", "s", "i", "f", "d", "u", "y", "many"], "ids are stored, and no model is fed with them"
+    encodings = {field.name: (field.encoding or {}).get("kind") for field in schema if field.kind == "feature"}
+    null_as_0 = dict.fromkeys("tsifd", "number")
+    assert encodings == {"id": "ignore", "l": "ignore", "u": "hash", **null_as_0}, "no model is fed with ids"
+    no_label = infer_schema(spark.createDataFrame([], "id bigint not null, y binary, many array<int>, x int not null"))
+    assert [field.encoding for field in no_label] == [None] * 5, "without a label nothing is trained"
     told = {field.name: (field.dtype, field.shape, field.nullable) for field in schema}
     whole = ("int64", (), True)
     assert told == {
@@ -120,8 +129,7 @@ def test_types_have_rules(spark: SparkSession) -> None:
         "b": ("bool", (), False),  # the label
         "t": whole, "s": whole, "i": whole, "l": whole,
         "f": ("float32", (), True), "d": ("float64", (), True),
-        "u": ("string", (), True), "y": ("bytes", (), True),
-        "many": ("int64", (None,), False),  # a list is never null
+        "u": ("string", (), True),
     }  # fmt: skip
     for kind, way in (
         ("decimal(10,2)", "CAST(z AS STRING)"), ("timestamp", "unix_micros(z)"), ("date", "unix_date(z)"),
@@ -243,7 +251,7 @@ def test_sampling_moves_no_border_and_thins_training_only(frame: DataFrame, text
 def test_groups_that_are_far_from_shares_and_have_one_class(
     frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: dict[str, Any] = {"id_columns": ["id"], "label": "kind", "split": "group:kind:80/20", "seed": 2}
+    told: dict[str, Any] = {"id_columns": ["id"], "schema": of_texts("kind"), "split": "group:kind:80/20", "seed": 2}
     etl.write_dataset(frame, str(tmp_path / "out"), **told)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "split: test has 33.3 % of the records where --split group:kind:80/20 asks for 20.0 %; of 3 groups the largest,"
@@ -372,7 +380,7 @@ def test_a_mark_in_a_plan_is_no_error_of_a_task(spark: SparkSession) -> None:
 
 def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     odd, name = frame.withColumnRenamed("kind", "k`ind.x"), "k`ind.x"  # a name that must be quoted wherever it goes
-    told: dict[str, Any] = {"id_columns": ["id"], "label": name, "split": f"stratified:{name}:80/20"}
+    told: dict[str, Any] = {"id_columns": ["id"], "schema": of_texts(name), "split": f"stratified:{name}:80/20"}
     one = etl.write_dataset(odd.repartition(3), str(tmp_path / "one"), **told, weights="balanced")
     etl.write_dataset(odd.coalesce(1), str(tmp_path / "two"), **told, weights="balanced")
     assert one.created_by["config"]["class_counts"] == {"a": 240, "b": 160, "c": 80}

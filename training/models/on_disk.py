@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.sampled import sampled_of
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.layout import fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
@@ -72,7 +72,8 @@ def export(
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
     if any(field.is_baked for field in schema):
         files.append(write_bytes(directory, RAW_SCHEMA_FILE, canonical_bytes(raw_schema(schema).to_json())))
-    files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(signature.to_json())))
+    named = replace(signature, class_names=class_names_of(manifest))
+    files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(named.to_json())))
     fs = filesystem(dataset_url)
     for path_of_file, info in sorted(manifest.files.items()):
         name = path_of_file.rpartition("/")[2]

@@ -145,6 +145,8 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
         return _tensor(field)
     if kind == "number":
         return _number(field)
+    if kind in ("log", "clip"):
+        return _bent(encoding)
     if kind == "standardise":
         assert isinstance(fitted, Moments)
         return _standardised(field, fitted)
@@ -236,6 +238,22 @@ def _number(field: Field) -> Encode:
         if null is not None:
             numbers = tf.where(null, tf.constant(replaced, dtype), numbers)
         return tf.reshape(numbers, (-1, 1))
+
+    return encode
+
+
+def _bent(encoding: Mapping[str, Any]) -> Encode:
+    """A log or a clip, as lockstep/features/encode/transforms.py computes them."""
+    null_value = tf.constant(encoding.get("null_value", 0), tf.float64)
+
+    def encode(values: tf.Tensor, null: tf.Tensor | None) -> tf.Tensor:
+        wide = tf.cast(values, tf.float64)
+        missing = tf.math.is_nan(wide) if null is None else tf.math.is_nan(wide) | null
+        if encoding["kind"] == "log":
+            bent = tf.sign(wide) * tf.math.log1p(tf.abs(wide))
+        else:
+            bent = tf.clip_by_value(wide, float(encoding["least"]), float(encoding["most"]))
+        return tf.reshape(tf.cast(tf.where(missing, null_value, bent), tf.float32), (-1, 1))
 
     return encode
 

@@ -38,7 +38,7 @@ SHOWN_METRICS = 3  # of a slice
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class Scored:
     """A run's model, or one of its checkpoints; `kept` is the share of each class that counts in training, `rows` that
     of its rows.
     """
@@ -126,13 +126,13 @@ def evaluate(
     grouped, stored = clusters_of(manifest, clusters)
     datasets = [url for url, _ in load_chain(dataset)] if earlier else [dataset]
     datasets += [absolute(url) for url in more]
-    models = [_Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
+    models = [Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
     require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
     first = models[0]
     if baseline is not None:
         check_baseline(baseline, Schema.from_json(manifest.schema))
         _check_trained_on(first.config, first.dataset_digest, baseline)
-    _check_alike(models, manifest, split)
+    check_alike(models, manifest, split)
     payload = {
         "config": first.config.to_json(),
         "members": [one.to_json() for one in models],
@@ -176,7 +176,7 @@ def evaluate_pooled(
     dataset = absolute(dataset)
     manifest = load_dataset(dataset)
     _, stored = clusters_of(manifest, None)
-    models = [_Scored.of(run, None, manifest) for run in runs.values()]
+    models = [Scored.of(run, None, manifest) for run in runs.values()]
     payload = {
         "config": models[0].config.to_json(),
         "members": [{**one.to_json(), "split": split} for split, one in zip(runs, models, strict=True)],
@@ -192,7 +192,7 @@ def evaluate_pooled(
     return dict(launch(task, num_ranks)[0])
 
 
-def _check_alike(models: Sequence[_Scored], manifest: DatasetManifest, split: str) -> None:
+def check_alike(models: Sequence[Scored], manifest: DatasetManifest, split: str) -> None:
     """Raise ConfigError for models that are fed other inputs, or were trained on other shares of the classes."""
     trained_on = [one.config.split for one in models if split in one.config.split.split(",")]
     folds = {held_out(manifest, names, training=True) for names in trained_on}

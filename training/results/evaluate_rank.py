@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from lockstep.features.schema.schema import class_names_of
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.manifest import DatasetManifest
 from training.batches.augmenting import labels_of
 from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
@@ -59,7 +59,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         baseline = baseline_of(payload["baseline"], trained_on.encoder.schema)
         baseline.fit(trained_on.readers, config.mix, comm)
     slices = slices_of(payload["slices"], first.split.encoder.schema)
-    details = Details(slices, _class_names(first.split.manifest), payload["clusters"])
+    details = Details(slices, class_names_of(first.split.manifest), payload["clusters"])
 
     def scored(
         model: keras.Model,
@@ -118,9 +118,3 @@ def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
 def _build(model: keras.Model, signature: Signature) -> None:
     model_state.build_all(model, signature, SHOWN_BATCH_ROWS)
     weigh_tests(model)
-
-
-def _class_names(manifest: DatasetManifest) -> tuple[str, ...] | None:
-    """The names of the classes, which jobs.etl_images stores; None if there are none."""
-    names = manifest.created_by.get("config", {}).get("class_names")
-    return tuple(map(str, names)) if names else None

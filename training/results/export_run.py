@@ -4,18 +4,19 @@ a TensorFlow SavedModel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.documents import seal, unseal
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, occupied, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute, join, parent
+from lockstep.storage.urls import absolute, join, parent, several
 from training.batches.augmenting import labels_of
 from training.config import TrainConfig
 from training.control.context import RankContext
@@ -45,14 +46,23 @@ class Exported:
 
     output: str
     checkpoint: CheckpointRef
+    """Of a mean of runs, the first one's."""
     not_raw: dict[str, str] = field(default_factory=dict)
     """The columns for which a SavedModel has no signature of raw columns, each with the reason."""
+    others: tuple[CheckpointRef, ...] = ()
+    """Of a mean of runs, the checkpoints of all but the first."""
 
 
 def export_run(
-    run: str, output: str, launch: Launch, *, checkpoint: Which | None = None, form: Format = "keras"
+    run: str | Sequence[str],
+    output: str,
+    launch: Launch,
+    *,
+    checkpoint: Which | None = None,
+    form: Format = "keras",
 ) -> Exported:
-    """Export a checkpoint of the run's chain as a model to `output`, which must not exist.
+    """Export a checkpoint of the run's chain as a model to `output`, which must not exist; of several runs one model
+    that computes the mean of their probabilities, without a loss.
 
     `checkpoint` is `last`, `best` (by the run's --keep-best) or a step; None is the best of a run that keeps it, else
     the last. The whole checkpoint is read and checked first.
@@ -60,35 +70,76 @@ def export_run(
     Raises ConfigError for a missing checkpoint or an output within the run, CorruptionError for a changed checkpoint,
     ExistsError if the output exists.
     """
-    run, output = absolute(run), absolute(output)
-    fs, paths, out = filesystem(run), RunPaths(run), filesystem(output)
-    check_output(out, paths, output)
-    config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
-    urls = checkpoints(fs, paths)
-    ref = chosen(fs, paths, config, urls, checkpoint)
-    manifest = read_checkpoint(fs, urls[ref], ref)
+    runs, output = tuple(map(absolute, several(run))), absolute(output)
+    require(bool(runs), "--run", "no run", "one run, or several whose models are averaged")
+    out = filesystem(output)
+    for one in runs:
+        check_output(out, RunPaths(one), output)
+    members = [_Member.of(one, checkpoint) for one in runs]
+    first = members[0]
+    _check_alike(members)
     staging = staging_folder(out, parent(output), "export")
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
-            payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging, "form": form}
-            task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+            payload = {
+                "members": [{"config": one.config.to_json(), "checkpoint": one.url} for one in members],
+                "directory": staging, "form": form,
+            }  # fmt: skip
+            tls = any(one.config.tls == "on" for one in members)
+            task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls)
             made = launch(task, 1)[0]
             document = {
                 "format_version": FORMAT_VERSION,
                 "kind": "model",
-                "generation": ref.generation,
-                "checkpoint": str(ref),
-                "plan": manifest["plan"],
-                "model": config.model,
-                "split": config.split,
+                "generation": first.ref.generation,
+                "checkpoint": str(first.ref),
+                "plan": first.plan,
+                "model": first.config.model,
+                "split": first.config.split,
                 "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in made["files"]},
             }
+            if len(members) > 1:
+                document["mean_of"] = [{"run": one.run, "checkpoint": str(one.ref)} for one in members]
             write_file(out, join(staging, MANIFEST_NAME), seal(document))
             publish_directory(out, staging, output)
     finally:
         if out.exists(staging):
             out.delete(staging, recursive=True)
-    return Exported(output, ref, made["not_raw"])
+    return Exported(output, first.ref, made["not_raw"], tuple(one.ref for one in members[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A checkpoint of a run; `plan` is what it was trained by."""
+
+    run: str
+    config: TrainConfig
+    ref: CheckpointRef
+    url: str
+    plan: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: str, which: Which | None) -> Self:
+        fs, paths = filesystem(run), RunPaths(run)
+        config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
+        urls = checkpoints(fs, paths)
+        ref = chosen(fs, paths, config, urls, which)
+        return cls(run, config, ref, urls[ref], read_checkpoint(fs, urls[ref], ref)["plan"])
+
+
+def _check_alike(members: Sequence[_Member]) -> None:
+    """Raise ConfigError for runs on other splits, or whose models are of several modules: who loads the mean imports
+    one. That all have seen the same data is checked where the checkpoints are read.
+    """
+    names = {one.config.model for one in members if ":" in one.config.model}
+    splits = {one.config.split for one in members}
+    if len(splits) > 1 or len(names) > 1:
+        raise ConfigError(
+            "these models cannot be exported as their mean",
+            got="; ".join(f"{one.config.model} trained on {one.config.split}" for one in members),
+            allowed="runs with one --split, and one MODULE:FUNCTION or ready models",
+            next_step="Leave the other runs out of --run.",
+        )
 
 
 def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
@@ -115,8 +166,8 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Write the model of the payload's {checkpoint} to its {directory} in its {form}; returns {files, not_raw}."""
-    config = TrainConfig.from_json(context.payload["config"])
+    """Write the model of the payload's {members} to its {directory} in its {form}; returns {files, not_raw}."""
+    config = TrainConfig.from_json(context.payload["members"][0]["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     return run(context, config)
 
@@ -127,8 +178,19 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 
     manifest, encoder = open_dataset(config)
     signature = labels_of(config, encoder.signature)
-    model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
-    model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+    members = context.payload["members"]
+    models = []
+    for member in members:
+        own = TrainConfig.from_json(member["config"])
+        models.append(load_checkpoint(member["checkpoint"], own, manifest, labels_of(own, encoder.signature)))
+    if len(models) == 1:
+        model = models[0]
+        model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+    else:
+        from training.scoring.ensemble import saved_ensemble_of
+        from training.scoring.score_split import takes_logits
+
+        model = saved_ensemble_of(models, [takes_logits(one) for one in models], signature)
     directory = context.payload["directory"]
     files = export(model, directory, config.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.features.schema.fields import SAMPLE_ID
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal
-from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute, join, parent
+from lockstep.storage.urls import absolute, join, parent, several
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.failures import LauncherGoneError, RankFailedError
@@ -28,21 +31,22 @@ from training.launch.session import Launch, Launches
 from training.launch.signals import ended_in_order
 from training.plan.datasets import rows_of
 from training.rank import runtime
-from training.results.export_run import Which, check_output, weights_of
+from training.results.evaluate import Scored, check_alike
+from training.results.export_run import Which, check_output
 from training.run import notes
 from training.run.paths import RunPaths
-from training.run.run_json import read_run
 
 ENTRY = "training.results.predict:main"
 FORMAT_VERSION = 1
 PART_ROWS = 1 << 18  # of a file; a failed rank repeats at most one
 MIN_PARTS = 32  # of a small split, so that each of a few ranks has some
+OWN_COLUMNS = (SAMPLE_ID, "label", "prediction", "class", "label_name", "class_name")
 MAX_FAILURES = 3  # in a row without a new file
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Published predictions: their directory, the rows in it, and the model or checkpoint that made them."""
+    """Published predictions: their directory, the rows in it, and the models or checkpoints that made them."""
 
     output: str
     rows: int
@@ -52,7 +56,7 @@ class Predicted:
 
 
 def predict(
-    run: str,
+    run: str | Sequence[str],
     dataset: str,
     split: str,
     output: str,
@@ -61,19 +65,22 @@ def predict(
     num_ranks: int = 1,
     batch: int = 512,
     checkpoint: Which | None = None,
+    columns: str | Sequence[str] = (),
 ) -> Predicted:
     """Write predictions of the run's model (its newest claim's, else the weights of the last checkpoint; or those of
-    `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet.
+    `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet; of several runs, the mean
+    of their models' probabilities, as evaluate computes it.
 
-    Columns: `sample_id` int64; `label` if the dataset has one; `prediction`, a double, or a list of floats for a model
-    with several numbers a row; and `class` int64, the index of the largest, if the label is a class. Of a run with
-    --bad-images skip, rows whose image cannot be decoded have null there. Rows are in the order of the dataset;
-    files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a
-    time. A failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before
-    all files are complete. Prints a note if predictions are not finite. Raises ConfigError, NotFoundError and
-    ExistsError, where possible before a rank is started.
+    Columns: `sample_id` int64; the dataset's id columns that are stored, and the stored `columns`; `label` if the
+    dataset has one; `prediction`, a double, or a list of floats for a model with several numbers a row; and `class`
+    int64, the index of the largest, if the label is a class. If classes have names, `label_name` and `class_name` have
+    them. Of a run with --bad-images skip, rows whose image cannot be decoded have null there. Rows are in the order of
+    the dataset; files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a time. A
+    failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before all files
+    are complete. Prints a note if predictions are not finite. Raises ConfigError, NotFoundError and ExistsError, where
+    possible before a rank is started.
     """
-    run, dataset, output = absolute(run), absolute(dataset), absolute(output)
+    runs, dataset, output = tuple(map(absolute, several(run))), absolute(dataset), absolute(output)
     if batch < 1 or num_ranks < 1:
         raise ConfigError(
             "predictions need rows and ranks",
@@ -81,19 +88,27 @@ def predict(
             allowed="integers from 1 up",
             next_step="Correct --batch or --num-ranks.",
         )
+    require(bool(runs), "--run", "no run", "one run, or several whose models are averaged")
     fs = filesystem(output)
-    check_output(fs, RunPaths(run), output)
-    config = TrainConfig.from_json(read_run(filesystem(run), RunPaths(run))["config"])
+    for one in runs:
+        check_output(fs, RunPaths(one), output)
     manifest = load_dataset(dataset)
     rows = rows_of(manifest, split)
+    carried = columns_to_carry(manifest, several(columns))
+    models = [Scored.of(one, checkpoint, manifest) for one in runs]
+    check_alike(models, manifest, split)
     parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
-    model, weights = weights_of(run, config, checkpoint)
+    config, made_by = models[0].config, [str(one.model or one.checkpoint) for one in models]
     staging = staging_folder(fs, parent(output), "predict")
     payload = {
         "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,
-        "model": model, "checkpoint": weights, "directory": staging,
+        "members": [
+            {"config": one.config.to_json(), "model": one.model, "checkpoint": one.checkpoint} for one in models
+        ],
+        "columns": carried, "directory": staging,
     }  # fmt: skip
-    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+    tls = any(one.config.tls == "on" for one in models)  # as the runs were trained
+    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls)
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             fs.mkdirs(staging)
@@ -110,7 +125,7 @@ def predict(
                 "dataset": dataset,
                 "dataset_digest": manifest.digest,
                 "split": split,
-                "model": model or weights,
+                "model": made_by[0] if len(made_by) == 1 else made_by,
                 "batch": batch,
                 "rows": rows,
                 "left_out": left_out,
@@ -122,7 +137,27 @@ def predict(
         fs.discard(staging)
     notes.show(notes.of_predictions(sum(file["not_finite"] for file in files), rows))
     notes.show(notes.of_left_out(left_out, split, "have no prediction"))
-    return Predicted(output, rows, str(model or weights), left_out)
+    return Predicted(output, rows, ", ".join(made_by), left_out)
+
+
+def columns_to_carry(manifest: DatasetManifest, asked: Sequence[str]) -> list[str]:
+    """The stored columns that travel into predictions: the dataset's id columns, and those `asked` for.
+
+    Raises ConfigError for a column that is not stored, or that has the name of a column of predictions.
+    """
+    schema = Schema.from_json(manifest.schema)
+    stored = [field.name for field in schema if field.kind != "id"]
+    usable = [name for name in stored if name not in OWN_COLUMNS]
+    for name in asked:
+        if name not in usable:
+            raise ConfigError(
+                f"the column `{name}` cannot be added to predictions",
+                got="a column of predictions has this name" if name in OWN_COLUMNS else "no such column is stored",
+                allowed=", ".join(usable),
+                next_step="Correct --columns; a column must be in the dataset's schema, such as with encoding ignore.",
+            )
+    ids = manifest.created_by["config"].get("id_columns") or ()
+    return list(dict.fromkeys([*(name for name in ids if name in usable), *asked]))
 
 
 class _Shown(Handler):

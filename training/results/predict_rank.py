@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import keras
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from lockstep.features.encode.encoder import Encoded
+from lockstep.features.encode.encoder import Encoded, Encoder
+from lockstep.features.schema.schema import class_names_of
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
@@ -26,9 +32,11 @@ from training.control.context import RankContext
 from training.control.protocol import OPENING
 from training.models.on_disk import load_checkpoint, load_export, upload
 from training.reading.background import ReadAhead
+from training.reading.open import OpenSplit
 from training.results.predictor import prediction_column
 from training.run.notes import NAMED
-from training.scoring.score_split import open_split
+from training.scoring.ensemble import ensemble_of
+from training.scoring.score_split import open_split, takes_logits
 
 GROUP_BYTES = 8 << 20  # of a row group
 BAD_IMAGES = b"lockstep.bad_images"  # key in a file's footer
@@ -44,17 +52,13 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     directory, parts, batch = payload["directory"], payload["parts"], payload["batch"]
     beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
-    label = split.encoder.schema.label
-    yes_or_no = label is not None and label.dtype == "bool"
     beat(0, "load the model")
-    if payload["model"] is not None:
-        model = load_export(payload["model"], config, split.manifest)
-    else:
-        signature = labels_of(config, split.encoder.signature)
-        model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
+    model = model_of(payload["members"], split.manifest, split.encoder.signature)
+    form = Form.of(model, split)
     steps, encoder = 0, split.encoder
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
+    encoder = _Carrying(encoder, payload["columns"])
 
     def predicted(part: int, bad: list[str]) -> Iterator[pa.RecordBatch]:
         nonlocal steps
@@ -65,7 +69,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
                 steps += 1
                 beat(steps, "predict")
                 bad += [f"{image.what} ({image.detail})" for image in rows.bad]
-                yield columns_of(rows, outputs, yes_or_no=yes_or_no, classes=split.encoder.signature.num_classes)
+                yield columns_of(rows, outputs, form)
 
     fs, files = filesystem(directory), []
     for part in range(world.rank * parts // world.num_ranks, (world.rank + 1) * parts // world.num_ranks):
@@ -88,24 +92,85 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     return {"files": files}
 
 
-def columns_of(rows: Encoded, outputs: Any, *, yes_or_no: bool, classes: int | None) -> pa.RecordBatch:
-    """The columns of training.results.predict for one batch. `yes_or_no`: its label is stored as bool.
+def model_of(members: Sequence[dict[str, Any]], manifest: DatasetManifest, signature: Signature) -> keras.Model:
+    """The model of the one of `members` ({config, model, checkpoint}), or the mean of several."""
+    models = []
+    for member in members:
+        config = TrainConfig.from_json(member["config"])
+        if member["model"] is not None:
+            models.append(load_export(member["model"], config, manifest))
+        else:
+            models.append(load_checkpoint(member["checkpoint"], config, manifest, labels_of(config, signature)))
+    if len(models) == 1:
+        return models[0]
+    return ensemble_of(models, [takes_logits(model) for model in models], signature)
 
-    Rows of bad images have no prediction and no class.
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How outputs become columns: whether the label is stored as bool, its number of classes and their names, and
+    whether the outputs are log-odds or logarithms.
     """
+
+    yes_or_no: bool
+    classes: int | None
+    names: tuple[str, ...] | None = None
+    logits: bool = False
+
+    @classmethod
+    def of(cls, model: keras.Model, split: OpenSplit) -> Self:
+        """The form of the outputs of `model` for the rows of `split`."""
+        label, classes = split.encoder.schema.label, split.encoder.signature.num_classes
+        yes_or_no = label is not None and label.dtype == "bool"
+        return cls(yes_or_no, classes, class_names_of(split.manifest), takes_logits(model))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried(Encoded):
+    """Encoded rows with the stored columns that travel into their predictions."""
+
+    stored: pa.RecordBatch
+
+
+class _Carrying(Encoder):
+    """An encoder whose rows are Carried."""
+
+    def __init__(self, inner: Encoder, columns: Sequence[str]) -> None:
+        self._inner, self._stored = inner, list(columns)
+
+    def encode(self, batch: pa.RecordBatch) -> Encoded:
+        rows = self._inner.encode(batch)
+        return Carried(rows.x, rows.y, rows.sample_id, rows.weight, rows.bad, stored=batch.select(self._stored))
+
+
+def columns_of(rows: Encoded, outputs: Any, form: Form) -> pa.RecordBatch:
+    """The columns of training.results.predict for one batch. Rows of bad images have no prediction and no class."""
     columns: dict[str, Any] = {"sample_id": rows.sample_id}
+    if isinstance(rows, Carried):
+        columns |= {name: rows.stored.column(name) for name in rows.stored.schema.names}
     if rows.y is not None:
-        columns["label"] = rows.y.astype(np.bool_) if yes_or_no else rows.y
+        columns["label"] = rows.y.astype(np.bool_) if form.yes_or_no else rows.y
     several = np.ndim(outputs) == 2 and outputs.shape[1] > 1
     columns["prediction"] = prediction_column(outputs, several=several)
-    if several and classes is not None:
+    if several and form.classes is not None:
         columns["class"] = pa.array(outputs.argmax(axis=1))
+    names = form.names
+    if names is not None and rows.y is not None:
+        columns["label_name"] = _named(rows.y.astype(np.int64), names)
+    if names is not None and several and outputs.shape[1] == len(names):
+        columns["class_name"] = _named(outputs.argmax(axis=1), names)
+    elif names is not None and not several and form.yes_or_no:
+        columns["class_name"] = _named((outputs.reshape(-1) > (0.0 if form.logits else 0.5)).astype(np.int64), names)
     if rows.bad:
         good = np.ones(len(outputs), bool)
         good[[image.row for image in rows.bad]] = False
-        for name in columns.keys() & {"prediction", "class"}:
+        for name in columns.keys() & {"prediction", "class", "class_name"}:
             columns[name] = pc.if_else(pa.array(good), columns[name], pa.scalar(None, columns[name].type))
     return pa.RecordBatch.from_pydict(columns)
+
+
+def _named(numbers: NDArray[np.int64], names: Sequence[str]) -> pa.Array:
+    return pa.array(names, pa.string()).take(pa.array(numbers))
 
 
 def doubts_in(file: Path | BytesIO) -> dict[str, Any]:

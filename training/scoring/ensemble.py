@@ -44,24 +44,8 @@ def ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signatur
     Outputs are averaged as probabilities, or unchanged if no member has logits, and returned in the first one's form.
     Raises ConfigError for members whose outputs differ in shape, or that have several.
     """
-    shapes = [_shape(model, signature) for model in members]
-    if None in shapes or len(set(shapes)) > 1:
-        raise ConfigError(
-            "these models cannot be averaged",
-            got="outputs a row of " + ", ".join("several parts" if shape is None else str(shape) for shape in shapes),
-            allowed="models with one output each, all of one shape",
-            next_step="Leave models of another kind out of --run.",
-        )
-
-    def average(inputs: Any) -> Any:
-        outputs = [keras.ops.cast(model(inputs, training=False), "float64") for model in members]
-        mean = sum(_shares(one) if form else one for one, form in zip(outputs, logits, strict=True)) / len(members)
-        if not logits[0]:
-            return mean
-        mean = keras.ops.clip(mean, NEXT_TO_0, NEXT_TO_1)
-        return keras.ops.log(mean) - keras.ops.log(1 - mean) if mean.shape[-1] == 1 else keras.ops.log(mean)
-
-    model = Ensemble(average)
+    _check_shapes(members, signature)
+    model = Ensemble(lambda inputs: _average(members, logits, inputs))
     losses, metrics = members[0]._compile_loss, members[0]._compile_metrics  # Keras has no public way to them
     model.compile(
         loss=None if losses is None else losses._user_loss,
@@ -70,6 +54,38 @@ def ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signatur
         jit_compile=False,
     )
     return model
+
+
+def saved_ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signature: Signature) -> keras.Model:
+    """The same mean as a model of Keras' own layers, which can be saved and loads without Lockstep; without a loss.
+
+    The members become its layers `member_0`, `member_1` ... Raises ConfigError as ensemble_of does.
+    """
+    _check_shapes(members, signature)
+    for number, member in enumerate(members):
+        member.name = f"member_{number}"  # a model's layers have different names
+    inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
+    return keras.Model(inputs, _average(members, logits, inputs))
+
+
+def _average(members: Sequence[keras.Model], logits: Sequence[bool], inputs: Any) -> Any:
+    outputs = [keras.ops.cast(model(inputs, training=False), "float64") for model in members]
+    mean = sum(_shares(one) if form else one for one, form in zip(outputs, logits, strict=True)) / len(members)
+    if not logits[0]:
+        return mean
+    mean = keras.ops.clip(mean, NEXT_TO_0, NEXT_TO_1)
+    return keras.ops.log(mean) - keras.ops.log(1 - mean) if mean.shape[-1] == 1 else keras.ops.log(mean)
+
+
+def _check_shapes(members: Sequence[keras.Model], signature: Signature) -> None:
+    shapes = [_shape(model, signature) for model in members]
+    if None in shapes or len(set(shapes)) > 1:
+        raise ConfigError(
+            "these models cannot be averaged",
+            got="outputs a row of " + ", ".join("several parts" if shape is None else str(shape) for shape in shapes),
+            allowed="models with one output each, all of one shape",
+            next_step="Leave models of another kind out of --run.",
+        )
 
 
 def _shape(model: keras.Model, signature: Signature) -> tuple[int, ...] | None:

@@ -191,6 +191,8 @@ def score(
             by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name, clusters)
             for by, values, (_, names) in zip(details.slices, by_column, sliced, strict=True)
         }
+        if details.class_names is not None and split.encoder.schema.label is not None:
+            _name_classes(found["slices"].get(split.encoder.schema.label.name, []), details.class_names)
     if members:
         mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
         found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form, clusters) if others else []
@@ -247,6 +249,13 @@ class Details:
     class_names: tuple[str, ...] | None = None
     clusters: str | None = None
     """A stored column: rows of one value depend on each other, and the intervals say so."""
+
+
+def _name_classes(slices: list[dict[str, Any]], names: Sequence[str]) -> None:
+    """Call slices by the label by the names of its classes."""
+    for one in slices:
+        if one["value"].isdigit() and int(one["value"]) < len(names):
+            one["value"] = names[int(one["value"])]
 
 
 class Watched(Encoder):

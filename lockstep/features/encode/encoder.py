@@ -19,7 +19,10 @@ from lockstep.features.encode.transforms import (
     at_once,
     baked,
     categorical,
+    clipped,
     image,
+    logarithm,
+    narrowed,
     null_error,
     number,
     sequence,
@@ -74,8 +77,8 @@ class Encoder:
                     raise unfit(field, f"two inputs named `{name}`", "names other than those of masks and lengths")
                 fed[name] = field.name, made
         label = schema.label
-        if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
-            got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32"
+        if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32", "float64")):
+            got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool, float32 or float64"
             raise unfit(label, got, allowed, "Build the dataset again with such a label.")
         self._label, self._weight = label, schema.weight
         if self._weight is not None and label is None:
@@ -194,6 +197,8 @@ class Encoder:
     def _labels(self, field: Field, column: pa.Array) -> NDArray[Any]:
         if field.dtype == "bool":
             column = column.cast(pa.uint8())
+        if field.dtype == "float64":  # a value that would become infinite is refused
+            return narrowed(field, _numbers(field, column, np.float64), np.dtype(np.float32))
         labels = _numbers(field, column, np.int64 if field.dtype == "int64" else np.float32)
         if (
             field.num_classes is not None
@@ -223,6 +228,10 @@ def plan_of(field: Field, fitted: Fitted | None) -> Plan:
             return image(field, field.encoding)
         if kind == "standardise":
             return standardised(field, fitted)
+        if kind == "log":
+            return logarithm(field, field.encoding)
+        if kind == "clip":
+            return clipped(field, field.encoding)
         if kind == "sequence":
             plan = sequence(field, field.encoding, fitted)
         elif kind == "number":

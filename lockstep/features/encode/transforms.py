@@ -233,6 +233,29 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
     return {field.name: at_once(TensorSpec(shape=(1,), dtype=dtype.name), transform, field.dtype if plain else None)}
 
 
+def logarithm(field: Field, encoding: Encoding) -> Plan:
+    """log(1 + value), and -log(1 - value) below 0, so that order and sign stay; null and NaN become `null_value`."""
+    return _bent(field, encoding, lambda values: np.copysign(np.log1p(np.abs(values)), values))
+
+
+def clipped(field: Field, encoding: Encoding) -> Plan:
+    """The value, or the nearest bound outside of `least` to `most`; null and NaN become `null_value`."""
+    least, most = float(encoding["least"]), float(encoding["most"])
+    return _bent(field, encoding, lambda values: np.clip(values, least, most))
+
+
+def _bent(field: Field, encoding: Encoding, bend: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Plan:
+    """A function of each number, computed as float64 and fed as float32."""
+    null = float(encoding.get("null_value", 0))
+
+    def transform(column: pa.Array) -> NDArray[Any]:
+        values = np.array(_unsigned(column).cast(pa.float64(), safe=False).fill_null(np.nan), dtype=np.float64)
+        found = np.where(np.isnan(values), null, bend(values))
+        return narrowed(field, found, np.dtype(np.float32)).reshape(-1, 1)
+
+    return {field.name: at_once(TensorSpec(shape=(1,), dtype="float32"), transform)}
+
+
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     """The first or last `length` values of each list, then padding; with a mask or the number of values."""
     of = encoding.get("of")

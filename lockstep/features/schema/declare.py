@@ -46,7 +46,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _TABLE = re.compile(r"\s*\[\[\s*\"?fields\"?\s*\]\]")
 _ARRAY = re.compile(r'"fields"\s*:\s*\[')
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
-_KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes")
+_KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes", "class_names")
 
 
 def load_schema(text_or_path: str) -> Schema:
@@ -109,6 +109,10 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
         "nullable": document.get("nullable", False),
         "num_classes": document.get("num_classes"),
     }
+    if "class_names" in document:
+        classes = full["class_names"] = document["class_names"]
+        if full["num_classes"] is None and full["dtype"] == "int64" and isinstance(classes, list):
+            full["num_classes"] = len(classes)
     encoding = document.get("encoding")
     return tuple(
         Field.from_json({"name": name, **full, "encoding": complete_encoding(encoding, name)}) for name in names

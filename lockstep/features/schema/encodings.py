@@ -7,6 +7,8 @@
     bucketise    boundaries, [output]                             number                      columns or ids
     standardise  file                                             number                      distance from the mean
     number       [dtype], [null_value]                            number, bool                the value
+    log          [null_value]                                     number                      log(1 + value)
+    clip         least, most, [null_value]                        number                      the value within bounds
     sequence     length, [keep], [with], [pad_value], [of]        list                        `length` values or ids
     normalise    mean, deviation, [divide_by]                     tensor                      float32 by channel
     image        height, width, channels, [fit], [mean ...]       bytes                       decoded pixels
@@ -137,7 +139,7 @@ def stored_form(dtype: str, shape: tuple[int | None, ...], encoding: Encoding | 
     kind = None if encoding is None else encoding["kind"]
     if encoding is None:
         return ("float32", ()) if not shape and dtype in (*STORED_NUMBERS, "bool") and dtype != "float32" else None
-    if kind == "standardise":
+    if kind in ("standardise", "log", "clip"):
         return "float32", ()
     if kind == "number":
         return encoding.get("dtype", "float32"), ()
@@ -202,6 +204,18 @@ def _number(case: _Case) -> None:
     case.require(_is_finite(null) and whole, f"null_value {null!r}", "a finite number, an integer for int64")
     exact = dtype != "int64" or case.dtype in ("int64", "uint64", "bool")
     case.require(exact, f"dtype int64 for a field of {case.dtype}", "float32 or float64, which hold fractions")
+
+
+def _null_value(case: _Case) -> None:
+    null = case.encoding.get("null_value", 0)
+    case.require(_is_finite(null), f"null_value {null!r}", "a finite number, which replaces null and NaN")
+
+
+def _clip(case: _Case) -> None:
+    least, most = case.encoding["least"], case.encoding["most"]
+    good = _is_finite(least) and _is_finite(most) and least < most
+    case.require(good, f"least {least!r}, most {most!r}", "two finite numbers, least below most")
+    _null_value(case)
 
 
 def _sequence(case: _Case) -> None:
@@ -291,6 +305,10 @@ _RULES: dict[str, _Rule] = {
     "bucketise": _Rule({"boundaries": list}, {"output": str}, STORED_NUMBERS, check=_bucketise),
     "standardise": _Rule({"file": str}, {}, STORED_NUMBERS, check=_file),
     "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*STORED_NUMBERS, "bool"), check=_number),
+    "log": _Rule({}, {"null_value": int | float}, STORED_NUMBERS, check=_null_value),
+    "clip": _Rule(
+        {"least": int | float, "most": int | float}, {"null_value": int | float}, STORED_NUMBERS, check=_clip
+    ),
     "sequence": _Rule(
         {"length": int},
         {"keep": str, "with": str, "pad_value": int | float, "of": Mapping},

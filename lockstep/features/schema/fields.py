@@ -60,6 +60,8 @@ class Field:
     nullable: bool = False
     encoding: Encoding | None = None
     num_classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    """Of a label: the names of the values 0, 1 ..., or of no and yes."""
 
     def __post_init__(self) -> None:
         wider = "; string for integers beyond uint64 and for decimals, which no other dtype holds exactly"
@@ -89,6 +91,8 @@ class Field:
             f"num_classes {classes}",
             "2 or more, on a label",
         )
+        if self.class_names is not None:
+            self._check_class_names(self.class_names)
         plain = self.kind != "weight" or (self.dtype == "float32" and not self.shape)
         self._check(plain, f"a weight of {self.dtype}, shape {self.shape}", "a scalar float32")
         if self.encoding is not None:
@@ -148,7 +152,7 @@ class Field:
         return pa.list_(pa.field("element", item)) if self.is_list else item
 
     def to_json(self) -> dict[str, Any]:
-        """The field as a manifest stores it."""
+        """The field as a manifest stores it; `class_names` only where they are set."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -157,6 +161,7 @@ class Field:
             "nullable": self.nullable,
             "encoding": None if self.encoding is None else dict(self.encoding),
             "num_classes": self.num_classes,
+            **({} if self.class_names is None else {"class_names": list(self.class_names)}),
         }
 
     @classmethod
@@ -171,11 +176,21 @@ class Field:
             "encoding": dict | None,
             "num_classes": int | None,
         }
+        if isinstance(document, Mapping) and "class_names" in document:
+            wanted["class_names"] = list
         check_keys(document, wanted, "a field")
         values = cast(dict[str, Any], document)
         if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in values["shape"]):
             raise declaration_error("a field", f"shape {values['shape']!r}", "numbers or null")
-        return cls(**{**values, "shape": tuple(values["shape"])})
+        names = {"class_names": tuple(values["class_names"])} if "class_names" in values else {}
+        return cls(**{**values, "shape": tuple(values["shape"]), **names})
+
+    def _check_class_names(self, names: tuple[str, ...]) -> None:
+        texts = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
+        wanted = 2 if self.dtype == "bool" else self.num_classes
+        good = self.kind == "label" and self.dtype in ("bool", "int64") and len(names) == wanted
+        allowed = "of a label, a different text for each class: of a bool no and yes, of an int64 num_classes"
+        self._check(texts and good, f"class_names {list(names)}"[:200], allowed)
 
     def _check_baked(self) -> None:
         """Raise ConfigError unless baking some field that can be declared gives this one."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 from lockstep.features.schema.encodings import declaration_error
 from lockstep.features.schema.fields import Field, check_keys, check_name, sample_id_field
 from lockstep.features.schema.sampled import Sampled
+from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import differences
 from lockstep.storage.shown import short
 from lockstep.storage.urls import several
@@ -162,6 +163,17 @@ class Schema(Columns):
         values = cast(dict[str, Any], document)
         sampled = Sampled.from_json(values["sampled"]) if "sampled" in values else None
         return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE), sampled)
+
+
+def class_names_of(manifest: DatasetManifest) -> tuple[str, ...] | None:
+    """The names of the classes of a dataset's label: of its schema, or those that jobs.etl_images found; None if it has
+    none.
+    """
+    label = Schema.from_json(manifest.schema).label
+    if label is not None and label.class_names is not None:
+        return label.class_names
+    names = manifest.created_by.get("config", {}).get("class_names")
+    return tuple(map(str, names)) if names else None
 
 
 DATA_GLOB = "*.tfrecord*"  # the default names of TFRecord files without a manifest

@@ -41,7 +41,7 @@ class TensorSpec:
         return cls(shape=tuple(shape), dtype=document["dtype"], ids=ids)
 
 
-_MAY_LACK = ("weight", "label_is_number")
+_MAY_LACK = ("weight", "label_is_number", "class_names")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,8 @@ class Signature:
     """A model's inputs by name in byte order, its label (None if the dataset has none) and its number of classes.
 
     `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label, for which `label_is_number` is
-    set. `weight` is set if each sample has a weight.
+    set. `weight` is set if each sample has a weight. `class_names`, set in an exported model, are the names of the
+    classes 0, 1 ..., or of no and yes, if the dataset has some.
     """
 
     features: Mapping[str, TensorSpec]
@@ -57,12 +58,15 @@ class Signature:
     num_classes: int | None
     weight: TensorSpec | None = None
     label_is_number: bool = False
+    class_names: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The signature as JSON, features in byte order of their names; `weight` and `label_is_number` only if set."""
+        """The signature as JSON, features in byte order of their names; from `weight` on only what is set."""
         more: dict[str, Any] = {} if self.weight is None else {"weight": self.weight.to_json()}
         if self.label_is_number:
             more["label_is_number"] = True
+        if self.class_names is not None:
+            more["class_names"] = list(self.class_names)
         return {
             "features": {name: self.features[name].to_json() for name in sorted(self.features, key=str.encode)},
             "label": None if self.label is None else self.label.to_json(),
@@ -79,13 +83,16 @@ class Signature:
         number = document.get("label_is_number", False)
         if not isinstance(features, dict) or not isinstance(classes, int | None) or not isinstance(number, bool):
             raise _bad(repr(document)[:80], "features by name, num_classes a number or null, label_is_number a bool")
-        label = document["label"]
+        label, names = document["label"], document.get("class_names")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise _bad(repr(names)[:80], "class_names a list of texts")
         return cls(
             features={name: TensorSpec.from_json(features[name]) for name in sorted(features, key=str.encode)},
             label=None if label is None else TensorSpec.from_json(label),
             num_classes=classes,
             weight=TensorSpec.from_json(document["weight"]) if "weight" in document else None,
             label_is_number=number,
+            class_names=None if names is None else tuple(names),
         )
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from etl.logs.parse import BAD, ROW, parse_ranges
 from etl.logs.plan import plan_of
-from etl.logs.propose import ROWS, propose
+from etl.logs.propose import propose
+from etl.propose import ROWS
 from etl.write.config import LogsConfig
 from jobs import etl_logs
 from lockstep.features.schema.declare import load_schema

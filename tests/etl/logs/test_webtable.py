@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etl.columns import MAX_LISTED
 from etl.input.files import find_sources
 from etl.input.unpack import unpacked
 from etl.logs import server_log
 from etl.logs.fields import Form
 from etl.logs.parse import BAD, ROW, SUMMARY, parse_range
-from etl.logs.plan import MAX_LISTED, Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
+from etl.logs.plan import Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
 from etl.logs.roles import columns_of
 from etl.logs.server_log import seconds_of_text
 from etl.logs.values import Reasons

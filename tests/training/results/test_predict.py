@@ -188,14 +188,14 @@ def raw_inputs(rows: pa.RecordBatch) -> dict[str, Any]:
 
 
 def test_classes_are_lists_and_the_largest() -> None:
-    from training.results.predict_rank import columns_of
+    from training.results.predict_rank import Form, columns_of
 
     rows = Encoded({}, np.array([2, 0]), np.array([7, 8]))
     outputs = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]], np.float32)
-    table = columns_of(rows, outputs, yes_or_no=False, classes=3)
+    table = columns_of(rows, outputs, Form(False, 3))
     assert table.schema.types == [pa.int64(), pa.int64(), pa.list_(pa.float32()), pa.int64()]
     assert table.column("class").to_pylist() == [2, 1] and table.column("label").to_pylist() == [2, 0]
-    assert columns_of(rows, outputs, yes_or_no=False, classes=None).schema.names == ["sample_id", "label", "prediction"]
+    assert columns_of(rows, outputs, Form(False, None)).schema.names == ["sample_id", "label", "prediction"]
 
 
 def test_predictions_that_are_not_finite_are_counted(tmp_path: Path) -> None:
@@ -242,10 +242,10 @@ def test_bad_images_have_no_prediction_and_are_counted_and_named(
 
 
 def test_classes_of_bad_images_are_null() -> None:
-    from training.results.predict_rank import columns_of
+    from training.results.predict_rank import Form, columns_of
 
     image = BadImageError(1, "no image")
     rows = Encoded({}, np.array([1, 0, 1]), np.arange(3), bad=(image,))
-    table = columns_of(rows, np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]], np.float32), yes_or_no=False, classes=2)
+    table = columns_of(rows, np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]], np.float32), Form(False, 2))
     assert table.column("class").to_pylist() == [1, None, 0] and table.column("prediction").null_count == 1
     assert table.column("label").to_pylist() == [1, 0, 1]

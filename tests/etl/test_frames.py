@@ -1,0 +1,212 @@
+"""Data frames of pandas and Spark as datasets: proposed schemas, nulls, classes; against pandas and scikit-learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.preprocessing import LabelEncoder
+
+import lockstep
+from etl import tables
+from etl.frames import propose_schema
+from etl.tables import TableConfig
+from etl.write.pandas_rows import arrow_columns
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError, ExistsError
+from training.reading.open import OpenSplit
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROWS = 240
+
+
+def people() -> pd.DataFrame:
+    """A frame with each nullable kind of pandas, a text of two values, and one of three."""
+    n = np.arange(ROWS)
+    return pd.DataFrame(
+        {
+            "row": n,
+            "age": pd.array([None if i % 9 == 0 else int(i % 60) for i in n], dtype="Int64"),
+            "hours": np.where(n % 7 == 0, np.nan, n % 50 / 3),
+            "member": pd.array([None if i % 11 == 0 else bool(i % 2) for i in n], dtype="boolean"),
+            "job": pd.Categorical([None if i % 8 == 0 else f"job {i % 5}" for i in n]),
+            "town": pd.array([None if i % 10 == 0 else f"town {i % 13}" for i in n], dtype="string"),
+            "small": (n % 100).astype(np.uint8),
+            "grade": [("high", "low", "middle")[i * i % 3] for i in n],
+            "income": ["<=50K" if i % 3 else ">50K" for i in n],
+        }
+    )
+
+
+CELLS = {
+    "Int64": st.integers(-5, 300),
+    "float64": st.floats(-1e6, 1e6),
+    "boolean": st.booleans(),
+    "string": st.sampled_from(["a", "b", "c", "dd"]),
+    "category": st.sampled_from(["x", "y"]),
+    "int32": st.integers(-9, 9),
+}
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(2, 40))
+def test_nulls_and_classes_of_any_frame_are_those_of_pandas(data: st.DataObject, rows: int) -> None:
+    def column(kind: str) -> Any:
+        cells = CELLS[kind] if kind == "int32" else st.none() | CELLS[kind]
+        return pd.Series(data.draw(st.lists(cells, min_size=rows, max_size=rows)), dtype=kind)
+
+    frame = pd.DataFrame({f"c{i}": column(kind) for i, kind in enumerate(CELLS)} | {"always": ["v"] * rows})
+    frame["answer"] = data.draw(st.lists(st.sampled_from("pqr"), min_size=rows, max_size=rows).filter(one_of_two))
+    schema = propose_schema(frame, label="answer", embeddings=data.draw(st.booleans()))
+    found = {field.name: field for field in schema}
+    for name in frame:
+        if name in found and name != "answer":
+            assert found[name].nullable == frame[name].isna().any(), name
+        else:
+            assert name == "answer" or frame[name].isna().all()
+    label = schema.label
+    assert label is not None and label.class_names is not None
+    assert list(label.class_names) == LabelEncoder().fit(frame["answer"]).classes_.tolist()
+    assert label.dtype == ("bool" if len(label.class_names) == 2 else "int64")
+
+
+def one_of_two(values: list[str]) -> bool:
+    return len(set(values)) > 1
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([0, 1, 1, 0], ("bool", None)),
+        ([True, False, True, True], ("bool", None)),
+        ([0, 3, 1, 2], ("int64", 4)),
+        ([-1, 1, 5, 2], ("int64", None)),
+        ([0.5, 1.0, 2.0, 0.0], ("float64", None)),
+    ],
+)
+def test_a_label_of_numbers(values: list[Any], wanted: tuple[str, int | None]) -> None:
+    frame = pd.DataFrame({"x": [1.0, 2, 3, 4], "y": values})
+    label = propose_schema(frame, label="y")["y"]
+    assert (label.kind, label.dtype, label.num_classes) == ("label", *wanted)
+    Encoder(Schema((propose_schema(frame, label="y").id_field, label)), {})  # a model can be trained on it
+
+
+def test_a_label_that_cannot_be_one_is_refused_by_name(tmp_path: Path) -> None:
+    frame = people()
+    for name, got in (("incme", "perhaps `income`"), ("age", "null"), ("town", "null")):
+        with pytest.raises(ConfigError, match=f"`{name}` cannot be the label") as caught:
+            propose_schema(frame, label=name)
+        assert got in caught.value.got
+    with pytest.raises(ConfigError, match="no data frame"):
+        propose_schema([1, 2])
+    with pytest.raises(DataError, match="nothing to propose"):
+        propose_schema(frame.iloc[:0])
+    late = pd.DataFrame({"x": range(20_000), "y": ["a"] * 15_000 + ["b"] * 4_999 + ["c"]})
+    assert propose_schema(late, label="y")["y"].class_names == ("a", "b", "c"), "of all rows, not of the first"
+    propose_schema(frame, label="income", output=tmp_path / "s.toml")
+    assert load_schema(str(tmp_path / "s.toml")) == propose_schema(frame, label="income")
+    with pytest.raises(ExistsError):
+        propose_schema(frame, output=tmp_path / "s.toml")
+
+
+def test_embeddings_are_fed_ids() -> None:
+    frame = people().assign(
+        tags=[["a", "b"][: 1 + n % 2] for n in range(ROWS)], many=[str(n // 2 * 2) for n in range(ROWS)]
+    )
+    kinds = {field.name: field.encoding for field in propose_schema(frame, label="income", embeddings=True)}
+    plain = {field.name: field.encoding for field in propose_schema(frame, label="income")}
+    assert kinds["town"] is not None and kinds["town"]["output"] == "index" and "output" not in (plain["town"] or {})
+    assert kinds["tags"] is not None and (kinds["tags"]["kind"], kinds["tags"]["length"]) == ("sequence", 2)
+    assert plain["tags"] is not None and plain["tags"]["kind"] == "vocabulary"
+    assert kinds["hours"] == plain["hours"], "numbers are the same"
+
+
+def test_names_of_classes_belong_to_labels() -> None:
+    for more in ({"dtype": "bool"}, {"dtype": "int64", "num_classes": 2}):
+        field = Field(name="y", kind="label", class_names=("n", "y"), **more)  # type: ignore[arg-type]
+        assert Field.from_json(field.to_json()) == field
+    for wrong in (
+        {"dtype": "bool", "class_names": ("a", "b", "c")},
+        {"dtype": "int64", "num_classes": 3, "class_names": ("a", "b")},
+        {"dtype": "int64", "num_classes": 2, "class_names": ("a", "a")},
+        {"dtype": "float32", "class_names": ("a", "b")},
+        {"dtype": "bool", "class_names": ("a", "b"), "kind": "feature"},
+    ):
+        with pytest.raises(ConfigError, match="field `y`"):
+            Field(name="y", **{"kind": "label", **wrong})  # type: ignore[arg-type]
+    declared = '[[fields]]\nname = "y"\ndtype = "int64"\nkind = "label"\nclass_names = ["a", "b", "c"]\n'
+    assert load_schema(declared)["y"].num_classes == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_partitions")
+def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession, tmp_path: Path) -> None:
+    frame = people()
+    schema = propose_schema(frame, label="income", embeddings=True)
+    url = str(tmp_path / "data")
+    lockstep.write_dataset(frame, url, id_columns="row", schema=schema, fmt="parquet")
+    written = ds.dataset(url, partitioning="hive").to_table().to_pandas().sort_values("row", ignore_index=True)
+    assert written["income"].tolist() == (frame["income"] == ">50K").tolist()
+    for name in ("age", "hours", "town", "small", "grade"):
+        wanted, got = (each[name].astype(object).where(each[name].notna(), None).tolist() for each in (frame, written))
+        assert got == wanted, name
+    split = OpenSplit.at(url, "train")
+    table = split.reader.table
+    rows = split.encoder.encode(split.reader.read_all([table.run(block) for block in range(table.num_blocks)]))
+    assert rows.x["town"].shape[1:] == (1,) and rows.x["town"].dtype == np.int64, "ids for an embedding"
+
+    # Without a schema: what can be trained is, and what cannot is named at once.
+    bare = frame.drop(columns="grade").assign(income=frame["income"] == ">50K")
+    lockstep.write_dataset(bare, str(tmp_path / "bare"), id_columns="row", label="income", split="1/1")
+    split = OpenSplit.at(str(tmp_path / "bare"), "train")
+    table = split.reader.table
+    rows = split.encoder.encode(split.reader.read_all([table.run(block) for block in range(table.num_blocks)]))
+    assert sorted(rows.x["age"].ravel().tolist()) == sorted(frame["age"].fillna(0).astype(float).tolist())
+    assert sorted(rows.x["hours"].ravel().tolist()) == sorted(frame["hours"].fillna(0).astype(np.float32).tolist())
+    wrong = frame.assign(at=pd.Timestamp("2020-01-01"), price=[pa.scalar(1).as_py()] * ROWS, path=[[1, 2]] * ROWS)
+    with pytest.raises(ConfigError, match="3 columns cannot be used") as caught:
+        lockstep.write_dataset(wrong, str(tmp_path / "wrong"), id_columns="row", label="income")
+    assert all(f"`{name}`" in caught.value.got for name in ("at", "path", "income"))
+    with pytest.raises(ConfigError, match="several types"):
+        lockstep.write_dataset(frame.assign(x=[1, "a"] * (ROWS // 2)), str(tmp_path / "wrong"), id_columns="row")
+
+    # The same schema for a table that has another class.
+    other = frame.assign(income=["other" if n == 7 else text for n, text in enumerate(frame["income"])])
+    with pytest.raises(DataError, match="none of its classes"):
+        lockstep.write_dataset(other, str(tmp_path / "wrong"), id_columns="row", schema=schema)
+
+    # A folder of Parquet and a table of the catalog, by the job's functions.
+    pq.write_table(pa.table(arrow_columns(frame.drop(columns="row").assign(key=frame["row"]))), tmp_path / "p.parquet")
+    where = {"inputs": (str(tmp_path / "p.parquet"),)}
+    toml = str(tmp_path / "proposed.toml")
+    said = tables.propose(spark, TableConfig(output=toml, label="grade", proposes=True, id_columns=(), **where))
+    assert "9 fields from 240 rows, label grade" in said
+    assert load_schema(toml)["grade"].class_names == ("high", "low", "middle")
+    made = TableConfig(output=str(tmp_path / "graded"), schema=toml, id_columns=("key",), fmt="parquet", **where)
+    tables.run(spark, made)
+    graded = ds.dataset(made.output, partitioning="hive").to_table().to_pandas().sort_values("key")
+    assert graded["grade"].tolist() == LabelEncoder().fit_transform(frame["grade"]).tolist()
+    spark.createDataFrame(frame[["row", "small", "income"]].astype({"small": "int64"})).createOrReplaceTempView(
+        "people"
+    )
+    query = "SELECT *, current_date() AS today, CAST(small AS decimal(9,2)) AS price FROM people"
+    config = TableConfig(output=str(tmp_path / "q.toml"), query=query, label="income", proposes=True, id_columns=())
+    assert 'left out (the file says why): "today", "price"' in tables.propose(spark, config)
+    assert "unix_date(today)" in Path(config.output).read_text()
+    with pytest.raises(ConfigError, match="--propose-schema") as caught:
+        lines = TableConfig(output=toml, inputs=("x.csv",), input_format="csv", proposes=True, id_columns=())
+        tables.propose(spark, lines)
+    assert "jobs.etl_logs" in caught.value.next_step
