@@ -97,10 +97,15 @@ def test_wrong_flags_are_named(tmp_path: Path, more: tuple[str, ...], named: str
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
-    for model in ("logistic", "resnet26", "tests.no_such:build"):  # whose module only ranks on executors can judge
+def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in ("logistic", "resnet26"):
         with pytest.raises(NotFoundError, match="data"):
             main(flags(tmp_path, "--model", model))
+    with pytest.raises(ConfigError, match=r"no module named `tests\.no_such`"):
+        main(flags(tmp_path, "--model", "tests.no_such:build"))
+    with monkeypatch.context() as submitted, pytest.raises(NotFoundError, match="data"):
+        submitted.setenv("PYSPARK_GATEWAY_PORT", "1")  # --py-files and --archives may bring it to executors alone
+        main(flags(tmp_path, "--model", "tests.no_such:build"))
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="9 ranks are more"):
         main(flags(tmp_path, "--num-ranks", "9"))
