@@ -122,10 +122,11 @@ def test_flags_that_are_defaults_are_not_given(tmp_path: Path) -> None:
     assert etl_table.parser().given(flags) == {"input", "output", "append_to"}
 
 
+@pytest.mark.slow
 def test_a_second_day_needs_no_flags_but_its_input(spark: SparkSession, tmp_path: Path) -> None:
     schema = tmp_path / "schema.toml"
     schema.write_text(
-        '[[field]]\nname = "a"\ndtype = "float32"\n[[field]]\nname = "label"\ndtype = "bool"\nkind = "label"\n'
+        '[[fields]]\nname = "a"\ndtype = "float32"\n[[fields]]\nname = "label"\ndtype = "bool"\nkind = "label"\n'
     )
     for day in (0, 1):
         rows = [f"{day}-{n},{n}.5,{'true' if n % 3 else 'false'}" for n in range(60)]
