@@ -147,5 +147,3 @@ def test_a_second_day_needs_no_flags_but_its_input(spark: SparkSession, tmp_path
     assert (append.counts.written, append.created_by["seed"], append.format) == (60, 4, "parquet")
     with pytest.raises(ConfigError, match="--id-columns"):
         run(1, "--append-to", str(tmp_path / "d0"), "--id-columns", "a")
-    with pytest.raises(ConfigError, match="its seed is another one"):
-        run(1, "--append-to", str(tmp_path / "d0"), "--seed", "0")
