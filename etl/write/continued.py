@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from etl.split.splits import current_spelling
+from etl.split.splits import SplitSpec, current_spelling
 from etl.write.config import DEFAULT_LABEL
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
@@ -42,6 +42,8 @@ def continued(values: Mapping[str, Any], given: Collection[str]) -> dict[str, An
     """
     if values.get("append_to") is None:
         return dict(values)
+    if "split" in given:
+        SplitSpec.parse(str(values["split"])).check_append(str(values["output"]))
     url = absolute(str(values["append_to"]))
     theirs = _settings_of(load_dataset(url), values, given)
     for name in (name for name in ALIKE if name in given and name in theirs):
