@@ -98,7 +98,7 @@ def test_a_vector_among_the_logs_of_a_step_is_the_mean_over_rows(data: str, tmp_
     [
         ("pairs", {"num_ranks": 2}, "the loss in_batch: it depends on which rows are together"),
         ("pairs", {"num_ranks": 1, "micro_batches": 2}, "it depends on which rows are together"),
-        ("sharpness", {"num_ranks": 2}, "changes weights within a step"),
+        pytest.param("sharpness", {"num_ranks": 2}, "changes weights within a step", marks=pytest.mark.soak),
         ("largest", {"num_ranks": 2}, "the metric largest of the model"),
     ],
 )
@@ -112,6 +112,7 @@ def test_what_is_refused_before_the_first_step(
     assert not rows_of(chosen.run, "step")
 
 
+@pytest.mark.soak
 def test_gathered_rows_are_those_of_a_global_batch_with_lanes_of_unequal_ranks(data: str, tmp_path: Path) -> None:
     """Six lanes on four ranks: 4 or 8 rows a rank."""
     chosen = config(data, tmp_path / "run", 4, f"{OWN}:pairs", extra={"ranks": True}, epochs=1)
