@@ -34,7 +34,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Write the model; returns the exit code."""
     args = parser().parse(argv)
-    check_runs("local", args.run)
+    check_runs("local", *args.run)
     done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint, form=args.format)
     print(f"{done.output}: the model of checkpoint {', '.join(map(str, (done.checkpoint, *done.others)))}")
     for column, reason in done.not_raw.items():
