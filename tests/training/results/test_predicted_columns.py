@@ -72,7 +72,7 @@ def test_ids_columns_and_names_travel_and_runs_are_averaged(dtype: str, tmp_path
 
     rows, names = write(tmp_path / "data", dtype), NAMES[dtype]
     data = str(tmp_path / "data")
-    models = ("logistic", "wide-deep") if dtype == "bool" else ("wide-deep", "wide-deep")
+    models = ("logistic", "wide-deep") if dtype == "bool" else ("mlp", "mlp")
     runs = [trained(tmp_path / "data", tmp_path / f"run-{i}", name, i) for i, name in enumerate(models)]
     features = rows[["person", "town", "x"]]
     each = [lockstep.predict(one, features, batch=BATCH).astype(np.float64) for one in runs]
