@@ -150,6 +150,17 @@ def test_names_of_classes_belong_to_labels() -> None:
     assert load_schema(declared)["y"].num_classes == 3
 
 
+def fed(url: str) -> dict[str, Any]:
+    """What a model is fed of both splits of a dataset."""
+    parts = []
+    for name in ("train", "test"):
+        split = OpenSplit.at(url, name)
+        table = split.reader.table
+        raw = split.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+        parts.append(split.encoder.encode(raw).x)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_partitions")
 def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession, tmp_path: Path) -> None:
@@ -162,19 +173,15 @@ def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession,
     for name in ("age", "hours", "town", "small", "grade"):
         wanted, got = ([None if pd.isna(v) else v for v in each[name].tolist()] for each in (frame, written))
         assert got == wanted, name
-    split = OpenSplit.at(url, "train")
-    table = split.reader.table
-    rows = split.encoder.encode(split.reader.read_all([table.run(block) for block in range(table.num_blocks)]))
-    assert rows.x["town"].shape[1:] == (1,) and rows.x["town"].dtype == np.int64, "ids for an embedding"
+    rows = fed(url)
+    assert rows["town"].shape[1:] == (1,) and rows["town"].dtype == np.int64, "ids for an embedding"
 
     # Without a schema: what can be trained is, and what cannot is named at once.
     bare = frame.drop(columns="grade").assign(income=frame["income"] == ">50K")
-    lockstep.write_dataset(bare, str(tmp_path / "bare"), id_columns="row", label="income", split="1/1")
-    split = OpenSplit.at(str(tmp_path / "bare"), "train")
-    table = split.reader.table
-    rows = split.encoder.encode(split.reader.read_all([table.run(block) for block in range(table.num_blocks)]))
-    assert sorted(rows.x["age"].ravel().tolist()) == sorted(frame["age"].fillna(0).astype(float).tolist())
-    assert sorted(rows.x["hours"].ravel().tolist()) == sorted(frame["hours"].fillna(0).astype(np.float32).tolist())
+    lockstep.write_dataset(bare, str(tmp_path / "bare"), id_columns="row", label="income")
+    rows = fed(str(tmp_path / "bare"))
+    assert sorted(rows["age"].ravel().tolist()) == sorted(frame["age"].fillna(0).astype(float).tolist())
+    assert sorted(rows["hours"].ravel().tolist()) == sorted(frame["hours"].fillna(0).astype(np.float32).tolist())
     path: Any = [[1, 2]] * ROWS
     wrong = frame.assign(at=pd.Timestamp("2020-01-01"), path=path)
     with pytest.raises(ConfigError, match="3 columns cannot be used") as caught:
