@@ -16,7 +16,7 @@ from etl.split.leakage import content_line
 from etl.write.carried import Carried, carried_files, carried_in
 from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
 from etl.write.continued import continued
-from jobs._cli import JobParser, joined, names
+from jobs._cli import JobParser, joined, names, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem
@@ -67,10 +67,18 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     return add
 
 
-def add_purpose(job: JobParser) -> None:
-    """Add --for."""
+def add_proposal_flags(job: JobParser, table: str) -> None:
+    """Add --propose-schema, for what `table` calls the input, and --for."""
+    text = f"write --output, a schema for {table}, from its first 10,000 rows; no dataset"
+    job.add_argument("--propose-schema", action="store_true", help=text)
     text = "with --propose-schema: categories as a column each (columns, the default) or as ids for embeddings"
     job.add_argument("--for", dest="purpose", choices=("columns", "embeddings"), help=text)
+
+
+def for_embeddings(args: Namespace) -> bool:
+    """Whether a proposal is for embeddings. Raises ConfigError for --for without --propose-schema."""
+    refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
+    return args.purpose == "embeddings"
 
 
 def add_label_window(job: JobParser, default: str) -> None:

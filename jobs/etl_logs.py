@@ -21,7 +21,7 @@ from etl.logs.plan import sources_of
 from etl.logs.propose import propose
 from etl.write.config import LABEL_WINDOW_S, LogsConfig
 from jobs import _etl
-from jobs._cli import JobParser, names, refuse_idle, run_job
+from jobs._cli import JobParser, names, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -48,9 +48,7 @@ def parser() -> JobParser:
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
-    proposed = "write --output, a schema for such a table of unknown columns, from its first 10,000 rows; no dataset"
-    job.add_argument("--propose-schema", action="store_true", help=proposed)
-    _etl.add_purpose(job)
+    _etl.add_proposal_flags(job, "such a table of unknown columns")
     return job
 
 
@@ -75,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
     config = config_of(args, job.given(argv))
-    refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
+    embeddings = _etl.for_embeddings(args)
     if args.propose_schema:
-        print(propose(config, embeddings=args.purpose == "embeddings"))
+        print(propose(config, embeddings=embeddings))
         return 0
     if (found := _etl.finished(args, config, lambda: sources_of(config))) is not None:
         print(_etl.summary(found, args.output))

@@ -15,8 +15,16 @@ from etl import tables
 from etl.split.splits import ALLOWED
 from etl.tables import TableConfig
 from etl.write.checks import refuse_existing
-from jobs._cli import JobParser, names, refuse_idle, run_job
-from jobs._etl import add_label_window, add_purpose, add_write_flags, continuing, summary, write_values
+from jobs._cli import JobParser, names, run_job
+from jobs._etl import (
+    add_label_window,
+    add_proposal_flags,
+    add_write_flags,
+    continuing,
+    for_embeddings,
+    summary,
+    write_values,
+)
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -33,9 +41,7 @@ def parser() -> JobParser:
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
-    text = "write --output, a schema for this table (TOML), from its first 10,000 rows; no dataset"
-    add("--propose-schema", action="store_true", help=text)
-    add_purpose(job)
+    add_proposal_flags(job, "this table")
     add_write_flags(job, split=ALLOWED)
     add_label_window(job, "none")
     return job
@@ -62,12 +68,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
     config = config_of(args, job.given(argv))
-    refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
+    embeddings = for_embeddings(args)
     if args.propose_schema:
         refuse_existing(config.output)
         with spark_session("lockstep etl_table", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            print(tables.propose(spark, config, embeddings=args.purpose == "embeddings"))
+            print(tables.propose(spark, config, embeddings=embeddings))
         return 0
     plan = tables.check(config)
     with spark_session("lockstep etl_table", args.master) as spark:

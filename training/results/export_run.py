@@ -82,6 +82,7 @@ def export_run(
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             payload = {
+                "config": first.config.to_json(),
                 "members": [{"config": one.config.to_json(), "checkpoint": one.url} for one in members],
                 "directory": staging, "form": form,
             }  # fmt: skip
@@ -167,7 +168,7 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
 
 def main(context: RankContext) -> dict[str, Any]:
     """Write the model of the payload's {members} to its {directory} in its {form}; returns {files, not_raw}."""
-    config = TrainConfig.from_json(context.payload["members"][0]["config"])
+    config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     return run(context, config)
 

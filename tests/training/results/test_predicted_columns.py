@@ -72,7 +72,7 @@ def test_ids_columns_and_names_travel_and_runs_are_averaged(dtype: str, tmp_path
 
     rows, names = write(tmp_path / "data", dtype), NAMES[dtype]
     data = str(tmp_path / "data")
-    models = ("logistic", "wide-deep") if dtype == "bool" else ("wide-deep", "wide-deep")
+    models = ("logistic", "wide-deep") if dtype == "bool" else ("mlp", "mlp")
     runs = [trained(tmp_path / "data", tmp_path / f"run-{i}", name, i) for i, name in enumerate(models)]
     features = rows[["person", "town", "x"]]
     each = [lockstep.predict(one, features, batch=BATCH).astype(np.float64) for one in runs]
@@ -82,7 +82,7 @@ def test_ids_columns_and_names_travel_and_runs_are_averaged(dtype: str, tmp_path
     own = ["label", "prediction"] + (["class"] if dtype == "int64" else []) + ["label_name", "class_name"]
     assert list(one.columns) == ["sample_id", "person", "town", *own]
     assert one["person"].tolist() == rows["person"].tolist()
-    assert one["town"].where(one["town"].notna(), None).tolist() == rows["town"].tolist()
+    assert [None if pd.isna(town) else town for town in one["town"]] == rows["town"].tolist()
     assert one["label_name"].tolist() == [names[int(value)] for value in rows["grade"]]
     predicted = (each[0][:, 0] > 0.5).astype(int) if dtype == "bool" else each[0].argmax(axis=1)
     assert one["class_name"].tolist() == [names[value] for value in predicted]
@@ -96,8 +96,8 @@ def test_ids_columns_and_names_travel_and_runs_are_averaged(dtype: str, tmp_path
     mean = sum(each) / 2
     found = pd.read_parquet(tmp_path / "mean-1")
     assert found.equals(pd.read_parquet(tmp_path / "mean-2")), "whatever the ranks"
-    got = found["prediction"].to_numpy() if dtype == "bool" else np.stack(found["prediction"].tolist())
-    np.testing.assert_allclose(got.reshape(mean.shape), mean, rtol=1e-6)
+    outputs = found["prediction"].to_numpy() if dtype == "bool" else np.stack(found["prediction"].tolist())
+    np.testing.assert_allclose(outputs.reshape(mean.shape), mean, rtol=1e-6)
 
     done = export_run(runs, str(tmp_path / "model"), run_threads, form="savedmodel")
     assert verify(done.output) == [] and len(done.others) == 1
