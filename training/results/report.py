@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from lockstep.features.schema.schema import class_names_of
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import DataError, LockstepError, NotFoundError
@@ -75,7 +76,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     done = result if result is not None and result["generation"] == newest else None
     url, so_far = paths.report(newest), _epochs_so_far(document, claims, history)
     manifest = _dataset_of(document)
-    class_names = None if isinstance(manifest, str) else manifest.created_by["config"].get("class_names")
+    class_names = None if isinstance(manifest, str) else class_names_of(manifest)
     content = render(
         run,
         about_run(document, claims, done or {"generation": newest}),

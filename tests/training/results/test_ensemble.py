@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, confusion_matrix, log_loss, roc_auc_score
 
@@ -19,9 +16,7 @@ from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images
 from training.config import TrainConfig
 from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate, summary, without_pictures
-from training.results.report import write_report
-from training.scoring.misjudged import MOST_PICTURES
+from training.results.evaluate import evaluate, summary
 
 pytestmark = pytest.mark.slow
 BATCH = 100
@@ -82,7 +77,7 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     assert (high - low) / 2 == pytest.approx(1.96473 * (each[0] - each[1]).std(ddof=1) / 500**0.5, rel=1e-4)
     alone = evaluate(runs[1], data, "test", run_threads, batch=BATCH, slices=("page", "a"), baseline="rate:page")
     member = result["members"][1]
-    assert {name: member[name] for name in alone if name not in ("dataset", "split")} == {
+    assert {name: member[name] for name in alone if name not in ("dataset", "split", "chosen_on")} == {
         name: value for name, value in alone.items() if name not in ("dataset", "split")
     }
     page = raw.column("page").to_numpy()
@@ -132,22 +127,3 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     ]
     with pytest.raises(ConfigError, match="another schema"):
         evaluate([seeds[0], runs[0]], str(images), "test", run_threads)
-
-    # The pictures that one model was surest to be wrong about, as plain NumPy finds them in what Keras predicts.
-    alone, again = (
-        evaluate(seeds[0], str(images), "test", run_threads, num_ranks=ranks, batch=BATCH, pictures=True)
-        for ranks in (1, 2)
-    )
-    assert alone["misjudged"] == again["misjudged"] and "misjudged" not in without_pictures(alone)
-    predicted = outputs_of(alone["model"], rows.x, 150)
-    classes, surest = predicted.argmax(axis=1), predicted.max(axis=1)
-    wrong = np.flatnonzero(classes != rows.y)
-    assert len(wrong) > 0
-    wrong = wrong[np.lexsort((rows.sample_id[wrong], -surest[wrong].round(6)))][:MOST_PICTURES]
-    assert [one["sample_id"] for one in alone["misjudged"]] == rows.sample_id[wrong].tolist()
-    for row, one in zip(wrong, alone["misjudged"], strict=True):
-        assert (one["true"], one["predicted"]) == (names[rows.y[row]], names[classes[row]])
-        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(one["picture"].partition(",")[2]))))
-        assert np.array_equal(pixels, np.asarray(rows.x["image"][row])[:, :, 0])
-    page = Path(write_report(seeds[0], {**alone, "misjudged": [{**alone["misjudged"][0], "true": "<b>"}]})).read_text()
-    assert "Misjudged pictures" in page and "&lt;b&gt;, taken for" in page and page.count("<img ") == 1
