@@ -54,18 +54,9 @@ def parser() -> JobParser:
 
 def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConfig:
     """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
-    values = {
-        "log_format": args.log_format,
-        "label": args.label,
-        "schema": args.schema,
-        "id_columns": args.id_columns,
-        "columns": args.columns,
-        "time_columns": args.time_columns,
-        "null_texts": tuple(args.null_text),
-        "quoted_newlines": args.quoted_newlines,
-        **_etl.web_values(args),
-        **_etl.output_values(args),
-    }
+    own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "quoted_newlines")
+    values = {name: getattr(args, name) for name in own} | {"null_texts": tuple(args.null_text)}
+    values |= {**_etl.web_values(args), **_etl.output_values(args)}
     return LogsConfig(**_etl.continuing(values, given))
 
 

@@ -219,7 +219,7 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     monkeypatch.syspath_prepend(here)
     for path in (Path(HERE, "_ranks.py"), Path(here, "_search_ranks.py")):
         spark.sparkContext.addPyFile(str(path))
-    write_table(tmp_path / "data")
+    write_table(tmp_path / "data", records={"train": 100, "validation": 30})  # no split that these ranks cannot score
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     base = TrainConfig(
         datasets=(str(tmp_path / "data"),),
