@@ -123,15 +123,15 @@ class Sam(keras.Model):
         weights = self.trainable_variables
         first = [0.05 * grad for grad in self._gradients(x, y, w)]
         norm = tf.linalg.global_norm(first) + 1e-12
-        if not self.clips:
+        if self.clips:
+            applied = [grad / norm for grad in first]
+        else:
             for weight, grad in zip(weights, first, strict=True):
                 weight.assign_add(grad / norm)
-            second = self._gradients(x, y, w)
+            applied = self._gradients(x, y, w)
             for weight, grad in zip(weights, first, strict=True):
                 weight.assign_sub(grad / norm)
-        self.optimizer.apply_gradients(
-            zip([grad / norm for grad in first] if self.clips else second, weights, strict=True)
-        )
+        self.optimizer.apply_gradients(zip(applied, weights, strict=True))
         return self.compute_metrics(x, y, self(x, training=True), w)
 
     def _gradients(self, x: Any, y: Any, w: Any) -> Any:
@@ -201,7 +201,7 @@ class Gan(keras.Model):
         """The critic's judgement, (n, 1)."""
         return self.critic(self._numbers(x))
 
-    def compile(self, critic: Any, generator: Any, *, one_in_compile: bool = True) -> None:  # type: ignore[override]
+    def compile(self, critic: Any, generator: Any, *, one_in_compile: bool = True) -> None:
         """Keras' compile knows the critic's optimizer, or none of both."""
         super().compile(**({"optimizer": critic} if one_in_compile else {}))
         self.of_critic, self.of_generator = critic, generator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,10 +91,10 @@ def test_what_is_not_made_for_ranks_is_refused_by_name() -> None:
         "weights that a step assigns": "centre/centre, changed by its own rows",
     }.items():
         with pytest.raises(ConfigError) as caught:
-            check(fresh(lambda kind=kind: made(kind, False)), x, y)
+            check(fresh(partial(made, kind, False)), x, y)
         told = str(caught.value)
         assert words in told and "the model one " in told and "on_ranks.mean" in told, told
-        check(fresh(lambda kind=kind: made(kind, True)), x, y)
+        check(fresh(partial(made, kind, True)), x, y)
 
 
 def look(rows: int, factor: float, noise: bool, weighted: bool, seed: int) -> None:
@@ -168,7 +169,7 @@ def right() -> dict[str, Any]:
         x = layers.Dense(8, "relu", activity_regularizer="l1", kernel_regularizer="l2")(x)
         return compiled(layers.Dense(1)(x), inputs)
 
-    class Variational(layers.Layer):
+    class Variational(keras.layers.Layer):
         def __init__(self) -> None:
             super().__init__()
             self.seeds = keras.random.SeedGenerator(1)
@@ -261,7 +262,7 @@ def test_a_fit_of_ones_own_is_checked_too() -> None:
 
     x, y = data(24)
     kind = "in-batch negatives, a value a row"
-    models = [[fresh(lambda reaches=reaches: made(kind, reaches)) for reaches in (False, True)] for _ in range(2)]
+    models = [[fresh(partial(made, kind, reaches)) for reaches in (False, True)] for _ in range(2)]
 
     def one(comm: Communicator) -> list[str]:
         seen = []
