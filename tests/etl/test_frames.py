@@ -45,7 +45,7 @@ def people() -> pd.DataFrame:
             "job": pd.Categorical([None if i % 8 == 0 else f"job {i % 5}" for i in n]),
             "town": pd.array([None if i % 10 == 0 else f"town {i % 13}" for i in n], dtype="string"),
             "small": (n % 100).astype(np.uint8),
-            "grade": [("high", "low", "middle")[i * i % 3] for i in n],
+            "grade": [("high", "low", "middle")[i // 2 % 3] for i in n],
             "income": ["<=50K" if i % 3 else ">50K" for i in n],
         }
     )

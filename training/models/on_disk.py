@@ -121,7 +121,8 @@ def plain_layers(model: keras.Model) -> Iterator[None]:
 @contextmanager
 def _plain_optimizer(model: keras.Model) -> Iterator[None]:
     """While the model is saved, its optimizer has no class of `training.steps.optimizers`."""
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = getattr(model, "optimizer", None)  # the mean of several models was never compiled
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = own_class(inner)
     if not issubclass(own, CorrectedSGD) and not isinstance(getattr(inner, "_learning_rate", None), WarmUp):
         yield
