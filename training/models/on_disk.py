@@ -124,7 +124,8 @@ def _plain_optimizer(model: keras.Model) -> Iterator[None]:
     optimizer = getattr(model, "optimizer", None)  # the mean of several models was never compiled
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = own_class(inner)
-    if not issubclass(own, CorrectedSGD) and not isinstance(getattr(inner, "_learning_rate", None), WarmUp):
+    corrected = issubclass(own, CorrectedSGD) or isinstance(getattr(inner, "_learning_rate", None), WarmUp)
+    if inner is None or not corrected:
         yield
         return
     kind = keras.optimizers.SGD if issubclass(own, CorrectedSGD) else own
