@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
+from tests.training._ranks import living_ranks
 from tests.waiting import until
 from training.launch.executors import RANK_MIB, container_of
 from training.results.audit import check_run_audit
@@ -71,17 +71,6 @@ def cut_log(target: Path, lines: int) -> str:
     return str(target)
 
 
-def ranks_of(pid: int) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            if "training.rank" in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue  # ended between the two calls
-    return found
-
-
 def shared_bytes(rank: psutil.Process) -> list[int]:
     """The sizes of a rank's maps of shared memory."""
     ends = [found.addr.split("-") for found in rank.memory_maps(grouped=False) if "memfd:lockstep" in found.path]
@@ -108,11 +97,13 @@ def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Clu
         assert training.poll() is None, training.communicate()[0][-6000:]
         assert time.monotonic() < deadline, "no checkpoint on HDFS"
         time.sleep(0.2)
-    victims = ranks_of(training.pid)
+    victims = [psutil.Process(pid) for pid in living_ranks(training.pid)]
     assert len(victims) == 2, [process.cmdline() for process in victims]
     sizes = shared_bytes(victims[1])  # of all ranks together, and of a group of them; some MiB are in use
     assert len(sizes) == 2 and max(sizes) < 200 << 20, sizes
-    scratch = [Path(tempfile.gettempdir(), f"lockstep-rank-{one.environ()['LOCKSTEP_PROCESS']}") for one in victims]
+    opened = [Path(file.path) for one in victims for file in one.open_files()]
+    scratch = [path.parent for path in opened if path.parent.name.startswith("lockstep-rank-")]  # the locks of both
+    assert len(scratch) == 2
     assert all(list(folder.glob("__autograph_generated_file*.py")) for folder in scratch)
     os.kill(victims[1].pid, signal.SIGKILL)
     told = ended(training)

@@ -50,10 +50,13 @@ def lives(pid: int) -> bool:
 
 
 def living_ranks(parent: int) -> list[int]:
-    """The rank processes that `parent` started."""
+    """The rank processes that `parent` started, or had its zygote fork."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    mine = [pid for pid in pids if _stat(pid)[1:2] == [str(parent)] and lives(pid)]
-    return [pid for pid in mine if b"training.rank" in _told(pid, "cmdline")]
+    lines = {pid: _told(pid, "cmdline").split(b"\0") for pid in pids if lives(pid)}
+    parents = {pid: _stat(pid)[1:2] for pid in lines}
+    zygotes = [[str(pid)] for pid in lines if b"training.rank.zygote" in lines[pid] and parents[pid] == [str(parent)]]
+    started = [pid for pid in lines if b"training.rank" in lines[pid] and parents[pid] == [str(parent)]]
+    return sorted(started + [pid for pid in lines if parents[pid] in zygotes])
 
 
 def _stat(pid: int) -> list[str]:

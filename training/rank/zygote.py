@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from training.rank import __main__ as rank
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_S = 600.0  # a notebook, whose next run may be an hour away, gets its memory back
 
 
@@ -33,8 +34,9 @@ class Child:
 def main() -> None:
     """Fork ranks until no supervisor asks for one."""
     line = socket.socket(fileno=int(sys.argv[1]))
-    # Ctrl-C reaches the whole process group of a terminal; only the driver decides what it means for ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Batch systems send these to every process of a job. It ends with its supervisor: ranks that leave need it so long.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     importlib.import_module("training.rank.runtime").import_tensorflow()
     importlib.import_module("training.rank.fit")
     children: dict[int, Child] = {}
@@ -79,6 +81,8 @@ def _fork(files: list[int], line: socket.socket, children: dict[int, Child]) -> 
 
 
 def _become(stdin: int, stdout: int, environment: dict[str, str], page: int, stacks: int) -> NoReturn:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
     for fd, standard in ((stdin, 0), (stdout, 1), (stdout, 2)):
         os.dup2(fd, standard)
     os.close(stdin)

@@ -87,6 +87,12 @@ def test_ranks_of_one_zygote_have_imported_tensorflow_and_end_each_for_itself() 
 def test_a_killed_zygote_takes_its_ranks_along_and_the_next_rank_gets_another() -> None:
     rank = fork()
     zygote = int(status(rank.pid, "PPid"))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # as batch systems send to all: ranks may leave yet
+        os.kill(zygote, number)
+    second = fork()
+    assert int(status(second.pid, "PPid")) == zygote and rank.poll() is None
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
     os.kill(zygote, signal.SIGKILL)
     assert rank.wait() == -signal.SIGKILL
     until_gone(rank.pid)
@@ -99,7 +105,7 @@ def test_a_killed_zygote_takes_its_ranks_along_and_the_next_rank_gets_another() 
     for one in (another, other_variables):
         one.terminate()
         assert one.wait() == -signal.SIGTERM
-    for one in (rank, another, other_variables):
+    for one in (rank, second, another, other_variables):
         close(one)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._ranks import living_ranks
 from tests.training._ring import run_ring
 from tests.training.rank.test_fit import assert_no_bit_differs, train
 from training.comm import Communicator
@@ -302,7 +304,7 @@ def test_optimizers_that_servers_lack_are_refused() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["server", "rank"])
 def test_a_killed_process_is_started_again(victim: str, table: str, tmp_path: Path) -> None:
-    """Real processes: SIGKILL for a server (which loads no TensorFlow) or a rank, once there is a checkpoint."""
+    """Real processes: SIGKILL for a server (which uses no TensorFlow) or a rank, once there is a checkpoint."""
     import psutil
 
     run = tmp_path / "run"
@@ -311,9 +313,9 @@ def test_a_killed_process_is_started_again(victim: str, table: str, tmp_path: Pa
     def kill() -> None:
         while not list(run.glob("checkpoints/step-*")):
             time.sleep(0.02)
-        found = [one for one in psutil.Process().children(recursive=True) if "training.rank" in one.cmdline()]
-        found.sort(key=lambda one: one.memory_info().rss)
-        assert len(found) == 3 and found[0].memory_info().rss < found[1].memory_info().rss / 2
+        found = [psutil.Process(pid) for pid in living_ranks(os.getpid())]
+        found.sort(key=lambda one: one.memory_full_info().uss)
+        assert len(found) == 3 and found[0].memory_full_info().uss < found[1].memory_full_info().uss / 2
         target = found[0] if victim == "server" else found[-1]
         killed.append(target.pid)
         target.kill()
