@@ -71,6 +71,18 @@ def cut_log(target: Path, lines: int) -> str:
     return str(target)
 
 
+def ranks_in_containers(pid: int) -> list[psutil.Process]:
+    """The ranks below a process; none is forked, since a container counts memory."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "training.rank" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue  # ended between the two calls
+    return found
+
+
 def shared_bytes(rank: psutil.Process) -> list[int]:
     """The sizes of a rank's maps of shared memory."""
     ends = [found.addr.split("-") for found in rank.memory_maps(grouped=False) if "memfd:lockstep" in found.path]
@@ -190,7 +202,7 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
         return [entry.name for folder in folders if fs.exists(folder) for entry in fs.list(folder)]
 
     until(lambda: pipeline.poll() is not None or checkpoints(), WAIT_S)
-    victims = ranks_of(on_hdfs.processes["nodemanager"].pid)
+    victims = ranks_in_containers(on_hdfs.processes["nodemanager"].pid)
     assert len(victims) == 2, log.read_text()[-6000:]
     victims[1].kill()
     assert pipeline.wait(WAIT_S) == 0, log.read_text()[-6000:]
