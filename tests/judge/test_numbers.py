@@ -95,6 +95,7 @@ def test_evaluations_are_scikit_learns_at_any_number_of_ranks(
         assert result["samples"] == len(fed) == judged.manifest.splits["test"].records
         assert result["class_counts"] == np.bincount(fed.y.astype(int), minlength=len(result["class_counts"])).tolist()
         for found, wanted in ((result, expected), (result["baseline"], of_baseline)):
+            assert sorted(found["metrics"]) == sorted(wanted)
             assert found["metrics"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
             for name in {"auc", "average_precision", "accuracy"} & wanted.keys():  # not sums of float32
                 assert found["metrics"][name] == pytest.approx(wanted[name], rel=1e-12)

@@ -40,6 +40,7 @@ def test_no_result_fills_a_page(tmp_path_factory: pytest.TempPathFactory) -> Non
     result = {
         "run": "/r", "dataset": "/d", "split": "test", "samples": 9, "metrics": metrics, "intervals": {},
         "class_counts": [4, 5], "baseline": None, "difference": {}, "compared_by": None, "calibration": None,
+        "chosen_on": [],
         "confusion": None, "slices": {}, "roc": {"model": [[0.01 * n, 0.02 * n] for n in range(100)]},
     }  # fmt: skip
     shown = Shown(result, summary)

@@ -125,7 +125,10 @@ def _missing(module: str) -> str | None:
         if part in sys.modules:
             path = getattr(sys.modules[part], "__path__", [])
             continue
-        spec = importlib.util.find_spec(part) if path is None else PathFinder.find_spec(part, path)
+        try:
+            spec = importlib.util.find_spec(part) if path is None else PathFinder.find_spec(part, path)
+        except KeyError:  # a folder without __init__.py in one: Python asks for its parent, which is not imported
+            return None
         if spec is None:
             return part
         path = spec.submodule_search_locations or []

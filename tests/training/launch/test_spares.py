@@ -64,10 +64,13 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
         def executor_of_a_rank() -> bool:
             """Java of an executor whose rank trains, once the spare waits too."""
             assert driver.poll() is None, driver.communicate()[1]
-            ranks = {one: words for one, words in below(driver.pid).items() if "training.rank" in words}
-            spare = [one for one, words in ranks.items() if words[-1] == ""]
+            every = below(driver.pid)
+            zygotes = {one for one, words in every.items() if "training.rank.zygote" in words}
+            spare = [one for one, words in every.items() if "training.rank" in words and words[-1] == ""]
             with contextlib.suppress(psutil.Error):  # a process has ended in the meantime
-                found[:] = [one.parents()[2] for one in ranks if one not in spare]
+                ranks = [one for one in zygotes if one.parent() in zygotes]
+                ranks += [one for one, words in every.items() if "training.rank" in words and one not in spare]
+                found[:] = [next(above for above in one.parents() if above.name() == "java") for one in ranks]
             return len(spare) == 1 and len(found) == 2 and len([*run.glob("checkpoints/*")]) > 1
 
         until(executor_of_a_rank)

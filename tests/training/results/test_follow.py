@@ -74,7 +74,9 @@ def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
     capsys.readouterr()
     job.main(["--run", run, "--dataset", data, "--follow", "--report"])
     printed = capsys.readouterr().out
-    assert printed.startswith(f"report {RunPaths(run).report(2)}\n[{{")
+    assert printed.startswith(f"report {RunPaths(run).report(2)}\n")
+    job.main(["--run", run, "--dataset", data, "--follow", "--json"])
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [6, 12]
     page = Path(RunPaths(run).report(2)).read_text()
     assert "test of data" in page and "log_loss by epoch" in page and "Result on test" in page
     # One more is due, and retention removes its checkpoint in the middle of the evaluation.
