@@ -54,7 +54,14 @@ def expected_metrics(labels: Any, outputs: Any, weights: Any) -> dict[str, float
         return {"accuracy": right.mean(), "log_loss": loss, "loss": loss}
     scores = outputs[:, 0]
     weighted = log_loss(labels, scores, sample_weight=weights) * (1 if weights is None else weights.mean())
+    without_weights = {}
+    if (
+        weights is not None
+    ):  # of classes: a probability learned from weighted rows has odds that are w_1 / w_0 too large
+        odds = scores / (1 - scores) * weights[labels == 0][0] / weights[labels == 1][0]
+        without_weights = {"corrected_log_loss": log_loss(labels, odds / (1 + odds))}
     return {
+        **without_weights,
         "auc": roc_auc_score(labels, scores),
         "average_precision": average_precision_score(labels, scores),
         "accuracy": accuracy_score(labels, scores > 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -78,7 +79,7 @@ def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
     job.main(["--run", run, "--dataset", data, "--follow", "--json"])
     assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [6, 12]
     page = Path(RunPaths(run).report(2)).read_text()
-    assert "test of data" in page and "log_loss by epoch" in page and "Result on test" in page
+    assert "test of data" in page and " by epoch" in page and "log_loss" in page and "Result on test" in page
     # One more is due, and retention removes its checkpoint in the middle of the evaluation.
     name = next(file.stem for file in sorted(folder.iterdir()) if checkpoint_of(file.stem) is not None)
     (folder / f"{name}.json").unlink()
