@@ -12,7 +12,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
-	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
+	@$(WITH_JAVA) $(PYTHON_VENV) -m lockstep pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
 test: venv airflow-venv torch-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (25 to 35 minutes)
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
@@ -48,7 +48,7 @@ lint: venv ## ruff, mypy, import-linter
 	@touch $@
 
 package: venv .package/packages/.stamp ## dist/: the code as a zip, Python with all packages as archives for YARN (URL=hdfs://... uploads them)
-	@PATH="$(CURDIR)/.package/packages/bin:$$PATH" PYTHONPATH=.package/packages $(PYTHON_VENV) -m jobs.package $(if $(URL),--upload $(URL)) $(if $(ARCHIVES),--archives $(ARCHIVES))
+	@PATH="$(CURDIR)/.package/packages/bin:$$PATH" PYTHONPATH=.package/packages $(PYTHON_VENV) -m lockstep package $(if $(URL),--upload $(URL)) $(if $(ARCHIVES),--archives $(ARCHIVES))
 
 cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and print how to use them
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, print_rates
-from training.reading.open import OpenSplit
+from lockstep.training.reading.open import OpenSplit
 
 BATCH_ROWS = 4096
 

@@ -60,11 +60,11 @@ def _fit(name: str, units: int | None, ghost: bool) -> Callable[[int], float]:
     """A function that trains so many steps and returns the CPU seconds of one; `units` None: in one piece."""
     import keras
 
-    from training.comm import SoloCommunicator
-    from training.steps.batchnorm import statistics_of
-    from training.steps.canonical import CanonicalStep
-    from training.steps.distribute import distribute
-    from training.steps.rank_step import RankStep
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.canonical import CanonicalStep
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.rank_step import RankStep
 
     keras.utils.set_random_seed(0)
     model, x, y = _model(keras, name)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL]
 
-Real runs by `training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose weights
-and optimizer state take 400 MB in all. The cost of a checkpoint is the time that steps wait for it, plus the time that
-steps during its writing take longer than the median of the others, all from one run. Its share of a run with a
-checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
+Real runs by `lockstep.training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose
+weights and optimizer state take 400 MB in all. The cost of a checkpoint is the time that steps wait for it, plus the
+time that steps during its writing take longer than the median of the others, all from one run. Its share of a run with
+a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
 temporary folder. Takes three minutes on an idle machine with two cores, one for each rank.
 """
 
@@ -24,12 +24,12 @@ import numpy as np
 from benchmarks.shared.shapes import machine
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.checkpoint import HostBuffer, sha256_of, upload
+from lockstep.training.run.metrics import History, read_history
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.checkpoint import HostBuffer, sha256_of, upload
-from training.run.metrics import History, read_history
 
 STATE_BYTES = 400_000_000
 BATCH = 32

@@ -42,7 +42,7 @@ def main() -> None:
     if not dataset.exists():
         flags = ["--source", "tar", "--image-size", "32x32", "--split", "given", "--format", "parquet"]
         call(
-            "jobs.etl_images",
+            "lockstep.jobs.etl_images",
             *flags,
             "--input",
             args.train,
@@ -67,10 +67,10 @@ def call(*command: str) -> None:
 
 def ranks(dataset: Path, run: Path, epochs: int, number: int, seed: int) -> list[float]:
     """The accuracy on the test split after each epoch of a run of `number` ranks."""
-    from training.run.metrics import read_history
+    from lockstep.training.run.metrics import read_history
 
     call(
-        *("jobs.train", "--dataset", str(dataset), "--run", str(run), "--model", "resnet20"),
+        *("lockstep.jobs.train", "--dataset", str(dataset), "--run", str(run), "--model", "resnet20"),
         *("--num-ranks", str(number), "--launcher", "local", "--global-batch", str(BATCH), "--epochs", str(epochs)),
         *("--augment", "crop:4", "flip", "--batchnorm", "sync", "--validate", "test", "--audit", "--seed", str(seed)),
     )
@@ -109,7 +109,7 @@ def plain_fit(dataset: Path, seed: int, batch: int, epochs: int, **options: Any)
     import tensorflow as tf
 
     from lockstep.features.schema.signature import Signature, TensorSpec
-    from training.models import ModelOptions, build
+    from lockstep.training.models import ModelOptions, build
 
     keras.utils.set_random_seed(seed)
     image, label = TensorSpec(shape=(32, 32, 3), dtype="uint8"), TensorSpec(shape=(), dtype="int64")

@@ -32,14 +32,14 @@ import numpy as np
 from benchmarks.exchange_namespaces import SPECS
 from benchmarks.shared.step_worker import KEY, Control, hear, say
 from benchmarks.train_step import ROOT
+from lockstep.training.comm import connect
+from lockstep.training.compression.method import Compression
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import lay_out
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.run.metrics import read_history
+from lockstep.training.world import World
 from tests.network.hosts import Hosts, why_not
-from training.comm import connect
-from training.compression.method import Compression
-from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import lay_out
-from training.exchange.exchange import Exchange
-from training.run.metrics import read_history
-from training.world import World
 
 METHODS = ("none", "bf16", "fp16", "int8", "1bit", "qsgd:4", "terngrad", "topk:1%", "dgc:0.1%", "powersgd:2")
 HOOKS, PEER_PORT = ("", "none", "fp16", "bf16", "powersgd:2"), 29500
@@ -122,7 +122,9 @@ def accuracy(args: argparse.Namespace) -> None:
             words += ["--num-ranks", "2", "--launcher", "local", "--global-batch", str(args.batch)]
             words += ["--seed", str(seed), "--compression", method, "--validate", "test"]
             words += ["--validate-every", str(args.epochs), *args.flags]
-            subprocess.run([sys.executable, "-m", "jobs.train", *words], cwd=ROOT, check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "lockstep.jobs.train", *words], cwd=ROOT, check=True, capture_output=True
+            )
             scores.append(read_history(run).epochs[-1]["metrics"])
         columns = []
         for name in args.metrics:
@@ -135,7 +137,7 @@ def sgd_mlp(signature: Any, options: Any) -> Any:
     """`mlp` with SGD and momentum in place of Adam."""
     import keras
 
-    from training.models.mlp import mlp
+    from lockstep.training.models.mlp import mlp
 
     model = mlp(signature, options)
     model.optimizer = keras.optimizers.SGD(options.learning_rate or 0.1, momentum=0.9)
@@ -172,7 +174,7 @@ def main() -> None:
     of_runs.add_argument("--batch", type=int, default=128)
     of_runs.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     of_runs.add_argument("--metrics", nargs="+", default=["val_loss", "val_accuracy"])
-    of_runs.add_argument("--flags", type=shlex.split, default=[], help="more flags of jobs.train, as one text")
+    of_runs.add_argument("--flags", type=shlex.split, default=[], help="more flags of lockstep train, as one text")
     for one in (of_links, of_runs):
         one.add_argument("--methods", nargs="+", default=list(METHODS))
     args = parser.parse_args()

@@ -8,8 +8,8 @@ interleaved, the first dropped:
   loop   processes, one for each core, that hold their share of the files in memory and decode it with Pillow in the
          common way: Image.open(...).convert("RGB") and numpy.asarray, with nothing kept
   ours   the same with lockstep.features.images.decode, which the job uses
-  job    etl.images.job.run in a warm session: scan, decode, split, sort, encode, checksums, manifest
-  rows   the same, with all rows through Spark, as for sources that etl.images.planned refuses (with --all)
+  job    lockstep.etl.images.job.run in a warm session: scan, decode, split, sort, encode, checksums, manifest
+  rows   the same, with all rows through Spark, as for sources that lockstep.etl.images.planned refuses (with --all)
   early  the same, with images as pixels from the first task on (with --all)
 The figure to compare is the loop's share of a job: of its wall time, and of CPU time, which other work on the machine
 changes less. The jobs must write the same manifest. With --upscale N the JPEGs are N times as tall and wide, and the
@@ -44,10 +44,10 @@ import pyspark
 from PIL import Image
 from pyspark.sql import SparkSession
 
-from etl.images import job as image_sets
-from etl.images.config import ImagesConfig
-from jobs._session import spark_session
+from lockstep.etl.images import job as image_sets
+from lockstep.etl.images.config import ImagesConfig
 from lockstep.features.images.decode import Limits, decode
+from lockstep.spark.session import spark_session
 from lockstep.storage.documents import sha256_hex
 
 SIDE = 32

@@ -2,8 +2,8 @@
 
     python -m benchmarks.effective_time [--seconds 240] [--mean-time 40] [--every 5] [--seed 0] [--kill ranks|executors]
 
-First a real run of two ranks (`training.driver.train.train`). After random times (exponential, with this mean, by a
-counter-based generator from the seed; also while ranks start) a random rank of the local launcher is killed, or a
+First a real run of two ranks (`lockstep.training.driver.train.train`). After random times (exponential, with this mean,
+by a counter-based generator from the seed; also while ranks start) a random rank of the local launcher is killed, or a
 random executor of a standalone master with two workers. The run gives d, what a checkpoint costs; w, from its copy to
 its commit; R, from a kill to the next step. T is the time between checkpoints. Every second of the run is one of:
 steps that count, repeated steps, restarts, stalls for checkpoints.
@@ -39,17 +39,17 @@ import psutil
 from pyspark.sql import SparkSession
 
 from benchmarks.shared.shapes import machine
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.stop import EndedByCallerError
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import OnHost
+from lockstep.training.launch.session import Session, SessionLauncher
+from lockstep.training.run.metrics import read_history
 from tests.spark.standalone import standalone
 from tests.training._ranks import living_ranks
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.stop import EndedByCallerError
-from training.driver.train import Hooks, train
-from training.launch.barrier import OnSpark
-from training.launch.local import OnHost
-from training.launch.session import Session, SessionLauncher
-from training.run.metrics import read_history
 
 RANKS, UNITS, RECORDS = 2, 1536, 4096
 MEANS_S = {"4 h": 4 * 3600.0, "30 min": 1800.0, "5 min": 300.0}

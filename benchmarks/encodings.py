@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, print_rates
-from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from lockstep.features.encode.hashing import TokenTable, buckets_of
 
 BATCH_ROWS, BUCKETS = 4096, 1000

@@ -25,13 +25,13 @@ import numpy as np
 from benchmarks.shared.step_models import CLASSES, DENSE_LAYERS, DENSE_UNITS
 from benchmarks.shared.step_worker import KEY, Control, hear, say
 from benchmarks.train_step import ROOT
+from lockstep.training.comm import connect
+from lockstep.training.comm.tcp import engine
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import lay_out
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.world import World
 from tests.network.hosts import Hosts, why_not
-from training.comm import connect
-from training.comm.tcp import engine
-from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import lay_out
-from training.exchange.exchange import Exchange
-from training.world import World
 
 FLOAT = np.dtype(np.float32)
 LAYERS = [((DENSE_UNITS, DENSE_UNITS), (DENSE_UNITS,))] * DENSE_LAYERS + [((DENSE_UNITS, CLASSES), (CLASSES,))]

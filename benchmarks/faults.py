@@ -18,7 +18,7 @@ MARK = "LOCKSTEP_RANDOM_KILLS"
 """A variable in the environment of each process of one run, by whose value remaining ones are found."""
 PAUSES_S = (0.5, 2.0, 12.0)
 NOISE_BYTES, CALLERS = 200, 8
-RANK, TASK, EXECUTOR = "training.rank", "pyspark.daemon", "CoarseGrainedExecutorBackend"
+RANK, TASK, EXECUTOR = "lockstep.training.rank", "pyspark.daemon", "CoarseGrainedExecutorBackend"
 
 # On one process below the driver: (word of its command line, signal).
 OF_A_PROCESS = {

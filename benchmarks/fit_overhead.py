@@ -38,9 +38,9 @@ def main() -> None:
     os.sched_setaffinity(0, {0})
     import keras
 
-    from training.comm import SoloCommunicator
-    from training.steps.batchnorm import statistics_of
-    from training.steps.distribute import distribute
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.distribute import distribute
 
     models = [step_models.build(keras, args.model) for _ in range(2)]
     models[1].optimizer.build(models[1].trainable_variables)

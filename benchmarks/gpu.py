@@ -84,10 +84,10 @@ def train(
     folder: Path, name: str, steps: int, batch: int, flags: tuple[str, ...], environment: dict[str, str] | None = None
 ) -> list[dict[str, float]]:
     """Rows {step, loss, seconds} of a run of this project."""
-    from training.run.metrics import read_history
+    from lockstep.training.run.metrics import read_history
 
     run = folder / name.replace(" ", "-").replace(",", "")
-    command = [sys.executable, "-m", "jobs.train", "--dataset", str(folder / "dataset"), "--run", str(run)]
+    command = [sys.executable, "-m", "lockstep.jobs.train", "--dataset", str(folder / "dataset"), "--run", str(run)]
     command += ["--model", "resnet20", "--launcher", "local", "--global-batch", str(batch), "--epochs", "30"]
     command += ["--augment", "crop:4", "flip", "--batchnorm", "sync", "--max-steps", str(steps), *flags]
     with (folder / f"{run.name}.log").open("a") as log:

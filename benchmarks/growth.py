@@ -25,8 +25,8 @@ import psutil
 
 from benchmarks.shared.shapes import FLOATS, INTS, machine
 from benchmarks.write_job import all_cpu_seconds
-from etl.write.dataset import write_dataset
-from jobs._session import spark_session
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

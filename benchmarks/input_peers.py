@@ -45,11 +45,11 @@ import pyarrow as pa
 from benchmarks.petastorm_read import write as write_parquet
 from benchmarks.shared.shapes import image_rows, image_schema, machine, spread, tab_rows, tab_schema
 from lockstep.features.schema.schema import Schema
+from lockstep.training.batches.feed import RankFeed, eval_batches
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_rows
-from training.batches.feed import RankFeed, eval_batches
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.world import World
 
 BATCHES = (64, 512, 1024)
 PEER_BATCH = 512
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.simplefilter("ignore")
     if not args.no_peers:
-        from etl.petastorm import enable
+        from lockstep.petastorm import enable
 
         enable()
     print(machine("pyarrow", "numpy", "numba", "tensorflow", "petastorm"), "one core")

@@ -2,12 +2,13 @@
 
     python -m benchmarks.jpeg_batches DATASET [--split NAME] [--threads N ...] [--rounds N]
 
-DATASET comes from `jobs.etl_images --store encoded`. Each round runs these in turn; the first round is dropped:
+DATASET comes from `lockstep etl_images --store encoded`. Each round runs these in turn; the first round is dropped:
   alone  lockstep.features.images.decode of each file, from memory, with nothing kept: in one thread, or in N threads
          that share the files
   many   lockstep.features.images.decode_many on the same files in memory, 512 at a time: the decoder of `ours`
-  ours   training.batches.planned: shards read and checked, lanes, windows, decoded by N threads into batch arrays
-  plain  `ours` without decoding (lockstep.features.images.decode_many returns arrays of zeros): the rest of the work
+  ours   lockstep.training.batches.planned: shards read and checked, lanes, windows, decoded by N threads into batch
+  arrays plain  `ours` without decoding (lockstep.features.images.decode_many returns arrays of zeros): the rest of the
+  work
 `alone` and `many` over `ours` are the shares of decoding speed that remain: of wall time, and of CPU time, which other
 work on the machine changes less. For one thread run it on one core, under `taskset -c 0`.
 """
@@ -33,8 +34,8 @@ import PIL
 from lockstep.features.images import decode_many
 from lockstep.features.images.decode import decode
 from lockstep.features.images.decode_many import aligned_empty
-from training.batches.planned import PlannedBatches
-from training.reading.open import OpenSplit
+from lockstep.training.batches.planned import PlannedBatches
+from lockstep.training.reading.open import OpenSplit
 
 BATCH = 128
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.shared.shapes import interleaved, machine, seconds
-from etl.logs import job as logs
-from etl.write.config import LogsConfig
-from jobs._session import spark_session
+from lockstep.etl.logs import job as logs
+from lockstep.etl.write.config import LogsConfig
+from lockstep.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,7 +35,7 @@ FIELDS = r'^(\S+) (\S+) (\S+) \[([^\]]+)\] "([^"]*)" (\d+|-) (\d+|-)'
 
 
 def etl(spark: SparkSession, source: Path, folder: Path) -> Callable[[], object]:
-    """jobs.etl_logs of `source` as the demo calls it."""
+    """lockstep.jobs.etl_logs of `source` as the demo calls it."""
 
     def work() -> None:
         out = folder / secrets.token_hex(8)
@@ -70,13 +70,15 @@ def cold(folder: Path, many: Path, one: Path, args: argparse.Namespace) -> None:
     def job(source: Path) -> Callable[[], object]:
         def work() -> None:
             out, split = str(folder / secrets.token_hex(8)), ["--split", "group:visitor:80/20"]
-            in_process("jobs.etl_logs", "--input", str(source), "--output", out, *split, "--master", args.master)()
+            in_process(
+                "lockstep.jobs.etl_logs", "--input", str(source), "--output", out, *split, "--master", args.master
+            )()
             shutil.rmtree(out)
 
         return work
 
     alone = in_process("benchmarks.log_job", "--plain", str(folder), "--master", args.master)
-    compared("the demo's log, cold", {"jobs.etl_logs": job(LOG), "Spark alone": alone}, args.repeats)
+    compared("the demo's log, cold", {"lockstep.jobs.etl_logs": job(LOG), "Spark alone": alone}, args.repeats)
     compared("small files, cold", {f"{args.files} files": job(many), "one file": job(one)}, args.repeats)
 
 
@@ -160,7 +162,7 @@ def main(argv: list[str]) -> int:
                 print(source.name)
                 tell_jobs(spark, work)
             return 0
-        works = {"jobs.etl_logs": etl(spark, LOG, folder), "Spark alone": plain(spark, LOG, folder)}
+        works = {"lockstep.jobs.etl_logs": etl(spark, LOG, folder), "Spark alone": plain(spark, LOG, folder)}
         compared("the demo's log", works, args.repeats)
         works = {f"{args.files} files": etl(spark, many, folder), "one file": etl(spark, one, folder)}
         compared("small files", works, args.repeats)

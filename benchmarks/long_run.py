@@ -1,4 +1,5 @@
-"""What `jobs.report`, `jobs.verify` and `jobs.runs` take on a run of a week: memory, processor time, bytes printed.
+"""What `lockstep report`, `lockstep verify` and `lockstep runs` take on a run of a week: memory, processor time, bytes
+printed.
 
     python -m benchmarks.long_run [--hours 168] [--folder FOLDER]
 
@@ -22,9 +23,9 @@ from typing import Any
 
 from benchmarks.shared.shapes import machine
 from lockstep.storage.run_names import part_name
+from lockstep.training.run.metrics import PART_EVERY_S, read_history
+from lockstep.training.run.paths import RunPaths
 from tests.training._tiny import write_table
-from training.run.metrics import PART_EVERY_S, read_history
-from training.run.paths import RunPaths
 
 RANKS, EPOCH_S, USAGE_S = 2, 600, 5
 
@@ -35,7 +36,7 @@ def train(folder: Path) -> str:
     run = str(folder / "run")
     flags = ["--model", "logistic", "--num-ranks", str(RANKS), "--global-batch", "8", "--epochs", "2", "--audit"]
     flags += ["--launcher", "local", "--checkpoint-every", "5"]
-    words = [sys.executable, "-m", "jobs.train", "--dataset", str(folder / "data"), "--run", run, *flags]
+    words = [sys.executable, "-m", "lockstep.jobs.train", "--dataset", str(folder / "data"), "--run", run, *flags]
     subprocess.run(words, check=True, capture_output=True)
     return run
 
@@ -104,7 +105,7 @@ def main() -> None:
         files = [path for path in Path(run).rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         print(f"{machine('numpy')}; {args.hours:g} h of {RANKS} ranks: {len(files):,} files, {size / 2**20:,.0f} MiB")
-        for job in (["jobs.report", run], ["jobs.verify", run], ["jobs.runs", run]):
+        for job in (["lockstep.jobs.report", run], ["lockstep.jobs.verify", run], ["lockstep.jobs.runs", run]):
             print(f"{job[0]:<12} {measured(job)}", flush=True)
 
 

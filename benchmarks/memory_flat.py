@@ -3,8 +3,9 @@
     python -m benchmarks.memory_flat [--epochs N] [--records N] [--train]
 
 Reading: the whole feed (lanes, windows, read-ahead, encoding) over a table and over images, each form in its own
-process, and once with a cache. `--train`: two ranks of jobs.train on the table, at the end of each epoch. The growth
-compares the median of the last quarter with that of the epochs from the third to the middle; flat means within 2 %.
+process, and once with a cache. `--train`: two ranks of lockstep train on the table, at the end of each epoch. The
+growth compares the median of the last quarter with that of the epochs from the third to the middle; flat means within 2
+%.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.feed_rate import write
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.rank.metrics import resident_bytes
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.run.metrics import read_history
+from lockstep.training.world import World
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.rank.metrics import resident_bytes
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions
-from training.run.metrics import read_history
-from training.world import World
 
 CACHE_BYTES = 1 << 30
 
@@ -66,8 +67,9 @@ def report(name: str, values: list[int]) -> bool:
 def train(root: str, run: str, epochs: int) -> dict[str, list[int]]:
     """Resident bytes of each of two ranks at the end of each epoch, as the ranks report them."""
     command = [
-        sys.executable, "-m", "jobs.train", "--dataset", root, "--run", run, "--model", "logistic", "--num-ranks", "2",
-        "--global-batch", "256", "--epochs", str(epochs), "--launcher", "local", "--checkpoint-every", "100000",
+        sys.executable, "-m", "lockstep.jobs.train", "--dataset", root, "--run", run, "--model", "logistic",
+        "--num-ranks", "2", "--global-batch", "256", "--epochs", str(epochs),
+        "--launcher", "local", "--checkpoint-every", "100000",
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     values: dict[str, list[int]] = {}

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.training.comm import CommOptions
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.task import RankTask
 from tests.network.hosts import Hosts, why_not
 from tests.network.run_hosts import run_hosts
-from training.comm import CommOptions
-from training.control.context import RankContext
-from training.control.task import RankTask
 
 RATE_BITS_S = 10**9
 OURS_OF_A_PACKET = 1448 / 1514

@@ -4,7 +4,7 @@
 
 DATASET is that of conf/next_page.toml, also with `--split kfold:5:visitor`: then each fold is scored by a table of the
 others. Where fewer than ten pages have followed a page, the most frequent ones of all fill up its ten. Compare with
-`hit@10` and `accuracy` of jobs.evaluate or jobs.cross_validate.
+`hit@10` and `accuracy` of lockstep evaluate or lockstep cross_validate.
 """
 
 from __future__ import annotations

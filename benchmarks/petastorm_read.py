@@ -38,9 +38,9 @@ from benchmarks.shared.shapes import (
     tab_rows,
     tab_schema,
 )
-from etl.petastorm import enable
-from etl.write.shards import BLOCK_BYTES, parquet_options
+from lockstep.etl.write.shards import BLOCK_BYTES, parquet_options
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.dataset.layout import shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, ShardInfo, SplitInfo

@@ -20,7 +20,7 @@ import tracemalloc
 from dataclasses import dataclass
 
 from benchmarks.shared.shapes import machine
-from training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.epoch_plan import EpochPlan
 
 GLOBAL_BATCH, LANES, BLOCK_RECORDS, WINDOW_RECORDS = 1024, 64, 2500, 500
 

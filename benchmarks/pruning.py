@@ -22,14 +22,14 @@ from typing import Any
 import lockstep
 from benchmarks.shared.shapes import machine
 from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.result import RunResult
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.space import space_of
+from lockstep.training.search.tune import run_trials, trials_of
 from tests.training._threads import run
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.run.metrics import read_history
-from training.run.result import RunResult
-from training.search.config import SearchConfig
-from training.search.space import space_of
-from training.search.tune import run_trials, trials_of
 
 LOG = Path(__file__).resolve().parent.parent / "data/weblogs/nasa_access_log_1995-07-09.log.gz"
 SPACE: dict[str, Any] = {

@@ -3,13 +3,13 @@
     python -m benchmarks.random_kills [--runs 30] [--minutes M] [--seed 0] [--log FILE] [--keep DIR]
 
 Three kinds of runs take turns, by seed: training with --canonical at a random number of ranks each time (1, 2 or 4),
-training without at 2 ranks, and an ETL job of a web log. All are real processes (`jobs.train --launcher local`,
-`jobs.etl_logs` on Spark with executors or threads). Meanwhile ranks, tasks, executors and drivers are killed,
+training without at 2 ranks, and an ETL job of a web log. All are real processes (`lockstep train --launcher local`,
+`lockstep etl_logs` on Spark with executors or threads). Meanwhile ranks, tasks, executors and drivers are killed,
 terminated, crashed or paused; strangers send noise to each port; a second driver comes; between two drivers
 checkpoints are flipped or cut, the lease is scrambled, a shard is flipped; shuffle files disappear (benchmarks.faults).
 After a driver ends, another one resumes the run, or takes it over from one that is still paused.
 
-Then `jobs.verify` must find the run intact (each sample of each epoch counted once, in the planned batches) or the
+Then `lockstep verify` must find the run intact (each sample of each epoch counted once, in the planned batches) or the
 dataset whole, each committed checkpoint must load, and weights, optimizer state and metrics, or the dataset's digest,
 must equal those of the undisturbed run, bit for bit; with --canonical, those of a run of one rank. Each process must
 have ended with 0, by a signal, or with one error of four parts; no process, segment or temporary file may be left.
@@ -55,10 +55,10 @@ from benchmarks.faults import (
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.fs import filesystem
-from training.run.checkpoint_division import read_whole
-from training.run.lineage import chain_of, find_tip, read_checkpoint
-from training.run.paths import RunPaths
-from training.run.result import find_result
+from lockstep.training.run.checkpoint_division import read_whole
+from lockstep.training.run.lineage import chain_of, find_tip, read_checkpoint
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
@@ -165,7 +165,7 @@ def fingerprint(run: str) -> str:
 
 def faults(run: str, expected: str) -> list[str]:
     """What is wrong with a run that has ended; `expected` is the undisturbed run's fingerprint."""
-    from jobs import verify
+    from lockstep.jobs import verify
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
@@ -183,7 +183,7 @@ def faults(run: str, expected: str) -> list[str]:
 
 
 def command(data: str, run: str, ranks: int, *, canonical: bool, take_over: bool = False) -> list[str]:
-    """The call of jobs.train."""
+    """The call of lockstep train."""
     flags = {
         "--dataset": data,
         "--run": run,
@@ -198,7 +198,14 @@ def command(data: str, run: str, ranks: int, *, canonical: bool, take_over: bool
         "--max-restarts-per-hour": 1000,
     }
     more = [*(["--canonical"] if canonical else []), *(["--take-over"] if take_over else [])]
-    return [sys.executable, "-m", "jobs.train", *(str(x) for pair in flags.items() for x in pair), "--audit", *more]
+    return [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.train",
+        *(str(x) for pair in flags.items() for x in pair),
+        "--audit",
+        *more,
+    ]
 
 
 def train_among_faults(one: Campaign, expected: str, seconds: float, *, canonical: bool) -> None:
@@ -288,8 +295,8 @@ def while_it_works(
 
 
 def etl_command(log: Path, output: str, master: str) -> list[str]:
-    """The call of jobs.etl_logs, which may follow a job that was killed."""
-    call = [sys.executable, "-m", "jobs.etl_logs", "--input", str(log), "--output", output, "--master", master]
+    """The call of lockstep etl_logs, which may follow a job that was killed."""
+    call = [sys.executable, "-m", "lockstep.jobs.etl_logs", "--input", str(log), "--output", output, "--master", master]
     return [*call, "--split", "group:visitor:80/20", "--shard-bytes", "100000", "--clean"]
 
 
@@ -320,18 +327,18 @@ def etl_among_faults(one: Campaign, expected: str, seconds: float) -> None:
     one.wrong += [f"left: {path.name}" for path in one.folder.glob("_staging-*")]
     code, printed = verified(one.run)
     if code:
-        one.wrong.append(f"jobs.verify ended with {code}: {printed[-300:]}")
+        one.wrong.append(f"lockstep.jobs.verify ended with {code}: {printed[-300:]}")
     file = one.rng.choice(sorted(path for path in Path(one.run).rglob("*") if path.is_file()))
     flip(file, one.rng)
     one.done.append("flip published")
     code, printed = verified(one.run)
     if code != 1 or str(file.relative_to(one.run)) not in printed:
-        one.wrong.append(f"jobs.verify of a flipped {file.name} ended with {code}: {printed[-300:]}")
+        one.wrong.append(f"lockstep.jobs.verify of a flipped {file.name} ended with {code}: {printed[-300:]}")
 
 
 def verified(url: str) -> tuple[int, str]:
-    """The exit code and output of jobs.verify, in a process of its own."""
-    call = [sys.executable, "-m", "jobs.verify", url]
+    """The exit code and output of lockstep verify, in a process of its own."""
+    call = [sys.executable, "-m", "lockstep.jobs.verify", url]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     return done.returncode, done.stdout + done.stderr
 

@@ -31,12 +31,12 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Run
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions
 
 RECORD_BYTES, BLOCK_RECORDS, SHARD_MB = 3000, 512, 64
 PIECE_BYTES = 4 << 20

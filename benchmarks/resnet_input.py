@@ -6,11 +6,11 @@ Starts a NameNode and two DataNodes on this host (they share the ranks' cores), 
 are the project's excerpt of Fashion-MNIST as 32 x 32 x 3, repeated as often as the steps need, in TFRecord. Before each
 measurement the kernel drops the DataNodes' files from its page cache, so that blocks come from the disk.
 
-First it measures like `jobs.profile_run`: the same compiled step on one kept batch (synthetic), on blocks from a cache
-and on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then it runs two epochs by
-`training.driver.train.train`, whose metrics report how long each rank's steps waited; its first steps are left out. Two
-targets: blocked on input for less than 2 % of the steps' time, and steps within 3 % of those on synthetic data. Takes
-six minutes on an idle machine with two cores.
+First it measures like `lockstep profile_run`: the same compiled step on one kept batch (synthetic), on blocks from a
+cache and on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then it runs two epochs by
+`lockstep.training.driver.train.train`, whose metrics report how long each rank's steps waited; its first steps are left
+out. Two targets: blocked on input for less than 2 % of the steps' time, and steps within 3 % of those on synthetic
+data. Takes six minutes on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from benchmarks.shared.shapes import image_schema, machine, pixels
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.profiling.profile import Profile, profile, table
+from lockstep.training.profiling.profile_rank import drop_pages
+from lockstep.training.profiling.verdict import COLD, Spread
+from lockstep.training.run.metrics import read_history
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.profiling.profile import Profile, profile, table
-from training.profiling.profile_rank import drop_pages
-from training.profiling.verdict import COLD, Spread
-from training.run.metrics import read_history
 
 PICTURES = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 RANKS, BATCH, EPOCHS = 2, 128, 2
@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace, data: str, run: str) -> TrainConfig:
 
 
 def profiled(config: TrainConfig, args: argparse.Namespace, forget: Callable[[], None]) -> Profile:
-    """As jobs.profile_run makes it; before each round the kernel forgets what it keeps of the DataNodes' files."""
+    """As lockstep profile_run makes it; before each round the kernel forgets what it keeps of the DataNodes' files."""
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
 
         def on_round(done: int, _: int) -> None:
@@ -146,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=84, help="steps of each kind in a round")
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds, after a dropped one")
     parser.add_argument("--run-steps", type=int, default=390, help=f"steps of the real run of {EPOCHS} epochs")
-    parser.add_argument("--augment", nargs="+", default=[], metavar="OP", help="as for jobs.train, such as crop:4 flip")
+    parser.add_argument(
+        "--augment", nargs="+", default=[], metavar="OP", help="as for lockstep train, such as crop:4 flip"
+    )
     parser.add_argument("--hdfs", metavar="URL", help="a folder on an existing HDFS (default: start one)")
     args = parser.parse_args(argv)
     print(f"{machine('keras', 'tensorflow', 'hdfs-native')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")

@@ -2,11 +2,11 @@
 
     python -m benchmarks.restart_time [--launchers local barrier] [--model resnet20] [--kills 3]
 
-A real run of two ranks by `training.driver.train.train` on a small set of 32x32x3 images, for each launcher.
+A real run of two ranks by `lockstep.training.driver.train.train` on a small set of 32x32x3 images, for each launcher.
 Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
 generation is killed some steps after its first one. "noticed" is from the kill to the driver's first sight of it; the
-other parts are the driver's own account (training.launch.session). Printed: each part's median over the kills, and the
-whole's median and range. Three minutes on an idle machine; a rank takes a core, so two are wanted.
+other parts are the driver's own account (lockstep.training.launch.session). Printed: each part's median over the kills,
+and the whole's median and range. Three minutes on an idle machine; a rank takes a core, so two are wanted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from benchmarks.shared.shapes import machine
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import Launcher, TrainConfig
+from lockstep.training.control.failures import RankState
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import train
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import OnHost
+from lockstep.training.launch.session import Restart, Session, SessionLauncher
+from lockstep.training.run.result import IN_PLACE, NEW_SUPERVISORS
 from tests.training._tiny import write_rows
-from training.config import Launcher, TrainConfig
-from training.control.failures import RankState
-from training.control.task import Limits
-from training.driver.train import train
-from training.launch.barrier import OnSpark
-from training.launch.local import OnHost
-from training.launch.session import Restart, Session, SessionLauncher
-from training.run.result import IN_PLACE, NEW_SUPERVISORS
 
 RANKS = 2
 EPOCHS = 10_000  # more than there is time for: the run ends with its last kill
@@ -138,7 +138,7 @@ def launcher(name: Launcher) -> Iterator[OnHost | OnSpark]:
     if name == "local":
         yield OnHost()
         return
-    from jobs._session import spark_session
+    from lockstep.spark.session import spark_session
 
     with spark_session("restart time", f"local[{RANKS}]") as spark:
         yield OnSpark(spark)

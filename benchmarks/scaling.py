@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.scaling_simulated import simulated
+from lockstep.training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.comm.tcp.algorithms import ProgramKey, program_of
+from lockstep.training.comm.tcp.communicator import TcpCommunicator
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.task import RankTask
+from lockstep.training.launch.local import run_local
+from lockstep.training.profiling.bench_comm import timed
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
-from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
-from training.comm.options import CommOptions
-from training.comm.tcp.algorithms import ProgramKey, program_of
-from training.comm.tcp.communicator import TcpCommunicator
-from training.control.context import RankContext
-from training.control.task import RankTask
-from training.launch.local import run_local
-from training.profiling.bench_comm import timed
 
 MOST_RANKS = 8
 RANKS = tuple(range(2, MOST_RANKS + 1))

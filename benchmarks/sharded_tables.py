@@ -4,7 +4,7 @@
 
 The step is that of a recommender: each rank has 4,096 samples of 26 features, whose ids follow Zipf's law, in one table
 16 wide. It looks the rows up, sends a gradient for each, and the owners apply row-wise Adagrad. Compared, in turns and
-in the same processes: whole tables on every rank, whose gradients are gathered by rows as jobs.train does without
+in the same processes: whole tables on every rank, whose gradients are gathered by rows as lockstep train does without
 --shard-embeddings; and with --torch an nn.EmbeddingBag(sparse=True) over gloo, whose gradients are gathered too.
 `arithmetic` is what must be sent: distinct ids of other ranks' rows, the rows, their gradients. Memory is what the
 process grows by while it holds the table, its accumulators and a step's buffers.
@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.comm import CommOptions, Communicator, connect
-from training.exchange.sparse import Table, sum_rows
-from training.strategies.sharded_table import EPSILON, ShardedTable, TableOptions
-from training.strategies.table_kernels import adagrad, add_by_place, gather
-from training.world import World
+from lockstep.training.comm import CommOptions, Communicator, connect
+from lockstep.training.exchange.sparse import Table, sum_rows
+from lockstep.training.strategies.sharded_table import EPSILON, ShardedTable, TableOptions
+from lockstep.training.strategies.table_kernels import adagrad, add_by_place, gather
+from lockstep.training.world import World
 
 HERE = Path(__file__).parent
 SAMPLES, FEATURES, WIDTH, ZIPF = 4096, 26, 16, 1.05

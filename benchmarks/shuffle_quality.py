@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.shared.shapes import machine
-from training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.epoch_plan import EpochPlan
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]

@@ -29,9 +29,9 @@ from benchmarks.shared.shapes import (
     tab_rows,
     tab_schema,
 )
-from jobs._session import spark_session
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.schema import Schema
+from lockstep.spark.session import spark_session
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo

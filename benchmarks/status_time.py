@@ -1,4 +1,4 @@
-"""How long `jobs.status`, `jobs.runs` and `jobs.report` take on a run on HDFS with many rows of metrics.
+"""How long `lockstep status`, `lockstep runs` and `lockstep report` take on a run on HDFS with many rows of metrics.
 
     python -m benchmarks.status_time [--rows 100000] [--calls 10]
 
@@ -25,11 +25,11 @@ from pathlib import Path
 from benchmarks.shared.shapes import machine
 from lockstep.storage.errors import NotFoundError
 from lockstep.storage.fs import filesystem
+from lockstep.training.run.metrics import PartWriter, read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import read_status
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_table
-from training.run.metrics import PartWriter, read_history
-from training.run.paths import RunPaths
-from training.run.status import read_status
 
 WAIT_S = 600.0
 ENOUGH_STEPS = 100
@@ -38,7 +38,18 @@ ENOUGH_STEPS = 100
 def train_and_stop(dataset: str, run: str) -> None:
     """A run that was stopped in good order after some steps."""
     flags = ["--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--epochs", "100000"]
-    command = [sys.executable, "-m", "jobs.train", "--dataset", dataset, "--run", run, *flags, "--launcher", "local"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.train",
+        "--dataset",
+        dataset,
+        "--run",
+        run,
+        *flags,
+        "--launcher",
+        "local",
+    ]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as driver:
         end = time.monotonic() + WAIT_S
         while _steps(run) < ENOUGH_STEPS:
@@ -93,13 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 took, printed = [], ""
                 for _ in range(args.calls):
                     began = time.monotonic()
-                    command = [sys.executable, "-m", f"jobs.{job}", url]
+                    command = [sys.executable, "-m", f"lockstep.jobs.{job}", url]
                     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
                     took.append(time.monotonic() - began)
                     printed = done.stdout.strip()
                     if done.returncode:
                         sys.exit(done.stdout + done.stderr)
-                print(f"jobs.{job}: {statistics.median(took):.2f} s ({min(took):.2f} to {max(took):.2f})", flush=True)
+                print(
+                    f"lockstep.jobs.{job}: {statistics.median(took):.2f} s ({min(took):.2f} to {max(took):.2f})",
+                    flush=True,
+                )
                 print("  " + printed.replace("\n", "\n  "))
         finally:
             cluster.stop()

@@ -74,8 +74,8 @@ def main() -> None:
 
 def quality(args: argparse.Namespace) -> None:
     """The table of scores."""
+    from lockstep.training.results.evaluate import evaluate
     from tests.training._threads import run, run_threads
-    from training.results.evaluate import evaluate
 
     for way, options in ((way, options) for way, options in WAYS.items() if args.ways in way):
         scores: dict[str, list[float]] = {}
@@ -131,9 +131,9 @@ def seconds(args: argparse.Namespace) -> None:
 
 def _timed(hosts: Any, args: argparse.Namespace, options: dict[str, Any], folder: str) -> tuple[float, float]:
     """Seconds a step that rank 0 waited, and seconds a step; without the first row, which has the tracing."""
+    from lockstep.training.driver.train import Hooks, train
+    from lockstep.training.run.metrics import read_history
     from tests.network.run_hosts import run_hosts
-    from training.driver.train import Hooks, train
-    from training.run.metrics import read_history
 
     steps = args.steps // 8 * 8  # whole rounds of --sync-every 8
     config = _config(args, f"{folder}/run", num_ranks=2, max_steps=steps, **options)
@@ -164,8 +164,8 @@ def straggler(args: argparse.Namespace) -> None:
 
 def _held_run(args: argparse.Namespace, hold_s: float, seed: int, **options: Any) -> list[dict[str, float]]:
     """After each epoch: accuracy, seconds, and the median seconds that a step of rank 0 has computed."""
-    from training.driver.train import Hooks, train
-    from training.launch.local import run_local
+    from lockstep.training.driver.train import Hooks, train
+    from lockstep.training.launch.local import run_local
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(args, f"{folder}/run", seed=seed, num_ranks=args.ranks, validate="test", **options)
@@ -179,8 +179,8 @@ def held(signature: Any, options: Any) -> Any:
     """`mlp`, whose last rank sleeps before each step, and whose first one notes what `_held_run` returns."""
     import keras
 
-    from training.models.mlp import mlp
-    from training.steps.distribute import exchange_of
+    from lockstep.training.models.mlp import mlp
+    from lockstep.training.steps.distribute import exchange_of
 
     extra = dict(options.extra)
     hold_s, marks = float(extra.pop("hold_s")), Path(str(extra.pop("marks")))
@@ -217,7 +217,7 @@ def held(signature: Any, options: Any) -> Any:
 
 
 def _config(args: argparse.Namespace, run: str, **options: Any) -> Any:
-    from training.config import TrainConfig
+    from lockstep.training.config import TrainConfig
 
     extra = {name: float(value) if "." in value else int(value) for name, value in (s.split("=") for s in args.set)}
     return TrainConfig(

@@ -2,9 +2,9 @@
 
     python -m benchmarks.table_runs checkpoints [--gb 2] | auc --adult FILE
 
-`checkpoints`: real runs by `training.driver.train.train`, ranks as processes of this host: 400 steps on 2 ranks, then
-20 each on 1 and 2, resumed from the checkpoint of the run before. Printed is for how long the step waits while rows are
-copied, for whole checkpoints and for differences.
+`checkpoints`: real runs by `lockstep.training.driver.train.train`, ranks as processes of this host: 400 steps on 2
+ranks, then 20 each on 1 and 2, resumed from the checkpoint of the run before. Printed is for how long the step waits
+while rows are copied, for whole checkpoints and for differences.
 
 `auc`: Adult (UCI, the file adult.data.gz): 14 columns and 6 pairs of them as hashed ids, `wide-deep`, two ranks, 4
 epochs; tables of 100,000 buckets a column against 100, and tables that grow. AUC on a fifth, with 95 % intervals.
@@ -29,12 +29,12 @@ from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.urls import join
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.run.metrics import read_history
 from tests.training._tiny import write_rows
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.results.evaluate import evaluate
-from training.run.metrics import read_history
 
 WIDTH, COLUMNS, EVERY = 16, 8, 50
 
@@ -44,7 +44,7 @@ def large(signature: Any, options: Any) -> Any:
     import keras
     from keras import ops
 
-    from training.strategies import sharded_embedding
+    from lockstep.training.strategies import sharded_embedding
 
     sharded_embedding.COPIES = 1 << 40  # no export at the end: it is not measured
     rows = int(options.extra["gb"] * 1e9 / (WIDTH + 1) / 4)

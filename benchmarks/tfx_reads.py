@@ -25,11 +25,11 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from etl import columns as c
-from etl.write.dataset import write_dataset
-from jobs._session import spark_session
+from lockstep.etl import columns as c
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
+from lockstep.spark.session import spark_session
 
 PEER = Path(__file__).with_name("peers") / "tfx_reads_peer.py"
 ROWS = 500

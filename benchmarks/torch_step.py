@@ -1,6 +1,6 @@
 """Steps of PyTorch on two ranks: hvd.torch against DistributedDataParallel over gloo, in the same processes, in turns.
 
-    .venv-torch/bin/python -m jobs.launch --num-ranks 2 --launcher local benchmarks/torch_step.py
+    .venv-torch/bin/python -m lockstep launch --num-ranks 2 --launcher local benchmarks/torch_step.py
         [--model dense] [--device cuda]
 
 One thread and one core a rank. The ceiling trains the same model at the same time without an exchange. A figure is that
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import training.horovod.torch as hvd
+import lockstep.horovod.torch as hvd
 from benchmarks.peers.step_torch import BATCH_ROWS, DENSE_UNITS, build
 
 CEILING, DDP, OURS = "no exchange", "DDP over gloo", "hvd.torch"

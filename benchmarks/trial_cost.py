@@ -1,4 +1,4 @@
-"""CPU seconds of a trial of `jobs.tune`: ranks forked by a zygote, and a new Python process for each.
+"""CPU seconds of a trial of `lockstep tune`: ranks forked by a zygote, and a new Python process for each.
 
     python -m benchmarks.trial_cost [--repeats 3] [--more 4] [--epochs 2]
 
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.shared.shapes import interleaved, machine
 from lockstep.storage.fs import filesystem
-from training.launch.forked import IN_CONTAINER
-from training.run.paths import RunPaths
-from training.run.result import find_result
+from lockstep.training.launch.forked import IN_CONTAINER
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "data/weblogs/nasa_access_log_1995-07-09.log.gz"
@@ -48,7 +48,7 @@ class Searches:
         """CPU seconds of a search."""
         self._number += 1
         return call(
-            "jobs.tune", "--run", f"{self._folder}/{self._number}", "--space", f"{self._folder}/space.toml",
+            "lockstep.jobs.tune", "--run", f"{self._folder}/{self._number}", "--space", f"{self._folder}/space.toml",
             "--metric", "val_auc:max", "--trials", str(trials), "--dataset", f"{self._folder}/data",
             "--model", "logistic", "--num-ranks", "1", "--global-batch", "256", "--epochs", str(self._epochs),
             "--validate", "test", "--launcher", "local", "--sampler", "random", **variables,
@@ -76,7 +76,15 @@ def main() -> None:
     print(f"{machine('tensorflow', 'keras', 'optuna')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        call("jobs.etl_logs", "--input", str(LOG), "--output", f"{folder}/data", "--split", "group:visitor:80/20")
+        call(
+            "lockstep.jobs.etl_logs",
+            "--input",
+            str(LOG),
+            "--output",
+            f"{folder}/data",
+            "--split",
+            "group:visitor:80/20",
+        )
         (folder / "space.toml").write_text("learning_rate = {low = 1e-3, high = 1.0, log = true}\n")
         searches = Searches(folder, args.epochs)
         apart = {IN_CONTAINER[0]: "a container that counts memory"}

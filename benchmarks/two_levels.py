@@ -24,12 +24,12 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.namespaces import OURS_OF_A_PACKET, RATE_BITS_S, cpu_used_s, spread
+from lockstep.training.comm import CommOptions, cost
+from lockstep.training.comm.hierarchical import HierarchicalCommunicator
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.task import RankTask
 from tests.network.hosts import Hosts, why_not
 from tests.network.run_hosts import run_hosts
-from training.comm import CommOptions, cost
-from training.comm.hierarchical import HierarchicalCommunicator
-from training.control.context import RankContext
-from training.control.task import RankTask
 
 WHOLE, IN_TURN, BETWEEN = "both levels at once", "in turn", "between leaders alone"
 SUM, BACK = "sum in each host", "copy back in each host"

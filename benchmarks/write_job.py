@@ -36,17 +36,17 @@ from benchmarks.shared.shapes import (
     tab_rows,
     tab_schema,
 )
-from etl import columns as c
-from etl.spark.tasks import upload
-from etl.split.assign import Assign, Stored
-from etl.write.dataset import write_dataset
-from etl.write.shards import RESULT, WriteShards
-from jobs._session import spark_session
+from lockstep.etl import columns as c
+from lockstep.etl.spark.tasks import upload
+from lockstep.etl.split.assign import Assign, Stored
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.etl.write.shards import RESULT, WriteShards
 from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
+from lockstep.spark.session import spark_session
 from lockstep.storage.dataset.layout import shard_path
 from lockstep.storage.formats.tfrecord import FramedWriter, frame
 
@@ -197,14 +197,16 @@ def job(df: DataFrame, schema: Schema, folder: str) -> Callable[[], object]:
 
 
 def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]:
-    """The same with other classes in etl.write.dataset."""
+    """The same with other classes in lockstep.etl.write.dataset."""
 
     def run() -> None:
         with contextlib.ExitStack() as stack:
             for name, kind in classes.items():
-                stack.enter_context(mock.patch(f"etl.write.dataset.{name}", kind))
+                stack.enter_context(mock.patch(f"lockstep.etl.write.dataset.{name}", kind))
             stack.enter_context(
-                mock.patch("etl.write.shards.shard_path", lambda split, n, *_: shard_path(split, n, "tfrecord"))
+                mock.patch(
+                    "lockstep.etl.write.shards.shard_path", lambda split, n, *_: shard_path(split, n, "tfrecord")
+                )
             )
             work()
 

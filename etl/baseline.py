@@ -1,7 +1,7 @@
 """Baselines of pyspark.ml: an estimator fitted on the training rows of a dataset, and its predictions of another split.
 
-This is the Spark part only. jobs.baseline computes the metrics by training.scoring, which rooms of etl do not import.
-Nothing is learned by code of our own: features go through pyspark.ml's transformers.
+This is the Spark part only. lockstep baseline computes the metrics by lockstep.training.scoring, which rooms of etl do
+not import. Nothing is learned by code of our own: features go through pyspark.ml's transformers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.baseline_trees import MOST_BUCKETS, TREES, Growth, category_limit, indexed, within
-from etl.spark.errors import translated
-from etl.spark.session import described, watched
+from lockstep.etl import columns as c
+from lockstep.etl.baseline_trees import MOST_BUCKETS, TREES, Growth, category_limit, indexed, within
+from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.session import described, watched
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema

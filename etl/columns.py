@@ -32,10 +32,10 @@ NO_CLASS = "no_class"  # the reason of an image that is in no folder of a class
 PACKED = "_packed"  # whether an image is still an encoded file
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
-# What a row leaves for the datasets that continue this one (etl.write.carried), a struct; and the reason in DROPPED of
-# a row that is there for that alone, and counts nowhere.
+# What a row leaves for the datasets that continue this one (lockstep.etl.write.carried), a struct; and the reason in
+# DROPPED of a row that is there for that alone, and counts nowhere.
 CARRIED, PAST = "_carried", "_past"
-# A number for the value that must not be in two splits: see etl.split.leakage.
+# A number for the value that must not be in two splits: see lockstep.etl.split.leakage.
 LEAK = "_leak"
 # Types in Spark's notation: whole numbers, and nested types.
 WHOLE = ("tinyint", "smallint", "int", "bigint")

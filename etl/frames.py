@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.propose import MAX_CLASSES, ROWS, Asked, Proposal, Table, bad_label, proposal
-from etl.spark.errors import translated
-from etl.write.frame import DTYPES, check_frame, fault_of, item_of
-from etl.write.pandas_rows import arrow_columns, is_frame, plain
+from lockstep.etl import columns as c
+from lockstep.etl.propose import MAX_CLASSES, ROWS, Asked, Proposal, Table, bad_label, proposal
+from lockstep.etl.spark.errors import translated
+from lockstep.etl.write.frame import DTYPES, check_frame, fault_of, item_of
+from lockstep.etl.write.pandas_rows import arrow_columns, is_frame, plain
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, nearest

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from etl import VERSION
-from etl.spark.errors import in_task, translated
-from etl.spark.tasks import upload
+from lockstep.etl.spark.errors import in_task, translated
+from lockstep.etl.spark.tasks import upload
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.schema import foreign_field
 from lockstep.features.shards.foreign_files import (
@@ -28,6 +27,7 @@ from lockstep.features.shards.foreign_files import (
     sample,
 )
 from lockstep.features.shards.read import Lenient, placed
+from lockstep.process.installed import VERSION
 from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
 from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
@@ -179,7 +179,7 @@ def check(url: str) -> None:
             f"{url} has a folder {INDEX_FOLDER} already",
             got=f"{INDEX_FOLDER} without {MANIFEST_NAME}",
             allowed=_FREE,
-            next_step=f"If this is a dataset, restore its {MANIFEST_NAME}; if jobs.index left the folder, delete it.",
+            next_step=f"If this is a dataset, restore its {MANIFEST_NAME}; if `lockstep index` left it, delete it.",
         )
 
 
@@ -192,20 +192,20 @@ def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
             f"{url} has a {MANIFEST_NAME} that cannot be read",
             got=error.got or error.what,
             allowed=_FREE,
-            next_step="Delete nothing: `python -m jobs.verify URL` reports what it is and what is damaged.",
+            next_step="Delete nothing: `lockstep verify URL` reports what it is and what is damaged.",
         )
     if indexed:
         return ExistsError(
             f"{url} is indexed already",
-            got=f"the {MANIFEST_NAME} of an earlier jobs.index",
+            got=f"the {MANIFEST_NAME} of an earlier lockstep index",
             allowed=_FREE,
-            next_step=f"If files changed, delete {MANIFEST_NAME} and {INDEX_FOLDER} there, and run jobs.index again.",
+            next_step=f"If files changed, delete {MANIFEST_NAME} and {INDEX_FOLDER}, and run lockstep index again.",
         )
     return ExistsError(
         f"{url} has a manifest already and needs no index",
-        got=f"a {MANIFEST_NAME} that jobs.index has not made, such as that of a published dataset",
+        got=f"a {MANIFEST_NAME} that lockstep index has not made, such as that of a published dataset",
         allowed="a directory of TFRecord files of other programs",
-        next_step="Read it without an index: jobs.describe URL, jobs.train, spark.read.format('tfrecord').",
+        next_step="Read it without an index: lockstep describe URL, lockstep train, spark.read.format('tfrecord').",
     )
 
 
@@ -284,5 +284,5 @@ def _unchanged(files: Iterable[ForeignFile], infos: Iterable[ShardInfo]) -> None
                 f"{file.url} changed while it was read",
                 got=f"{info.bytes} bytes",
                 allowed=f"{file.bytes} bytes, as at the start",
-                next_step="Run jobs.index when no other program writes there.",
+                next_step="Run lockstep index when no other program writes there.",
             )

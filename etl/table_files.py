@@ -20,11 +20,11 @@ from urllib.parse import unquote
 import pyarrow as pa
 from pyarrow import orc
 
-from etl import columns as c
-from etl.input.footers import damaged, parquet_footer
-from etl.spark.session import with_settings
-from etl.table_json import check_json
-from etl.write.chance import nodes
+from lockstep.etl import columns as c
+from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.spark.session import with_settings
+from lockstep.etl.table_json import check_json
+from lockstep.etl.write.chance import nodes
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.fs import filesystem
 

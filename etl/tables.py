@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from etl import frames
-from etl.columns import listed
-from etl.spark.errors import translated
-from etl.spark.session import watched
-from etl.table_files import FORMATS, of_query, read_files
-from etl.write.append import Parent
-from etl.write.checks import check_output, check_schema, refuse_existing
-from etl.write.config import WriteConfig
-from etl.write.dataset import write_frame
-from etl.write.frame import infer_schema
-from etl.write.quarantine import Origin
-from etl.write.shards import RECORDS_STEP, SHARDS_STEP
+from lockstep.etl import frames
+from lockstep.etl.columns import listed
+from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.session import watched
+from lockstep.etl.table_files import FORMATS, of_query, read_files
+from lockstep.etl.write.append import Parent
+from lockstep.etl.write.checks import check_output, check_schema, refuse_existing
+from lockstep.etl.write.config import WriteConfig
+from lockstep.etl.write.dataset import write_frame
+from lockstep.etl.write.frame import infer_schema
+from lockstep.etl.write.quarantine import Origin
+from lockstep.etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -49,7 +49,7 @@ class TableConfig(WriteConfig):
     """Columns that are not stored, though they may be ids or decide the split."""
     schema: str | None = None
     """File of a declared schema (lockstep.features.schema.declare); None takes the columns' own types
-    (etl.write.frame).
+    (lockstep.etl.write.frame).
     """
     proposes: bool = False
     """Whether `output` is to be a proposed schema, which needs no ids, in place of a dataset."""
@@ -135,7 +135,7 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     """
     require(config.schema is None, "--propose-schema", "with --schema", "without it")
     lines = bool(config.inputs) and config.input_format.lower() in ("csv", "text")
-    step = "For files of lines use `python -m jobs.etl_logs --log-format csv --propose-schema`."
+    step = "For files of lines use `lockstep etl_logs --log-format csv --propose-schema`."
     require(not lines, "--propose-schema", f"--input-format {config.input_format}", "tables with typed columns", step)
     refuse_existing(config.output)
     with translated(spark, "reading the table"):
@@ -145,8 +145,8 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     frames.write_proposal(found, config.output)
     more = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
     return (
-        f"{config.output}: {found}{more}\nnext: read and correct it, then run jobs.etl_table with the same flags but "
-        f"--label, --schema {config.output}, --id-columns and an --output for the dataset"
+        f"{config.output}: {found}{more}\nnext: read and correct it, then run lockstep etl_table with the same flags "
+        f"but --label, --schema {config.output}, --id-columns and an --output for the dataset"
     )
 
 

@@ -1,4 +1,4 @@
-"""The checks of jobs.doctor: each returns what it found, or raises CheckFailed with the next step."""
+"""The checks of lockstep doctor: each returns what it found, or raises CheckFailed with the next step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.process.installed import ROOT
 from lockstep.storage.errors import LockstepError
-from training.devices import host_gpus
+from lockstep.training.devices import host_gpus
 
-ROOT = Path(__file__).resolve().parent.parent
 LISTS = zipfile.Path(ROOT, "") if ROOT.is_file() else ROOT  # a driver of YARN's cluster mode runs from our zip
 MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
@@ -27,12 +27,12 @@ JAVA_LIMIT_S = 30.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of the packages in requirements-gpu.txt
 IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
 OF_TRAINING = ("tensorflow", "keras", "optuna", "matplotlib")  # left out of the archive for ETL jobs
-NOT_BY_ITSELF = ("petastorm",)  # importable only through etl.petastorm
+NOT_BY_ITSELF = ("petastorm",)  # importable only through lockstep.etl.petastorm
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
 class CheckFailed(LockstepError):
-    """One check of jobs.doctor did not pass."""
+    """One check of lockstep doctor did not pass."""
 
 
 class CheckWarned(LockstepError):
@@ -77,7 +77,10 @@ def pins(path: Path | zipfile.Path = LISTS / "constraints.txt") -> dict[str, str
 
 def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
     """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()
+    else:  # an installation
+        lines = [] if path.name != "requirements.txt" else importlib.metadata.requires("lockstep") or []
     found = (re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?((?:[=<>]=?[\w.]+,?)*)$", line.strip()) for line in lines)
     return {match.group(1): match.group(2) for match in found if match}
 
@@ -115,8 +118,6 @@ print(json.dumps(failed))
 
 def check_packages() -> str:
     """Every package of requirements.txt can be imported; untested versions are named."""
-    if not (LISTS / "requirements.txt").is_file():
-        raise CheckFailed("requirements.txt is not next to jobs/", next_step="Run from a checkout of the repository.")
     wanted, wrong, untried, left_out = requirements(), [], [], []
     for package, ranges in wanted.items():
         try:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
-from jobs._yarn import report_failure
+from lockstep.jobs._yarn import report_failure
+from lockstep.process.installed import JOBS, ROOT
+from lockstep.process.own_code import CodeFolder
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
-from training.launch.own_code import CodeFolder
 
 INTERRUPTED = 130  # as a shell reports for a process that Ctrl-C ended
 PIPE_CLOSED = 141  # and for one that wrote to a pipe without a reader
@@ -32,7 +33,7 @@ class JobParser(argparse.ArgumentParser):
     """
 
     def __init__(self, job: str, description: str, table: str) -> None:
-        super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
+        super().__init__(prog=f"lockstep {job}", description=description, allow_abbrev=False)
         self.table = table
         self._given: list[str] = []
         self._imports_code = False
@@ -93,7 +94,7 @@ class JobParser(argparse.ArgumentParser):
     def _flags_of(self, path: str) -> list[str]:
         document = read_toml(path)
         # By pkgutil, since the folder may be in a zip.
-        jobs = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+        jobs = (module.name for module in pkgutil.iter_modules([str(JOBS)]))
         tables = {*(name for name in jobs if not name.startswith("_")), self.table}
         for name, found in document.items():
             if name not in tables or not isinstance(found, dict):
@@ -209,6 +210,7 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     has finished its work ends with its own code.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    _leave_first_folder()
     try:
         code = _code_of(main, args)
     except BrokenPipeError:
@@ -222,6 +224,17 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     end_process(code)
 
 
+def _leave_first_folder() -> None:
+    """Take the folder of the job's file, or that of a `python -m` call, off the front of the import path, where its
+    modules would hide those of Python and of packages; `--code` puts it at the end.
+    """
+    if sys.flags.safe_path or not sys.path:
+        return
+    first = Path(sys.path[0]).resolve()
+    if first in (Path.cwd(), JOBS.resolve()) and first != ROOT:
+        del sys.path[0]
+
+
 def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
     """The exit code of `main`, whose errors are printed. Raises BrokenPipeError if no process reads our output."""
     try:
@@ -231,7 +244,7 @@ def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
             traceback.print_exc()
         return _failed(f"error: {error}", error.exit_code)
     except KeyboardInterrupt as stop:
-        if (code := getattr(stop, "exit_code", None)) is not None:  # in good order (training.driver.stop)
+        if (code := getattr(stop, "exit_code", None)) is not None:  # in good order (lockstep.training.driver.stop)
             return int(code)
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

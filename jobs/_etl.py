@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
-from etl.input.files import Source
-from etl.logs.job import SUFFIXES
-from etl.logs.pages import most_frequent
-from etl.logs.plan import ROLES
-from etl.logs.roles import ASKED, flag_of, said
-from etl.split.leakage import content_line
-from etl.write.carried import Carried, carried_files, carried_in
-from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
-from etl.write.continued import continued
-from jobs._cli import JobParser, joined, names, refuse_idle
+from lockstep.etl.input.files import Source
+from lockstep.etl.logs.job import SUFFIXES
+from lockstep.etl.logs.pages import most_frequent
+from lockstep.etl.logs.plan import ROLES
+from lockstep.etl.logs.roles import ASKED, flag_of, said
+from lockstep.etl.split.leakage import content_line
+from lockstep.etl.write.carried import Carried, carried_files, carried_in
+from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
+from lockstep.etl.write.continued import continued
+from lockstep.jobs._cli import JobParser, joined, names, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError
 from lockstep.storage.fs import filesystem

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jobs._cli import JobParser
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.jobs._cli import JobParser
+from lockstep.process.own_code import CodeFolder, imported_here
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, split_url
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.launch.own_code import CodeFolder, imported_here
-from training.launch.session import Launch
-from training.results.importable import check_importable
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.session import Launch
+from lockstep.training.results.importable import check_importable
 
 
 @contextmanager

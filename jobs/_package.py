@@ -24,12 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs._checks import OF_TRAINING, requirements
-from jobs._session import ship_rooms
+from lockstep.jobs._checks import OF_TRAINING, requirements
+from lockstep.process.own_code import CodeFolder
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.upload import Item
 from lockstep.storage.urls import join
-from training.launch.own_code import CodeFolder
 
 # Archive -> the requirements that it leaves out. ETL draws no figures and searches nothing.
 ARCHIVES = {"etl": OF_TRAINING, "training": ()}

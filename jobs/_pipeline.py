@@ -10,29 +10,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from etl import tables
-from etl.images import job as image_sets
-from etl.images.config import ImagesConfig
-from etl.logs import job as logs
-from etl.tables import TableConfig
-from etl.write.config import LogsConfig
-from jobs import _train, etl_images, etl_logs, etl_table, evaluate, train
-from jobs._cli import JobParser, read_toml, refuse_idle
+from lockstep.etl import tables
+from lockstep.etl.images import job as image_sets
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs import job as logs
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.config import LogsConfig
+from lockstep.jobs import _train, etl_images, etl_logs, etl_table, evaluate, train
+from lockstep.jobs._cli import JobParser, read_toml, refuse_idle
+from lockstep.process.own_code import imported_here
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
-from training.driver.train import Hooks
-from training.driver.train import train as train_run
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.launch.own_code import imported_here
-from training.launch.session import Launch
-from training.models import check_name
-from training.results.evaluate import evaluate as evaluate_run
-from training.results.report import write_report
-from training.run.epochs import epochs_words
-from training.run.result import RunResult
+from lockstep.training.driver.train import Hooks
+from lockstep.training.driver.train import train as train_run
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.session import Launch
+from lockstep.training.models import check_name
+from lockstep.training.results.evaluate import evaluate as evaluate_run
+from lockstep.training.results.report import write_report
+from lockstep.training.run.epochs import epochs_words
+from lockstep.training.run.result import RunResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -105,7 +105,7 @@ class Pipeline:
                 f"{path}: `master` does nothing in the steps of a pipeline, which share one session",
                 got=f"master in {' and '.join(f'[{name}]' for name in masters)}",
                 allowed="the master of the call",
-                next_step="Remove it from the file and give jobs.pipeline --master URL.",
+                next_step="Remove it from the file and give lockstep pipeline --master URL.",
             )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
@@ -135,7 +135,7 @@ class Pipeline:
     def check(self) -> None:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
-        refuse_idle("--dry-run", self.train_args.dry_run, "jobs.train")
+        refuse_idle("--dry-run", self.train_args.dry_run, "lockstep.jobs.train")
         check_name(config.model, config.extra, here=imported_here(config.launcher))
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
@@ -161,7 +161,7 @@ class Pipeline:
                 f"{self.name}: the model has no metric `{self.metric}`",
                 got=f"metric = {self.metric!r} in [pipeline]",
                 allowed=", ".join(sorted(evaluation["metrics"])),
-                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
+                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by lockstep evaluate.",
             )
         report = self._step("report", lambda: write_report(self.run_url, evaluation))
         bar, bar_name = self._bar(evaluation)
@@ -219,7 +219,7 @@ class Pipeline:
                 f"{self.name}: the baseline {baseline['name']} has no metric `{self.metric}`",
                 got=f'metric = {self.metric!r}, at_least = "baseline" in [pipeline]',
                 allowed=", ".join(sorted(baseline["metrics"])),
-                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
+                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by lockstep evaluate.",
             )
         return float(baseline["metrics"][self.metric]), baseline["name"]
 

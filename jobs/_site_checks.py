@@ -1,4 +1,4 @@
-"""The checks of jobs.doctor that concern a site's HDFS: its NameNodes, the ticket, tokens. None shows a secret."""
+"""The checks of lockstep doctor that concern a site's HDFS: its NameNodes, the ticket, tokens. None shows a secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jobs._checks import CheckFailed
+from lockstep.jobs._checks import CheckFailed
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.settings import WEBHDFS_TOKEN, hadoop_settings, hadoop_user, with_kerberos
 from lockstep.storage.tokens import VARIABLE, shown

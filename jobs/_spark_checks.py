@@ -1,4 +1,4 @@
-"""The checks of jobs.doctor that concern Spark, its executors, and YARN's queue: one session and two small jobs."""
+"""The checks of lockstep doctor that concern Spark, its executors, and YARN's queue: one session and two small jobs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from jobs._checks import JAVA_MAJORS, CheckFailed, CheckSkipped, CheckWarned
-from jobs._session import ROOT, hadoop_settings_of, java_options, spark_session
+from lockstep.jobs._checks import JAVA_MAJORS, CheckFailed, CheckSkipped, CheckWarned
+from lockstep.process.installed import ROOMS, ROOT
+from lockstep.spark.session import hadoop_settings_of, java_options, spark_session
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.files.deadlines import call_with_deadline
 from lockstep.storage.settings import set_hadoop_settings
-from training.launch.barrier import check_slots, in_driver, slots_now
-from training.launch.executors import container_of, master_mib
-from training.launch.own_code import ROOMS
+from lockstep.training.launch.barrier import check_slots, in_driver, slots_now
+from lockstep.training.launch.executors import container_of, master_mib
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -295,7 +295,7 @@ class SparkChecks:
             raise kind(
                 f"the clock of {at} differs from the driver's by {worst:.0f} s or more",
                 next_step="Run NTP or chrony on all hosts. Kerberos refuses more than 5 minutes; times in logs and "
-                "jobs.status are wrong by the difference.",
+                "lockstep.jobs.status are wrong by the difference.",
             )
         return f"within {self._ended_s - self._began_s + worst:.1f} s of the driver's, the time that asking took"
 
@@ -347,7 +347,7 @@ def _explained(error: Exception) -> Exception:
 
 
 def _write_probe(spark: SparkSession, url: str | None) -> str:
-    from etl import write_dataset
+    from lockstep.etl.write.dataset import write_dataset
     from lockstep.storage.fs import filesystem
     from lockstep.storage.urls import join
     from lockstep.storage.verify import verify

@@ -1,4 +1,4 @@
-"""Split the command line of jobs.launch into its flags, the script, and the script's arguments."""
+"""Split the command line of lockstep launch into its flags, the script, and the script's arguments."""
 
 from __future__ import annotations
 

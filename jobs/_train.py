@@ -1,4 +1,4 @@
-"""The command line of jobs.train: the fields of TrainConfig are its flags, and their docstrings its --help."""
+"""The command line of lockstep train: the fields of TrainConfig are its flags, and their docstrings its --help."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import MISSING, Field, fields
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jobs._cli import JobParser, joined, refuse_idle
 from lockstep.features.images.augment import forms
-from training.config import GROUPS, TrainConfig, Value, flag_of
+from lockstep.jobs._cli import JobParser, joined, refuse_idle
+from lockstep.training.config import GROUPS, TrainConfig, Value, flag_of
 
 
 class Joined(Action):

@@ -1,4 +1,4 @@
-"""The output URL of jobs.upload for the chosen protocol, and a summary of what happened to the files."""
+"""The output URL of lockstep upload for the chosen protocol, and a summary of what happened to the files."""
 
 from __future__ import annotations
 

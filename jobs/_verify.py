@@ -1,4 +1,4 @@
-"""What jobs.verify prints of the files that are intact."""
+"""What lockstep verify prints of the files that are intact."""
 
 from __future__ import annotations
 

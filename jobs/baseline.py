@@ -1,6 +1,6 @@
-"""Train a baseline of pyspark.ml on the rows of a dataset, and evaluate it as jobs.evaluate does a model.
+"""Train a baseline of pyspark.ml on the rows of a dataset, and evaluate it as lockstep evaluate does a model.
 
-With --run, the run's model is evaluated on the same rows, and the report of jobs.report shows both.
+With --run, the run's model is evaluated on the same rows, and the report of lockstep report shows both.
 """
 
 from __future__ import annotations
@@ -9,23 +9,18 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl.baseline import KINDS, BaselineConfig, check, train_and_predict
-from jobs._cli import JobParser, print_result, refuse_idle, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.etl.baseline import KINDS, BaselineConfig, check, train_and_predict
+from lockstep.jobs._cli import JobParser, print_result, refuse_idle, run_job
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import occupied, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.results import baselines
-from training.results.evaluate import evaluate
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import run_local
+from lockstep.training.results import baselines
+from lockstep.training.results.evaluate import evaluate
 
 
 def parser() -> JobParser:
@@ -43,7 +38,7 @@ def parser() -> JobParser:
     add("--seed", type=int, default=0, metavar="N", help="seed of estimators that draw numbers (default 0)")
     text = "end with exit code 1 if Spark has not fitted and predicted within so many seconds (default 3600)"
     add("--deadline", type=float, default=3600.0, metavar="S", help=text)
-    add("--run", metavar="URL", help="also evaluate this run's model on these rows; jobs.report shows both")
+    add("--run", metavar="URL", help="also evaluate this run's model on these rows; lockstep report shows both")
     text = "where that model is evaluated (default local)"
     add("--launcher", choices=["local", "barrier"], default="local", help=text)
     add("--output", metavar="FILE.json", help="also write the result there; must not exist")
@@ -80,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     result = {**found.about, **scores}
     text = baselines.text(result, model)
     if run is not None and model is not None:
-        text += f"\nstored {baselines.store(run, result, model)}; python -m jobs.report {run} shows it"
+        text += f"\nstored {baselines.store(run, result, model)}; lockstep report {run} shows it"
     if output is not None:
         write_file(filesystem(output), output, (json.dumps(result, sort_keys=True) + "\n").encode())
     print_result(text, result, args.json)

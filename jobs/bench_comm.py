@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, check_master, run_job
-from jobs._launch import launch_of
+from lockstep.jobs._cli import JobParser, check_master, run_job
+from lockstep.jobs._launch import launch_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import occupied, write_file
 from lockstep.storage.urls import absolute
-from training.comm.options import Algorithm, Backend
-from training.launch.session import Launch
-from training.profiling.bench_comm import BenchConfig, Row, bench, check, document, size, table
+from lockstep.training.comm.options import Algorithm, Backend
+from lockstep.training.launch.session import Launch
+from lockstep.training.profiling.bench_comm import BenchConfig, Row, bench, check, document, size, table
 
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 

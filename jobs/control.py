@@ -1,20 +1,14 @@
-"""Ask the driver of a run for a checkpoint, or to stop: `python -m jobs.control RUN checkpoint|stop`."""
+"""Ask the driver of a run for a checkpoint, or to stop: `lockstep control RUN checkpoint|stop`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from training.run import requests
-from training.run.paths import RunPaths
+from lockstep.training.run import requests
+from lockstep.training.run.paths import RunPaths
 
 
 def parser() -> JobParser:
@@ -25,7 +19,7 @@ def parser() -> JobParser:
     found.add_argument("--within", dest="within_s", type=float, default=120.0, metavar="S", help="wait at most so long")
     found.epilog = (
         "From any machine that can write RUN. `checkpoint` returns when it is committed; `stop` has the ranks write a "
-        "checkpoint and end, after which the same jobs.train call resumes (exit code 75)."
+        "checkpoint and end, after which the same lockstep train call resumes (exit code 75)."
     )
     return found
 

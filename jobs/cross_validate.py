@@ -1,29 +1,30 @@
-"""Train and evaluate a model on each fold of a dataset; the same call resumes: `python -m jobs.cross_validate`."""
+"""Train and evaluate a model on each fold of a dataset; the same call resumes: `lockstep cross_validate`."""
 
 from __future__ import annotations
 
-import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs import _train
-from jobs._cli import JobParser, run_job
-from jobs._launch import launch_of
+from lockstep.jobs import _train
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._launch import launch_of
+from lockstep.process.own_code import imported_here
 from lockstep.storage.urls import absolute, join
-from training.config import flag_of
-from training.driver.preflight import all_local
-from training.launch.own_code import imported_here
-from training.models import check_name
-from training.search.folds import NOT_OF_FOLDS, RESULT, cross_validate, refuse_validation, runs_of_folds, summary
+from lockstep.training.config import flag_of
+from lockstep.training.driver.preflight import all_local
+from lockstep.training.models import check_name
+from lockstep.training.search.folds import (
+    NOT_OF_FOLDS,
+    RESULT,
+    cross_validate,
+    refuse_validation,
+    runs_of_folds,
+    summary,
+)
 
 
 def parser() -> JobParser:
-    """The command line: that of jobs.train, whose --run is the directory of all runs here."""
+    """The command line: that of lockstep train, whose --run is the directory of all runs here."""
     without = [flag_of(name) for name in (*NOT_OF_FOLDS, "validate")]
     job = _train.parser(__doc__ or "", "cross_validate", without=without)
     job.add_argument("--validate", default=SUPPRESS, help=SUPPRESS)  # is refused with the reason

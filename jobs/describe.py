@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl.describe.dataset import MAX_RECORDS, describe
-from etl.describe.page import as_page
-from etl.describe.text import as_text, shown
-from jobs._cli import JobParser, refuse_idle, run_job
-from jobs._pages import check_page
+from lockstep.etl.describe.dataset import MAX_RECORDS, describe
+from lockstep.etl.describe.page import as_page
+from lockstep.etl.describe.text import as_text, shown
+from lockstep.jobs._cli import JobParser, refuse_idle, run_job
+from lockstep.jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from training.results.runs import read_runs
-from training.results.runs_page import reports_of
+from lockstep.training.results.runs import read_runs
+from lockstep.training.results.runs_page import reports_of
 
 
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("describe", __doc__ or "", "describe")
     add = job.add_argument
-    add("dataset", metavar="DATASET", help="a path or URL of a dataset, or of a directory that jobs.index has indexed")
+    add(
+        "dataset",
+        metavar="DATASET",
+        help="a path or URL of a dataset, or of a directory that lockstep index has indexed",
+    )
     page = "also write a page there, with histograms of each split and sample pictures; replaces only pages of this job"
     add("--html", metavar="FILE", help=page)
     runs = "with --html: link the reports of the runs of this dataset among these runs, or those in these folders"

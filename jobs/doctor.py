@@ -1,16 +1,10 @@
-"""`python -m jobs.doctor`: can this machine, Spark, YARN and HDFS run Lockstep? One line a check: OK, WARN or FAIL."""
+"""`lockstep doctor`: can this machine, Spark, YARN and HDFS run Lockstep? One line a check: OK, WARN or FAIL."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._checks import (
+from lockstep.jobs._checks import (
     CheckSkipped,
     CheckWarned,
     check_disk,
@@ -20,9 +14,9 @@ from jobs._checks import (
     check_python,
     check_storage,
 )
-from jobs._cli import JobParser, run_job
-from jobs._site_checks import site_checks
-from jobs._spark_checks import SparkChecks, check_modules
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._site_checks import site_checks
+from lockstep.jobs._spark_checks import SparkChecks, check_modules
 from lockstep.storage.errors import LockstepError
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl.images import job as image_sets
-from etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
-from etl.write.config import parse_size
-from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, continuing, finished, output_values, summary
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.etl.images import job as image_sets
+from lockstep.etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
+from lockstep.etl.write.config import parse_size
 from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._etl import add_output_flags, continuing, finished, output_values, summary
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
 OWN = (

@@ -6,23 +6,17 @@ or json with its columns. With --schema it is any table of records in tsv, csv o
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl.input.log_formats import LOG_FORMATS
-from etl.logs import job as logs
-from etl.logs.plan import sources_of
-from etl.logs.propose import propose
-from etl.write.config import LABEL_WINDOW_S, LogsConfig
-from jobs import _etl
-from jobs._cli import JobParser, names, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.etl.input.log_formats import LOG_FORMATS
+from lockstep.etl.logs import job as logs
+from lockstep.etl.logs.plan import sources_of
+from lockstep.etl.logs.propose import propose
+from lockstep.etl.write.config import LABEL_WINDOW_S, LogsConfig
+from lockstep.jobs import _etl
+from lockstep.jobs._cli import JobParser, names, run_job
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl import tables
-from etl.split.splits import ALLOWED
-from etl.tables import TableConfig
-from etl.write.checks import refuse_existing
-from jobs._cli import JobParser, names, run_job
-from jobs._etl import (
+from lockstep.etl import tables
+from lockstep.etl.split.splits import ALLOWED
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.checks import refuse_existing
+from lockstep.jobs._cli import JobParser, names, run_job
+from lockstep.jobs._etl import (
     add_label_window,
     add_proposal_flags,
     add_write_flags,
@@ -25,7 +19,7 @@ from jobs._etl import (
     summary,
     write_values,
 )
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
 

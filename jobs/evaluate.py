@@ -1,4 +1,4 @@
-"""Evaluate a run's model, the mean of several, or each new checkpoint of a run that trains: `python -m jobs.evaluate`.
+"""Evaluate a run's model, the mean of several, or each new checkpoint of a run that trains: `lockstep evaluate`.
 
 Metrics with intervals, calibration, a confusion matrix, slices of the rows, and a baseline on the same rows.
 """
@@ -8,20 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, check_master, print_result, refuse_idle, run_job, which
-from jobs._launch import add_launch_flags, check_runs, launch_of
+from lockstep.jobs._cli import JobParser, check_master, print_result, refuse_idle, run_job, which
+from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute
-from training.results.evaluate import evaluate, summary, without_pictures
-from training.results.follow import follow
-from training.results.report import write_report
+from lockstep.training.results.evaluate import evaluate, summary, without_pictures
+from lockstep.training.results.follow import follow
+from lockstep.training.results.report import write_report
 
 
 def parser() -> JobParser:

@@ -1,19 +1,13 @@
-"""Write a checkpoint of a run as a Keras model or a SavedModel, with its schema: `python -m jobs.export`."""
+"""Write a checkpoint of a run as a Keras model or a SavedModel, with its schema: `lockstep export`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job, which
-from jobs._launch import check_runs
-from training.launch.local import run_local
-from training.results.export_run import FORMATS, export_run
+from lockstep.jobs._cli import JobParser, run_job, which
+from lockstep.jobs._launch import check_runs
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.export_run import FORMATS, export_run
 
 
 def parser() -> JobParser:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from etl.index import check, index_directory
-from jobs._cli import JobParser, run_job
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.etl.index import check, index_directory
 from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.dataset.indexed import IndexedManifest
 from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, check_master, names, run_job
-from jobs._session import hadoop_settings_of, spark_session
-from jobs._split_script import split_script
-from training.comm.options import Algorithm, Backend
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.launch.script_driver import ScriptConfig, launch_script, local_files
+from lockstep.jobs._cli import JobParser, check_master, names, run_job
+from lockstep.jobs._split_script import split_script
+from lockstep.spark.session import hadoop_settings_of, spark_session
+from lockstep.training.comm.options import Algorithm, Backend
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.script_driver import ScriptConfig, launch_script, local_files
 
 
 def parser() -> JobParser:

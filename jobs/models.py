@@ -1,17 +1,11 @@
-"""List the ready models and the settings that `--set NAME=VALUE` of jobs.train changes in each."""
+"""List the ready models and the settings that `--set NAME=VALUE` of lockstep train changes in each."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from training.models.ready import READY
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.training.models.ready import READY
 
 
 def parser() -> JobParser:

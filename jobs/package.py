@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from jobs._package import ARCHIVES, build, named_by_digest, shell_lines
-from jobs._upload import summary, target
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._package import ARCHIVES, build, named_by_digest, shell_lines
+from lockstep.jobs._upload import summary, target
 from lockstep.storage.upload import upload
 
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import datetime
 import logging
 import secrets
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from jobs._pipeline import Outcome, Pipeline, table
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._pipeline import Outcome, Pipeline, table
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, join

@@ -1,18 +1,12 @@
-"""Write a model's prediction for each row of a split, with sample ids, as Parquet: `python -m jobs.predict`."""
+"""Write a model's prediction for each row of a split, with sample ids, as Parquet: `lockstep predict`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, check_master, names, run_job, which
-from jobs._launch import add_launch_flags, check_runs, launch_of
-from training.results.predict import predict
+from lockstep.jobs._cli import JobParser, check_master, names, run_job, which
+from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
+from lockstep.training.results.predict import predict
 
 
 def parser() -> JobParser:

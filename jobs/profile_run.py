@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs import _train
-from jobs._cli import JobParser, print_result, run_job
-from jobs._launch import launch_of
+from lockstep.jobs import _train
+from lockstep.jobs._cli import JobParser, print_result, run_job
+from lockstep.jobs._launch import launch_of
 from lockstep.storage.progress import Progress
-from training.config import TrainConfig
-from training.launch.session import Launch
-from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
+from lockstep.training.config import TrainConfig
+from lockstep.training.launch.session import Launch
+from lockstep.training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 
 # Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
@@ -30,7 +24,7 @@ NOT_OF_A_STEP = (
 
 
 def parser() -> JobParser:
-    """The command line: that of jobs.train without the flags that do not change a step."""
+    """The command line: that of lockstep train without the flags that do not change a step."""
     job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
     add = job.add_argument
     job.add_json_flag()

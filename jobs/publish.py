@@ -5,17 +5,11 @@ Both are evaluated on the same rows: a split of the dataset and of all datasets 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, check_master, print_result, run_job
-from jobs._launch import add_launch_flags, check_runs, launch_of
-from training.results.publish import publish
+from lockstep.jobs._cli import JobParser, check_master, print_result, run_job
+from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
+from lockstep.training.results.publish import publish
 
 
 def parser() -> JobParser:

@@ -1,25 +1,21 @@
-"""Write the report of a run, finished or not, as one HTML file: `python -m jobs.report RUN`."""
+"""Write the report of a run, finished or not, as one HTML file: `lockstep report RUN`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.urls import absolute
-from training.results.report import write_report
+from lockstep.training.results.report import write_report
 
 
 def parser() -> JobParser:
     """The command line."""
     found = JobParser("report", __doc__ or "", table="report")
     found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, finished or not")
-    found.epilog = "Replaces an older report. jobs.train writes one at its end, jobs.pipeline one with an evaluation."
+    found.epilog = (
+        "Replaces an older report. lockstep train writes one at its end, lockstep pipeline one with an evaluation."
+    )
     return found
 
 

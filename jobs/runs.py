@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from jobs._pages import check_page
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from training.results.runs import as_text, comparison, filtered, listing, ordered, read_runs
-from training.results.runs_page import runs_page
+from lockstep.training.results.runs import as_text, comparison, filtered, listing, ordered, read_runs
+from lockstep.training.results.runs_page import runs_page
 
 
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("runs", __doc__ or "", "runs")
     add = job.add_argument
-    add("urls", nargs="+", metavar="URL", help="a run, or a folder that holds runs, such as a search of jobs.tune")
-    text = "only runs of which this is true; KEY is a metric, a column or an option of jobs.train (set.NAME of a "
+    add("urls", nargs="+", metavar="URL", help="a run, or a folder that holds runs, such as a search of lockstep tune")
+    text = "only runs of which this is true; KEY is a metric, a column or an option of lockstep train (set.NAME of a "
     text += "model's setting), `=` may be !=, >=, <=, > or <, in quotes"
     add("--where", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
     text = "the best first (default direction: min of errors and losses, else max); without this flag the oldest first"

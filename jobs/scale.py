@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs import _train, profile_run
-from jobs._cli import JobParser, print_result, run_job
-from jobs._launch import launch_of
+from lockstep.jobs import _train, profile_run
+from lockstep.jobs._cli import JobParser, print_result, run_job
+from lockstep.jobs._launch import launch_of
 from lockstep.storage.progress import Progress
-from training.profiling.profile import ROUNDS
-from training.profiling.scale import scale, table, to_json
+from lockstep.training.profiling.profile import ROUNDS
+from lockstep.training.profiling.scale import scale, table, to_json
 
 
 def parser() -> JobParser:
-    """The command line: that of jobs.profile_run with several numbers of ranks."""
+    """The command line: that of lockstep profile_run with several numbers of ranks."""
     job = _train.parser(__doc__ or "", "scale", without=(*profile_run.NOT_OF_A_STEP, "--num-ranks"))
     add = job.add_argument
     add("--num-ranks", type=int, nargs="+", required=True, metavar="N", help="numbers of ranks, such as 1 2 4")

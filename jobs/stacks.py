@@ -1,20 +1,14 @@
-"""Print where every thread of every rank of a run is: `python -m jobs.stacks RUN`."""
+"""Print where every thread of every rank of a run is: `lockstep stacks RUN`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from training.run import requests
-from training.run.paths import RunPaths
+from lockstep.training.run import requests
+from lockstep.training.run.paths import RunPaths
 
 
 def parser() -> JobParser:

@@ -1,30 +1,26 @@
-"""Print what a run or a search is doing now: `python -m jobs.status RUN`."""
+"""Print what a run or a search is doing now: `lockstep status RUN`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from training.results.state import state_now
-from training.run.paths import RunPaths
-from training.run.status import now_utc, read_status, words
-from training.search.status import is_search, read_search
+from lockstep.training.results.state import state_now
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import now_utc, read_status, words
+from lockstep.training.search.status import is_search, read_search
 
 
 def parser() -> JobParser:
     """The command line."""
     found = JobParser("status", __doc__ or "", table="status")
-    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, or of a search of jobs.tune")
+    found.add_argument(
+        "run", metavar="RUN", help="a local path or hdfs:// URL of a run, or of a search of lockstep tune"
+    )
     found.add_argument("--json", action="store_true", help="print it as JSON: of a run as RUN/status.json has it")
     found.epilog = "Reads a small file that the run's driver replaces every 5 s, or a search's journal. Exit code 0 in"
     found.epilog += " any state."

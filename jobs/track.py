@@ -1,21 +1,16 @@
-"""Send a run's metrics to TensorBoard's files or to MLflow: `python -m jobs.track RUN --tensorboard LOGDIR`."""
+"""Send a run's metrics to TensorBoard's files or to MLflow: `lockstep track RUN --tensorboard LOGDIR`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import absolute
-from training.results.track import MLflow, TensorBoard, Tracker, track
-from training.run.status import now_utc
+from lockstep.training.results.track import MLflow, TensorBoard, Tracker, track
+from lockstep.training.run.status import now_utc
 
 
 def parser() -> JobParser:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs import _train
-from jobs._cli import JobParser, run_job
-from jobs._launch import launch_of
-from jobs._train import config_of
+from lockstep.jobs import _train
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._launch import launch_of
+from lockstep.jobs._train import config_of
 from lockstep.storage.fs import filesystem
-from training.driver.dry_run import dry_run
-from training.driver.preflight import preflight_before_spark
-from training.driver.train import Hooks, train
-from training.results.report import write_report
-from training.run.paths import RunPaths
-from training.run.result import RunResult
+from lockstep.training.driver.dry_run import dry_run
+from lockstep.training.driver.preflight import preflight_before_spark
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.results.report import write_report
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
 
 
 def parser() -> JobParser:
@@ -56,7 +51,7 @@ def report(result: RunResult) -> None:
         url = RunPaths(result.run).report(result.generation)
         print(f"report {url if filesystem(url).exists(url) else write_report(result.run)}")
     except Exception as error:
-        print(f"the report was not written: {error}\n  next: python -m jobs.report {result.run}", file=sys.stderr)
+        print(f"the report was not written: {error}\n  next: lockstep report {result.run}", file=sys.stderr)
 
 
 if __name__ == "__main__":

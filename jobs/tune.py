@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs import _train
-from jobs._cli import JobParser, print_result, read_toml, run_job
-from jobs._launch import launch_of
-from training.config import flag_of
-from training.driver.preflight import all_local, check_validation, preflight_before_spark
-from training.search.config import SearchConfig
-from training.search.space import ELASTIC, corners, space_of
+from lockstep.jobs import _train
+from lockstep.jobs._cli import JobParser, print_result, read_toml, run_job
+from lockstep.jobs._launch import launch_of
+from lockstep.training.config import flag_of
+from lockstep.training.driver.preflight import all_local, check_validation, preflight_before_spark
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.space import ELASTIC, corners, space_of
 
 
 def parser() -> JobParser:
-    """The command line: that of jobs.train, whose flags are the configuration of every trial."""
+    """The command line: that of lockstep train, whose flags are the configuration of every trial."""
     job = _train.parser(__doc__ or "", "tune", without=("--run", *map(flag_of, ELASTIC)))
     group = job.add_argument_group("the search (docs/validation.md)")
     add = group.add_argument
     add("--run", required=True, metavar="URL", help="Directory of the search; an existing search is resumed")
-    add("--space", required=True, metavar="FILE.toml", help="Parameters: ranges or choices of jobs.train's options")
+    add("--space", required=True, metavar="FILE.toml", help="Parameters: ranges or choices of lockstep train's options")
     add("--metric", required=True, metavar="NAME:max", help="What is best: NAME:max or NAME:min of an epoch's metrics")
     test = "The split that no trial sees: the best trial is evaluated on it (default: test, if trials do not see it)"
     add("--test", metavar="SPLIT", help=test)
@@ -47,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         preflight_before_spark(corner)
     if config.test is not None and all_local(config.base):
         check_validation(config.base, config.test, "--test")
-    from training.search.tune import summary_of_search, tune  # loads Optuna
+    from lockstep.training.search.tune import summary_of_search, tune  # loads Optuna
 
     with launch_of(config.base.launcher, "tune", args.master, args.code) as launch:
         best = tune(config, launch, take_over=args.take_over)

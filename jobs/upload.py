@@ -1,17 +1,11 @@
-"""Put local files on HDFS, whole or not at all: `python -m jobs.upload --input LOCAL... --output URL`."""
+"""Put local files on HDFS, whole or not at all: `lockstep upload --input LOCAL... --output URL`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from jobs._upload import line, summary, target
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._upload import line, summary, target
 from lockstep.storage.errors import require
 from lockstep.storage.progress import Progress
 from lockstep.storage.upload import find_files, upload

@@ -1,22 +1,16 @@
-"""Check a dataset, checkpoint, model or run byte by byte: `python -m jobs.verify URL`."""
+"""Check a dataset, checkpoint, model or run byte by byte: `lockstep verify URL`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
-from jobs._verify import IntactFiles
+from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._verify import IntactFiles
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import kind_of, total_bytes, verify
-from training.results.audit import NotAuditedError, check_run_audit
+from lockstep.training.results.audit import NotAuditedError, check_run_audit
 
 SHOWN_FAULTS = 100
 

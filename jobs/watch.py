@@ -1,4 +1,4 @@
-"""Follow a run in a terminal until it ends: `python -m jobs.watch RUN`, from any machine that reads the run."""
+"""Follow a run in a terminal until it ends: `lockstep watch RUN`, from any machine that reads the run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-ROOT = str(Path(__file__).resolve().parent.parent)
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
-
-from jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.errors import StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from training.driver.stop import EXIT_STOPPED
-from training.results.state import state_now
-from training.run.paths import RunPaths
-from training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
+from lockstep.training.driver.stop import EXIT_STOPPED
+from lockstep.training.results.state import state_now
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
 
 CLEAR = "\x1b[H\x1b[J"  # the cursor to the first line, and nothing below it
 

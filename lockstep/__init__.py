@@ -9,7 +9,6 @@ raise ConfigError, a path that does not exist NotFoundError, damaged data DataEr
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.process.faces import face
+from lockstep.process.installed import VERSION as __version__
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
 from lockstep.storage.shown import Shown, ShownList
 from lockstep.storage.urls import absolute, several
@@ -24,49 +25,38 @@ from lockstep.storage.urls import absolute, several
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from etl import write_dataset
-    from etl.frames import propose_schema
+    from lockstep import data, embeddings, horovod, on_ranks, optimizers, petastorm
+    from lockstep.etl.frames import propose_schema
+    from lockstep.etl.write.dataset import write_dataset
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
-    from training import data, on_ranks
-    from training.batches.planned import PlannedBatches, numpy_batches
-    from training.batches.torch_data import Loader
-    from training.config import TrainConfig
-    from training.launch.session import Launch
-    from training.results.trained_run import TrainedRun
-    from training.run.metrics import History
+    from lockstep.training.batches.planned import PlannedBatches, numpy_batches
+    from lockstep.training.batches.torch_data import Loader
+    from lockstep.training.config import TrainConfig
+    from lockstep.training.launch.session import Launch
+    from lockstep.training.results.trained_run import TrainedRun
+    from lockstep.training.run.metrics import History
 
 __all__ = [
-    "LockstepError", "PlannedBatches", "TrainConfig", "cross_validate", "data", "describe", "evaluate", "load_schema",
-    "numpy_batches", "on_ranks", "predict", "predict_udf", "propose_schema", "read_history", "read_manifest",
-    "spark_session", "torch_loader", "train", "tune", "verify", "write_dataset", "write_images", "write_logs",
+    "LockstepError", "PlannedBatches", "TrainConfig", "__version__", "cross_validate", "data", "describe", "embeddings",
+    "evaluate", "horovod", "load_schema", "numpy_batches", "on_ranks", "optimizers", "petastorm", "predict",
+    "predict_udf", "propose_schema", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "tune",
+    "verify", "write_dataset", "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
-    "PlannedBatches": "training.batches.planned",
-    "TrainConfig": "training.config",
-    "data": "training",
+    **dict.fromkeys(("data", "embeddings", "horovod", "on_ranks", "optimizers", "petastorm"), "lockstep"),
+    "PlannedBatches": "lockstep.training.batches.planned",
+    "TrainConfig": "lockstep.training.config",
     "load_schema": "lockstep.features.schema.declare",
-    "numpy_batches": "training.batches.planned",
-    "on_ranks": "training",
-    "propose_schema": "etl.frames",
-    "write_dataset": "etl",
+    "numpy_batches": "lockstep.training.batches.planned",
+    "propose_schema": "lockstep.etl.frames",
+    "write_dataset": "lockstep.etl.write.dataset",
 }
 
-
 if not TYPE_CHECKING:  # a type checker would assume that every name exists
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if _MODULES[name] == "training":  # a module of public names
-            return importlib.import_module(f"training.{name}")
-        return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = face(__name__, _MODULES, __all__)
 
 
 def spark_session(
@@ -84,8 +74,8 @@ def spark_session(
     ...     print(spark.range(500).count())
     500
     """
-    from jobs._session import spark_session
-    from training.launch.own_code import CodeFolder
+    from lockstep.process.own_code import CodeFolder
+    from lockstep.spark.session import spark_session
 
     if code is None:
         return spark_session(app_name, master, code=CodeFolder.of_script(sys.path[0]))
@@ -120,8 +110,8 @@ def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
     >>> "written" in lockstep.describe("data")
     True
     """
-    from etl.describe.dataset import describe
-    from etl.describe.text import as_text
+    from lockstep.etl.describe.dataset import describe
+    from lockstep.etl.describe.text import as_text
 
     return as_text(describe(os.fspath(dataset), max_records))
 
@@ -166,9 +156,9 @@ def write_logs(
     >>> manifest.counts.read, manifest.counts.quarantined
     (3000, 0)
     """
-    from etl.logs.job import run
-    from etl.write.config import LogsConfig
-    from etl.write.continued import continued
+    from lockstep.etl.logs.job import run
+    from lockstep.etl.write.config import LogsConfig
+    from lockstep.etl.write.continued import continued
 
     _require_known("write_logs", options, LogsConfig.__dataclass_fields__.keys() - {"inputs", "output"})
     values = {"inputs": several(inputs), "output": absolute(output), **options}
@@ -201,9 +191,9 @@ def write_images(
     >>> manifest.counts.read, manifest.counts.quarantined
     (60, 0)
     """
-    from etl.images.config import ImagesConfig
-    from etl.images.job import run
-    from etl.write.continued import continued
+    from lockstep.etl.images.config import ImagesConfig
+    from lockstep.etl.images.job import run
+    from lockstep.etl.write.continued import continued
 
     _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
     values = {"inputs": several(inputs), "output": absolute(output), **options}
@@ -247,11 +237,11 @@ def train(
     >>> result.steps, "loss" in result.metrics
     (6, True)
     """
-    from training.config import TrainConfig
-    from training.driver.live import progress_here
-    from training.driver.preflight import preflight_before_spark
-    from training.driver.train import Hooks, train
-    from training.results.trained_run import TrainedRun
+    from lockstep.training.config import TrainConfig
+    from lockstep.training.driver.live import progress_here
+    from lockstep.training.driver.preflight import preflight_before_spark
+    from lockstep.training.driver.train import Hooks, train
+    from lockstep.training.results.trained_run import TrainedRun
 
     _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
@@ -285,11 +275,11 @@ def cross_validate(
     >>> [fold["samples"] for fold in result["folds"]], result["metrics"]["auc"]["n"]
     ([50, 50], 2)
     """
-    from training.config import TrainConfig
-    from training.driver.train import Hooks
-    from training.launch.own_code import imported_here
-    from training.models import check_name
-    from training.search.folds import NOT_OF_FOLDS, cross_validate, summary
+    from lockstep.process.own_code import imported_here
+    from lockstep.training.config import TrainConfig
+    from lockstep.training.driver.train import Hooks
+    from lockstep.training.models import check_name
+    from lockstep.training.search.folds import NOT_OF_FOLDS, cross_validate, summary
 
     known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)
@@ -341,14 +331,14 @@ def tune(
     >>> [trial["state"] for trial in found["trials"]], found["value"] == found["trials"][found["trial"]]["value"]
     (['done', 'done'], True)
     """
-    from training.config import TrainConfig
-    from training.driver.train import Hooks
-    from training.launch.own_code import imported_here
-    from training.models import check_name
-    from training.search.config import SearchConfig
-    from training.search.live import search_progress_here
-    from training.search.space import space_of
-    from training.search.tune import summary_of_search, trials_of, tune
+    from lockstep.process.own_code import imported_here
+    from lockstep.training.config import TrainConfig
+    from lockstep.training.driver.train import Hooks
+    from lockstep.training.models import check_name
+    from lockstep.training.search.config import SearchConfig
+    from lockstep.training.search.live import search_progress_here
+    from lockstep.training.search.space import space_of
+    from lockstep.training.search.tune import summary_of_search, trials_of, tune
 
     _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
@@ -397,8 +387,8 @@ def evaluate(
     >>> result["samples"], 0 <= result["metrics"]["auc"] <= 1
     (30, True)
     """
-    from training.results.evaluate import evaluate, summary
-    from training.results.importable import check_importable
+    from lockstep.training.results.evaluate import evaluate, summary
+    from lockstep.training.results.importable import check_importable
 
     for one in several(run):
         check_importable(absolute(one), here=spark is None)
@@ -423,7 +413,7 @@ def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
     >>> lockstep.predict("run", {"a": [0.5, 2.0], "b": [1.0, -1.0]}).shape
     (2, 1)
     """
-    from training.results.predictor import ExportedModel
+    from lockstep.training.results.predictor import ExportedModel
 
     return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)
 
@@ -442,7 +432,7 @@ def predict_udf(run: str | os.PathLike[str], *, batch: int = 512, returns: str |
     >>> lockstep.predict_udf("run").returnType.simpleString()
     'double'
     """
-    from training.results.predict_udf import predict_udf
+    from lockstep.training.results.predict_udf import predict_udf
 
     return predict_udf(os.fspath(run), batch=batch, returns=returns)
 
@@ -457,7 +447,7 @@ def read_history(run: str | os.PathLike[str]) -> History:
     >>> len(lockstep.read_history("run").steps)
     6
     """
-    from training.run.metrics import read_history
+    from lockstep.training.run.metrics import read_history
 
     return read_history(os.fspath(run))
 
@@ -476,7 +466,7 @@ def torch_loader(
     >>> [tuple(batch["y"].shape) for batch in lockstep.torch_loader(planned)]
     [(16,), (16,), (16,), (16,), (16,), (16,)]
     """
-    from training.batches.torch_data import loader
+    from lockstep.training.batches.torch_data import loader
 
     return loader(planned, state, num_workers=num_workers, **options)
 
@@ -495,10 +485,10 @@ def _require_known(function: str, options: dict[str, Any], known: Iterable[str])
 
 def _launch(spark: SparkSession | None) -> Launch:
     """Where ranks run: on this host, or in `spark`."""
-    from jobs._session import hadoop_settings_of
+    from lockstep.spark.session import hadoop_settings_of
     from lockstep.storage.settings import set_hadoop_settings
-    from training.launch.barrier import OnSpark
-    from training.launch.local import run_local
+    from lockstep.training.launch.barrier import OnSpark
+    from lockstep.training.launch.local import run_local
 
     if spark is None:
         return run_local
@@ -514,7 +504,7 @@ def _config_and_text(
     options: dict[str, Any],
 ) -> tuple[TrainConfig, str | None]:
     """The configuration of a call, and its model's function as text where ranks cannot import it."""
-    from training.config import TrainConfig
+    from lockstep.training.config import TrainConfig
 
     name, function = _name_and_text(model)
     launcher: Literal["barrier", "local"] = "local" if spark is None else "barrier"
@@ -538,8 +528,8 @@ def _name_and_text(model: str | Callable[..., Any]) -> tuple[str, str | None]:
     module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is model:
         return f"{module}:{name}", None
-    from training.launch.model_function import as_text
-    from training.models import SENT
+    from lockstep.training.launch.model_function import as_text
+    from lockstep.training.models import SENT
 
     name = getattr(model, "__name__", "")
     return f"{SENT}:{name if name.isidentifier() else 'model'}", as_text(model)

@@ -1,34 +1,31 @@
-"""`python -m lockstep` lists the jobs, `python -m lockstep JOB ...` runs one as `python -m jobs.JOB ...` does."""
+"""The command `lockstep`, also `python -m lockstep`: alone it lists the jobs, `lockstep JOB ...` runs one."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-ROOT = str(Path(__file__).resolve().parents[1])
-if sys.path[0] != ROOT:  # the current folder, which may have a package `jobs` of its own
-    sys.path[:1] = [ROOT]
+from lockstep.jobs._cli import run_job
+from lockstep.process.installed import JOBS, VERSION
+from lockstep.storage.errors import ConfigError, nearest
 
-from jobs._cli import run_job  # noqa: E402 - after the path is set
-from lockstep.storage.errors import ConfigError, nearest  # noqa: E402
-
-JOBS = Path(ROOT) / "jobs"
-_CALL = re.compile(r":? ?`python -m jobs\.[^`]*`(: )?")
+_CALL = re.compile(r":? ?`lockstep [^`]*`(: )?")
 
 
 def job_names() -> list[str]:
     """The names of all jobs, sorted."""
-    return sorted(path.stem for path in JOBS.glob("[a-z]*.py"))
+    return sorted(each.name for each in pkgutil.iter_modules([str(JOBS)]) if each.name[0] != "_" and not each.ispkg)
 
 
 def sentence(name: str) -> str:
     """The first line of a job's docstring, read without importing it."""
-    text = ast.get_docstring(ast.parse((JOBS / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    source = pkgutil.get_data("lockstep.jobs", f"{name}.py") or b""  # by its loader: it may be in a zip
+    text = ast.get_docstring(ast.parse(source)) or ""
     line = _CALL.sub("", text.partition("\n")[0])
     return line[:1].upper() + line[1:]
 
@@ -37,8 +34,14 @@ def list_jobs(_argv: Sequence[str]) -> int:
     """Print the table of jobs; returns the exit code."""
     names = job_names()
     width = max(map(len, names))
-    print("usage: lockstep JOB ... (or python -m lockstep JOB ...); lockstep JOB --help lists the flags of a job\n")
+    print("usage: lockstep JOB ... | --version; lockstep JOB --help lists the flags of a job\n")
     print("\n".join(f"{name:{width}}  {sentence(name)}" for name in names))
+    return 0
+
+
+def print_version(_argv: Sequence[str]) -> int:
+    """Print the version; returns the exit code."""
+    print(f"lockstep {VERSION}")
     return 0
 
 
@@ -48,7 +51,7 @@ def refuse(argv: Sequence[str]) -> int:
         f"there is no job `{argv[0]}`",
         got=argv[0] + nearest(argv[0], job_names()),
         allowed=", ".join(job_names()),
-        next_step="Correct the name; `python -m lockstep` lists the jobs.",
+        next_step="Correct the name; `lockstep` lists the jobs.",
     )
 
 
@@ -57,9 +60,11 @@ def main() -> NoReturn:
     argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         run_job(list_jobs, argv)
+    if argv == ["--version"]:
+        run_job(print_version, argv)
     if argv[0] not in job_names():
         run_job(refuse, argv)
-    run_job(importlib.import_module(f"jobs.{argv[0]}").main, argv[1:])
+    run_job(importlib.import_module(f"lockstep.jobs.{argv[0]}").main, argv[1:])
 
 
 if __name__ == "__main__":

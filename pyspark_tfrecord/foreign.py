@@ -1,4 +1,4 @@
-"""Reading TFRecord files of other programs: by ranges if jobs.index has indexed them, else file by file."""
+"""Reading TFRecord files of other programs: by ranges if lockstep index has indexed them, else file by file."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _fields(schema: StructType, options: WriteOptions) -> tuple[Field, ...]:
                 f"column `{column.name}` is a double, and the numbers of a TFRecord file have 32 bits",
                 got="double",
                 allowed='float, or .option("doubles", "float32") to have all doubles rounded',
-                next_step="Cast the column, or write a dataset (etl.write_dataset), which keeps 64 bits.",
+                next_step="Cast the column, or write a dataset (lockstep.write_dataset), which keeps 64 bits.",
             )
         dtype = "float32" if column.dtype == "float64" else column.dtype
         fields.append(foreign_field(column.name, dtype, column.is_list))

@@ -26,8 +26,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, LockstepError
-from training.comm import Communicator
-from training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, UFUNCS, part_bounds
+from lockstep.training.comm import Communicator
+from lockstep.training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, UFUNCS, part_bounds
 
 RunRanks = Callable[[int, Callable[[Communicator], Any]], list[Any]]
 Array = NDArray[Any]

@@ -130,7 +130,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A local session with two slots and the jobs' own settings; tests that use it are marked `slow`."""
-    from jobs._session import spark_session
+    from lockstep.spark.session import spark_session
 
     os.environ["PYSPARK_SUBMIT_ARGS"] = "--driver-memory 1g pyspark-shell"
     with spark_session("tests", "local[2]") as session:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from training.launch.process import end_marked
+from lockstep.training.launch.process import end_marked
 
 MARK = "LOCKSTEP_TEST_RUN"
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,28 +12,28 @@ from typing import Any
 
 import pytest
 
-from training.launch.own_code import ROOMS
+from lockstep.process.installed import python_files
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if not path.stem.startswith("_"))
 
 # Where a rank does not run, TensorFlow must not be loaded: a driver, an ETL task and a verifier start without it.
 WITHOUT_TENSORFLOW = [
-    *(f"jobs.{name}" for name in JOBS),
-    "training.plan.epoch_plan",
-    "training.run.checkpoint",
-    "training.comm",
-    "training.comm.tcp.communicator",
-    "training.comm.tf.communicator",  # nor by itself: only the call that joins
-    "training.devices",  # or CUDA_VISIBLE_DEVICES would come too late
-    "training.driver.train",
-    "training.rank.__main__",
-    "training.config",
-    "training.horovod",  # so that training.horovod.torch needs none either
-    "training.horovod.runtime",
-    "training.launch",
-    "training.launch.script_rank",
-    "training.launch.script_driver",
+    *(f"lockstep.jobs.{name}" for name in JOBS),
+    "lockstep.training.plan.epoch_plan",
+    "lockstep.training.run.checkpoint",
+    "lockstep.training.comm",
+    "lockstep.training.comm.tcp.communicator",
+    "lockstep.training.comm.tf.communicator",  # nor by itself: only the call that joins
+    "lockstep.training.devices",  # or CUDA_VISIBLE_DEVICES would come too late
+    "lockstep.training.driver.train",
+    "lockstep.training.rank.__main__",
+    "lockstep.training.config",
+    "lockstep.horovod",  # so that lockstep.horovod.torch needs none either
+    "lockstep.horovod.runtime",
+    "lockstep.training.launch",
+    "lockstep.training.launch.script_rank",
+    "lockstep.training.launch.script_driver",
     "etl",
     "lockstep.features.encode.encoder",
     "lockstep.storage.fs",
@@ -42,11 +42,11 @@ WITHOUT_SPARK = [
     "lockstep.storage.fs",
     "lockstep.storage.verify",
     "lockstep.features.encode.encoder",
-    "training.plan.epoch_plan",
-    "training.comm.tcp.communicator",
-    "training.strategies.server",
-    "training.rank.__main__",
-    "training.rank.runtime",
+    "lockstep.training.plan.epoch_plan",
+    "lockstep.training.comm.tcp.communicator",
+    "lockstep.training.strategies.server",
+    "lockstep.training.rank.__main__",
+    "lockstep.training.rank.runtime",
 ]
 
 
@@ -61,7 +61,7 @@ print(json.dumps(loaded))
 # Each call is a fork of one process that has imported what jobs share, since most of a call's time is these imports.
 CALL_EACH = """
 import contextlib, io, json, os, runpy, sys
-import jobs._etl, jobs._train, pyspark.sql
+import lockstep.jobs._etl, lockstep.jobs._train, pyspark.sql
 found = {}
 for job, path, *flags in json.loads(sys.argv[1]):
     name = f"{path or job} {' '.join(flags)}"
@@ -115,12 +115,12 @@ def test_no_job_bears_a_standard_modules_name(name: str) -> None:
 def test_a_job_is_a_thin_script(name: str) -> None:
     text = (ROOT / "jobs" / f"{name}.py").read_text(encoding="utf-8")
     assert sum(bool(line.strip()) for line in text.splitlines()) <= 80
-    assert "sys.path[:1] = [ROOT]" in text and 'if __name__ == "__main__":\n    run_job(main)' in text
+    assert "sys.path" not in text and 'if __name__ == "__main__":\n    run_job(main)' in text
 
 
 def test_help_works_from_any_folder_and_a_bad_flag_is_one_error_of_four_parts(tmp_path: Path) -> None:
-    calls = [(f"jobs.{name}", "", "--help") for name in JOBS]
-    calls += [(f"jobs.{name}", str(ROOT / "jobs" / f"{name}.py"), "--no-such-flag") for name in JOBS]
+    calls = [(f"lockstep.jobs.{name}", "", "--help") for name in JOBS]
+    calls += [(f"lockstep.jobs.{name}", str(ROOT / "jobs" / f"{name}.py"), "--no-such-flag") for name in JOBS]
     found = answer(CALL_EACH, calls, tmp_path)
     assert len(found) == len(calls)
     for name, (code, text) in found.items():
@@ -143,7 +143,7 @@ def narrows(test: ast.expr) -> bool:
 
 
 def test_asserts_only_narrow_types_since_optimised_python_leaves_them_out() -> None:
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    files = [path for _, path in python_files()]
     nodes = ((path, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     others = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.test)}"

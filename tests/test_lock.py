@@ -9,7 +9,7 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jobs._checks import pins, requirements
+from lockstep.jobs._checks import pins, requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = re.compile(

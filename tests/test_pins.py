@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs._checks import allows, pins, requirements
+from lockstep.jobs._checks import allows, pins, requirements
 from tests.cluster.jars import hadoop_version
 
 ROOT = Path(__file__).resolve().parents[1]

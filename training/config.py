@@ -11,10 +11,19 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import several
-from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
-from training.compression.method import ALLOWED as ALLOWED_COMPRESSION
-from training.compression.method import Compression
-from training.rules import ALLOWED, BEST, BEST_ALLOWED, STOP_ALLOWED, CheckpointEvery, Keep, StopRule, of_validation
+from lockstep.training.comm.options import UNAUTHENTICATED, Backend, CommOptions
+from lockstep.training.compression.method import ALLOWED as ALLOWED_COMPRESSION
+from lockstep.training.compression.method import Compression
+from lockstep.training.rules import (
+    ALLOWED,
+    BEST,
+    BEST_ALLOWED,
+    STOP_ALLOWED,
+    CheckpointEvery,
+    Keep,
+    StopRule,
+    of_validation,
+)
 
 READ_AHEAD_BYTES = 64 << 20
 CACHE_BYTES = 16 << 30
@@ -39,7 +48,7 @@ ANY = object()
 # stands for every value, where the field changed only speed.
 REMOVED: dict[str, object] = {
     "algorithm": "auto",
-    "cache_rotation": ANY,  # it is in the plan, which is refused by name (training.plan.make_plan)
+    "cache_rotation": ANY,  # it is in the plan, which is refused by name (lockstep.training.plan.make_plan)
     "compare_every": ANY,
     "mean_time_between_failures_s": ANY,
     "spare": ANY,
@@ -47,7 +56,7 @@ REMOVED: dict[str, object] = {
 
 
 def flag_of(field: str) -> str:
-    """The flag of jobs.train for a field of TrainConfig."""
+    """The flag of lockstep train for a field of TrainConfig."""
     named = {"datasets": "--dataset", "extra": "--set"}
     return named.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
 
@@ -77,8 +86,8 @@ GROUPS = {
 class TrainConfig:
     """All that defines a run; stored in run.json and handed to every rank. Raises ConfigError for invalid values.
 
-    The fields are the options of `lockstep.train` and the flags of `jobs.train`, whose --help is made of the sentence
-    below each field, its type and its default. A text in `Annotated` is how --help names the value.
+    The fields are the options of `lockstep.train` and the flags of `lockstep train`, whose --help is made of the
+    sentence below each field, its type and its default. A text in `Annotated` is how --help names the value.
 
     >>> import lockstep
     >>> config = lockstep.TrainConfig(
@@ -93,8 +102,8 @@ class TrainConfig:
     run: Annotated[str, "URL"]
     """Directory of the run, local or hdfs://; an existing run is resumed."""
     model: Annotated[str, "NAME"]
-    """A ready model (linear, logistic, mlp, wide-deep, two-tower, gru, transformer, resnet20, ...; jobs.models lists
-    them), or your own: module:function."""
+    """A ready model (linear, logistic, mlp, wide-deep, two-tower, gru, transformer, resnet20, ...; lockstep models
+    lists them), or your own: module:function."""
     num_ranks: int
     """Number of training processes."""
     global_batch: Annotated[int, "G"]
@@ -110,14 +119,14 @@ class TrainConfig:
     """First weights of a new run: a run, a checkpoint, an exported model, a .keras or .weights.h5 file (default: drawn
     by the seed)."""
     extra: Annotated[Mapping[str, Value], "NAME=VALUE"] = field(default_factory=dict, hash=False)
-    """Settings of the model, such as width=64 decay=1e-4; may be given several times. jobs.models lists those of ready
-    models; your own finds them in options.extra."""
+    """Settings of the model, such as width=64 decay=1e-4; may be given several times. lockstep models lists those of
+    ready models; your own finds them in options.extra."""
     seed: int = 0
     """Seed of the order of samples and of the first weights."""
 
     validate: Annotated[str | None, "SPLIT"] = None
     """A split of the same datasets to score the model on after an epoch, over all ranks; its metrics are val_METRIC, as
-    jobs.evaluate computes them (default: none)."""
+    lockstep evaluate computes them (default: none)."""
     validate_every: Annotated[int, "E"] = 1
     """Epochs from one validation to the next; there is one more at the end of the run."""
     early_stop: Annotated[str | None, "METRIC:max:K"] = None
@@ -286,7 +295,7 @@ class TrainConfig:
         self._check_compression()
         self._check_checkpoints()
         self._check_ranks()
-        if self.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count
+        if self.canonical:  # which numbers of ranks divide its lane groups or lanes: lockstep.training.plan.lane_count
             self._check_canonical()
 
     def _check_extra(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.storage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from training.run.lineage import CheckpointRef
+    from lockstep.training.run.lineage import CheckpointRef
 
 BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
 BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"

@@ -38,8 +38,8 @@ def meet(folder: Path, rank: int) -> Callable[[str, int], list[tuple[str, int]]]
 
 def ours(kind: str, rank: int, folder: Path) -> None:
     """Our communicators: shared memory in its own buffers or in any array, TCP."""
-    from training.comm.shm.communicator import connect_shm
-    from training.comm.tcp.communicator import connect_tcp
+    from lockstep.training.comm.shm.communicator import connect_shm
+    from lockstep.training.comm.tcp.communicator import connect_tcp
 
     comm = tcp = connect_tcp(rank, RANKS, 1, meet(folder, rank), KEY, 60, "127.0.0.1", 120)
     if kind != "tcp":
@@ -98,7 +98,7 @@ def alone(kind: str, rank: int, folder: Path) -> None:
     """
     from numba import njit
 
-    from training.comm.tcp.communicator import connect_tcp
+    from lockstep.training.comm.tcp.communicator import connect_tcp
 
     comm = connect_tcp(rank, RANKS, 1, meet(folder, rank), KEY, 60, "127.0.0.1", 120)
 

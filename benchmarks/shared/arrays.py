@@ -14,7 +14,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.errors import ConfigError, DataError
-from training.reading.reader import SplitReader
+from lockstep.training.reading.reader import SplitReader
 
 # Rows are converted from Arrow in chunks, and batches are views of these. A chunk of a TFRecord shard, gzip or not, is
 # always a block; the constants are for Parquet. Converting a column costs a microsecond, so small batches come from
@@ -127,7 +127,7 @@ def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
             f"a tensor of field `{field.name}` has the wrong length",
             got=f"{int(sizes.min())} to {int(sizes.max())} bytes",
             allowed=f"{wanted} bytes",
-            next_step="Run `python -m jobs.verify URL`.",
+            next_step="Run `lockstep verify URL`.",
         )
     data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
     # (n * bytes,) uint8 -> (n, *shape): tensors lie one after another

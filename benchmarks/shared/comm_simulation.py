@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.comm.cost import LinkCosts, fastest, hierarchical_s, predict_s
-from training.exchange.buckets import BUCKET_BYTES
+from lockstep.training.comm.cost import LinkCosts, fastest, hierarchical_s, predict_s
+from lockstep.training.exchange.buckets import BUCKET_BYTES
 
 BITS = 8
 

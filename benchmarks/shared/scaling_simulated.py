@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.shared.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
-from training.comm.cost import LinkCosts
+from lockstep.training.comm.cost import LinkCosts
 
 # What is simulated. Parameters by stage from the architectures; work by their multiplications (He et al. 2016; Simonyan
 # and Zisserman 2015). Steps a second of a P100 at 64 images: TensorFlow's benchmark page of 2017.
@@ -60,7 +60,7 @@ def simulated() -> None:
     print("\nSIMULATED, nothing of this was run. Efficiency: samples/s of a rank as a share of one rank alone.")
     print(
         f"{PER_HOST} ranks a host, {ALPHA_S * 1e6:.0f} us a message, the network used wholly, no rank ever late, "
-        "overlap as training.exchange.buckets does"
+        "overlap as lockstep.training.exchange.buckets does"
     )
     print(f"{'model':<66}{'Gbit/s':>7}" + "".join(f"{n:>12} ranks" for n in (8, 64, 512, 4096)))
     for workload in (RESNET50, VGG16, RESNET20, DENSE):

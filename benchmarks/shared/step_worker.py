@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.shared import step_models
 
 KEY = b"t" * 32
-# As training.rank.runtime sets a rank's: one thread computes, and one more lets the exchange be fed while it does.
-# With a single one TensorFlow 2.21 runs all of the backward pass before it hands over the first gradient.
+# As lockstep.training.rank.runtime sets a rank's: one thread computes, and one more lets the exchange be fed while it
+# does. With a single one TensorFlow 2.21 runs all of the backward pass before it hands over the first gradient.
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}
 for setting, value in THREADS.items():
     os.environ.setdefault(setting, value)
@@ -91,11 +91,11 @@ def ours(name: str, rank: int, ranks: int) -> Any:
     """Keras with the exchange."""
     import keras
 
-    from training.comm import connect
-    from training.steps.batchnorm import statistics_of
-    from training.steps.distribute import distribute
-    from training.steps.rank_step import RankStep
-    from training.world import World
+    from lockstep.training.comm import connect
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.rank_step import RankStep
+    from lockstep.training.world import World
 
     keras.utils.set_random_seed(0)
     model = step_models.build(keras, name)

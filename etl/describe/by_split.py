@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from etl.describe.statistics import BINS, ID, TOP, ColumnStats, NumberStats
+from lockstep.etl.describe.statistics import BINS, ID, TOP, ColumnStats, NumberStats
 
 MOST_SHARE = 0.5  # of the values in one bar; above that, the others are too small to be seen
 MOST_SPLITS = 4  # next to each other; more, as of folds, are shown as one

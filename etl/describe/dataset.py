@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.columns import class_field
-from etl.describe.by_split import ComparedColumn, compared, in_order
-from etl.describe.statistics import ColumnStats, ColumnSummary
-from etl.split.warnings import label_lines
+from lockstep.etl.columns import class_field
+from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
+from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
+from lockstep.etl.split.warnings import label_lines
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
 from lockstep.features.schema.sampled import sampled_of
@@ -291,7 +291,7 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     try:
         manifest = load_dataset(url)
     except NotFoundError as error:
-        error.next_step = "Check the path; run jobs.index first to describe TFRecord files of other programs."
+        error.next_step = "Check the path; run lockstep index first to describe TFRecord files of other programs."
         raise
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]

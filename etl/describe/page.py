@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from jinja2 import Environment
 from markupsafe import Markup
 
-from etl.describe.by_split import SharedHistogram
-from etl.describe.dataset import CLASSES, LOOK_AT, QUARANTINE, Description, Table
-from etl.describe.text import MAX_LINES, shown
+from lockstep.etl.describe.by_split import SharedHistogram
+from lockstep.etl.describe.dataset import CLASSES, LOOK_AT, QUARANTINE, Description, Table
+from lockstep.etl.describe.text import MAX_LINES, shown
 from lockstep.storage.page_style import HEAD, STYLE, page_start
 
 WIDTH, HEIGHT, GAP, ROW = 360, 90, 1, 13  # pixels: of a histogram, between its bars, of a row

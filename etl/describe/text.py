@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from etl.describe.dataset import Description, Table
-from etl.describe.statistics import ColumnSummary, Histogram
+from lockstep.etl.describe.dataset import Description, Table
+from lockstep.etl.describe.statistics import ColumnSummary, Histogram
 
 MAX_CELL = 60
 BAR_CELLS = 30

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from etl import columns as c
-from etl.spark.tasks import mapped
-from etl.split.assign import Stored
-from etl.split.splits import SplitSpec
+from lockstep.etl import columns as c
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.split.assign import Stored
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.encode.bake import Baker, check_bakeable
 from lockstep.features.schema.fitted import Fitted, read_fitted
 from lockstep.features.schema.schema import Schema
@@ -58,7 +58,7 @@ def fitted_of(schema: Schema, documents: Mapping[str, bytes]) -> dict[str, Fitte
 
 @contextmanager
 def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
-    """Rows of etl.split.assign, baked, without those that are dropped; cached until the end of the context."""
+    """Rows of lockstep.etl.split.assign, baked, without those that are dropped; cached until the end of the context."""
     from pyspark.sql import functions as f
 
     # By number: mapInArrow cannot take a column with a dot in its name.

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
-from etl.spark.session import described
-from etl.spark.tasks import mapped
-from etl.split.assign import Assign
-from etl.split.counted import MAX_CLASSES, settle
-from etl.split.splits import TRAIN, are_folds
+from lockstep.etl import columns as c
+from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.counted import MAX_CLASSES, settle
+from lockstep.etl.split.splits import TRAIN, are_folds
 from lockstep.features.encode.transforms import plain_values
 from lockstep.features.schema.encodings import Encoding, fitted_part
 from lockstep.features.schema.fields import Field
@@ -134,8 +134,8 @@ class FittedOn:
 def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The fitted files of a dataset with these splits: file name below `_fitted/` -> content as JSON.
 
-    `rows` are those of etl.split.assign: `_split` (null if a row is dropped) and the schema's `fitted_fields`. The
-    split `train` is counted; with folds (`fold-0`, `fold-1`, ...) all but one, for each fold held out, into
+    `rows` are those of lockstep.etl.split.assign: `_split` (null if a row is dropped) and the schema's `fitted_fields`.
+    The split `train` is counted; with folds (`fold-0`, `fold-1`, ...) all but one, for each fold held out, into
     NAME.fold-0.json and so on. A vocabulary with declared `tokens` is not counted. Counts are exact; a vocabulary
     is sorted by count, descending, then by UTF-8 bytes; mean and variance are computed as fractions and rounded
     once. The driver holds max_size tokens a field and fold. Raises ConfigError if there is no training split,
@@ -247,7 +247,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
     settle. Raises DataError for too many classes.
     """
     label = schema.label
-    assert label is not None, "etl.write.checks.check_schema refuses a schema without"
+    assert label is not None, "lockstep.etl.write.checks.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
     rows = mapped(df, narrow, narrow.output).persist()
     try:

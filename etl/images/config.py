@@ -1,4 +1,4 @@
-"""The configuration of `jobs.etl_images`, checked before anything is read."""
+"""The configuration of `lockstep etl_images`, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etl.images.cifar import NUM_CLASSES
-from etl.images.source import composed
-from etl.write.config import OutputConfig
-from etl.write.late import Intake
+from lockstep.etl.images.cifar import NUM_CLASSES
+from lockstep.etl.images.source import composed
+from lockstep.etl.write.config import OutputConfig
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
 from lockstep.features.schema.fields import Field, sample_id_field
@@ -28,7 +28,7 @@ _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesConfig(OutputConfig):
-    """The configuration of `jobs.etl_images`. Raises ConfigError for invalid values."""
+    """The configuration of `lockstep etl_images`. Raises ConfigError for invalid values."""
 
     source: str = "idx"
     """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP, PNM."""

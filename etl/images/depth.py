@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from etl.images.source import Piece
-from etl.write.late import Intake
+from lockstep.etl.images.source import Piece
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import decode, has_wide_pixels
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.images import source as r
-from etl.images.layout import log_spellings
-from etl.images.source import (
+from lockstep.etl import columns as c
+from lockstep.etl.images import source as r
+from lockstep.etl.images.layout import log_spellings
+from lockstep.etl.images.source import (
     DROPPED,
     SPLITS,
     ImagePlan,
@@ -29,11 +29,11 @@ from etl.images.source import (
     split_word,
     step_bytes,
 )
-from etl.input.files import Source
-from etl.input.lines import RAW_BYTES
-from etl.input.unpack import CHUNK_BYTES
-from etl.spark.tasks import mapped
-from etl.write.late import Intake
+from lockstep.etl.input.files import Source
+from lockstep.etl.input.lines import RAW_BYTES
+from lockstep.etl.input.unpack import CHUNK_BYTES
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
@@ -229,7 +229,7 @@ _LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa
 def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
     """Bytes and SHA-256 of each folder: the digest is over a line `SHA256 BYTES PATH` for each file, in order.
 
-    `parsed` are rows of etl.images.source. Spark sorts them; the driver holds the lines of one partition.
+    `parsed` are rows of lockstep.etl.images.source. Spark sorts them; the driver holds the lines of one partition.
     """
     files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, c.PLACE, c.LENGTH, c.SHA256)
     found = mapped(files.orderBy(c.SOURCE, c.PLACE), lines_of, _LINES)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from etl import columns as c
-from etl.images import source as r
-from etl.images.source import ImagePlan, Piece, step_bytes
-from etl.input.files import Source, find_sources, source_name
-from etl.input.unpack import PLAIN, Forward
-from etl.write.late import Intake
+from lockstep.etl import columns as c
+from lockstep.etl.images import source as r
+from lockstep.etl.images.source import ImagePlan, Piece, step_bytes
+from lockstep.etl.input.files import Source, find_sources, source_name
+from lockstep.etl.input.unpack import PLAIN, Forward
+from lockstep.etl.write.late import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.urls import absolute, parent
 

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from etl import columns as c
-from etl.images import cifar, folders, idx, parquet, planned, tar
-from etl.images.cifar import CifarPiece
-from etl.images.config import MAX_CLASSES, ImagesConfig
-from etl.images.depth import log_dark
-from etl.images.folders import FolderPiece, digest_trees
-from etl.images.idx import IdxPiece
-from etl.images.layout import ClassFolder, log_names, refuse_layout
-from etl.images.parquet import ParquetPiece
-from etl.images.planned import NotPlannable
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
-from etl.images.tar import TarPiece
-from etl.input.files import Source, digest_sources, parts_below, path_below
-from etl.spark.session import described
-from etl.spark.tasks import Items, over_slices
-from etl.split.splits import TRAIN
-from etl.write.append import Parent
-from etl.write.checks import Target, check_output, check_target
-from etl.write.job import Counts, Input, Labelled
-from etl.write.job import run as run_job
-from etl.write.late import Intake, LateImages, has_late_content
-from etl.write.quarantine import CLASS_FOLDERS
-from etl.write.shards import RUN_AGAIN
-from etl.write.sources import check_contents, check_paths
+from lockstep.etl import columns as c
+from lockstep.etl.images import cifar, folders, idx, parquet, planned, tar
+from lockstep.etl.images.cifar import CifarPiece
+from lockstep.etl.images.config import MAX_CLASSES, ImagesConfig
+from lockstep.etl.images.depth import log_dark
+from lockstep.etl.images.folders import FolderPiece, digest_trees
+from lockstep.etl.images.idx import IdxPiece
+from lockstep.etl.images.layout import ClassFolder, log_names, refuse_layout
+from lockstep.etl.images.parquet import ParquetPiece
+from lockstep.etl.images.planned import NotPlannable
+from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
+from lockstep.etl.images.tar import TarPiece
+from lockstep.etl.input.files import Source, digest_sources, parts_below, path_below
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import Items, over_slices
+from lockstep.etl.split.splits import TRAIN
+from lockstep.etl.write.append import Parent
+from lockstep.etl.write.checks import Target, check_output, check_target
+from lockstep.etl.write.job import Counts, Input, Labelled
+from lockstep.etl.write.job import run as run_job
+from lockstep.etl.write.late import Intake, LateImages, has_late_content
+from lockstep.etl.write.quarantine import CLASS_FOLDERS
+from lockstep.etl.write.shards import RUN_AGAIN
+from lockstep.etl.write.sources import check_contents, check_paths
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -60,8 +60,8 @@ class Tally(Counts):
 
 
 def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
-    """Count the rows of etl.images.source in one pass. Raises DataError for more than `most_classes` classes, such as
-    texts that differ for every image.
+    """Count the rows of lockstep.etl.images.source in one pass. Raises DataError for more than `most_classes` classes,
+    such as texts that differ for every image.
     """
     from pyspark.sql import functions as f
 
@@ -178,7 +178,9 @@ def from_json(found: Mapping[str, Any]) -> Piece:
 
 @dataclass(frozen=True)
 class ParseImages:
-    """Reads the pieces of a task: pieces as JSON in, rows of etl.images.source.OUTPUT out. Raises what they raise."""
+    """Reads the pieces of a task: pieces as JSON in, rows of lockstep.etl.images.source.OUTPUT out. Raises what they
+    raise.
+    """
 
     intake: Intake
     num_classes: int | None
@@ -272,7 +274,7 @@ class ImageInput(Input[Tally]):
         return super().write(spark)
 
     def parsed(self, spark: SparkSession) -> DataFrame:
-        """The rows of etl.images.source.OUTPUT."""
+        """The rows of lockstep.etl.images.source.OUTPUT."""
         pieces = [to_json(piece) for piece in self.plan.pieces]
         parse = ParseImages(self.config.intake, self.plan.num_classes)
         step = step_bytes(self.config.split_bytes)

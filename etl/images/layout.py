@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from etl.images.source import composed
+from lockstep.etl.images.source import composed
 from lockstep.storage.errors import DataError
 
 log = logging.getLogger(__name__)

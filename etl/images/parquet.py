@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl import columns as c
-from etl.images import source as r
-from etl.images.source import ImagePlan, Piece, split_word
-from etl.images.tar_format import MAX_NAME_BYTES
-from etl.input.files import find_sources, source_name
-from etl.input.footers import damaged, parquet_footer
-from etl.write.late import Intake
+from lockstep.etl import columns as c
+from lockstep.etl.images import source as r
+from lockstep.etl.images.source import ImagePlan, Piece, split_word
+from lockstep.etl.images.tar_format import MAX_NAME_BYTES
+from lockstep.etl.input.files import find_sources, source_name
+from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem

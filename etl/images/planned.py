@@ -2,8 +2,8 @@
 
 Ids, splits, order and sizes depend only on a file's name and the size of the pixels. So the driver plans each shard
 from the archives' headers, and no row passes through Spark: a task for each shard reads the shard's files. The bytes
-are those of the general way (etl.write.job.Input.write), which takes over for other inputs and for any error of the
-input.
+are those of the general way (lockstep.etl.write.job.Input.write), which takes over for other inputs and for any error
+of the input.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.columns import LENGTH
-from etl.images.config import MAX_CLASSES, ImagesConfig
-from etl.images.layout import ClassFolder, log_names, refuse_layout
-from etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
-from etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
-from etl.spark.session import described
-from etl.spark.tasks import slices
-from etl.split.assign import Assign
-from etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
-from etl.split.splits import TRAIN
-from etl.write.checks import Target, check_schema
-from etl.write.dataset import Done, Job, building, compression_of, publish
-from etl.write.late import AssignLate, LateImages, WriteLate
-from etl.write.quarantine import Origin
-from etl.write.shards import ShardTable, WriteShards, placed, plan_shards
-from etl.write.staging import Staging
+from lockstep.etl import columns as c
+from lockstep.etl.columns import LENGTH
+from lockstep.etl.images.config import MAX_CLASSES, ImagesConfig
+from lockstep.etl.images.layout import ClassFolder, log_names, refuse_layout
+from lockstep.etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
+from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
+from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import slices
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
+from lockstep.etl.split.splits import TRAIN
+from lockstep.etl.write.checks import Target, check_schema
+from lockstep.etl.write.dataset import Done, Job, building, compression_of, publish
+from lockstep.etl.write.late import AssignLate, LateImages, WriteLate
+from lockstep.etl.write.quarantine import Origin
+from lockstep.etl.write.shards import ShardTable, WriteShards, placed, plan_shards
+from lockstep.etl.write.staging import Staging
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths
@@ -66,8 +66,8 @@ class NotPlannable(Exception):
 
 @dataclass(frozen=True)
 class Known:
-    """What is known from headers: `files` that should be images (rows of etl.images.source.FILES), and what is already
-    rejected (rows of etl.columns.REJECTED) or dropped.
+    """What is known from headers: `files` that should be images (rows of lockstep.etl.images.source.FILES), and what is
+    already rejected (rows of lockstep.etl.columns.REJECTED) or dropped.
     """
 
     files: pa.Table
@@ -162,7 +162,7 @@ class ShardPlans:
 
     @cached_property
     def _rows(self) -> pa.Table:
-        """Rows of etl.write.late.AssignLate without images, with the columns of FILES that locate these."""
+        """Rows of lockstep.etl.write.late.AssignLate without images, with the columns of FILES that locate these."""
         config, files = self.config, self.known.files
         whole = Assign(self.schema, ID_COLUMNS, config.split_spec, config.seed, config.fmt)
         assign = replace(AssignLate.of(whole, self.late), carry=False)
@@ -256,7 +256,9 @@ class _FoundEarly(Exception):
 
 
 def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan) -> DatasetManifest:
-    """Plan, write and publish. Raises NotPlannable, with nothing published, and the errors of etl.images.job.run."""
+    """Plan, write and publish. Raises NotPlannable, with nothing published, and the errors of
+    lockstep.etl.images.job.run.
+    """
     early: list[dict[str, Any]] = []
     while True:
         known = known_of(plan, early)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from etl import columns as c
-from etl.columns import LENGTH, PACKED, PLACE
-from etl.images.source import OFFSET
-from etl.images.tar_format import cut_error
-from etl.input.files import digest_of
-from etl.spark.errors import in_task
-from etl.write.late import WriteLate
+from lockstep.etl import columns as c
+from lockstep.etl.columns import LENGTH, PACKED, PLACE
+from lockstep.etl.images.source import OFFSET
+from lockstep.etl.images.tar_format import cut_error
+from lockstep.etl.input.files import digest_of
+from lockstep.etl.spark.errors import in_task
+from lockstep.etl.write.late import WriteLate
 from lockstep.features.images.decode import ImageError
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.storage.fs import filesystem
@@ -52,9 +52,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ShardMade:
-    """The shard's row (etl.write.shards.RESULT), the leak keys of its records (int64, concatenated), and its broken
-    images: rows of etl.columns.REJECTED. The (source, position) in `early` are of those that would have been found
-    before the shards were planned, had their images been read before.
+    """The shard's row (lockstep.etl.write.shards.RESULT), the leak keys of its records (int64, concatenated), and its
+    broken images: rows of lockstep.etl.columns.REJECTED. The (source, position) in `early` are of those that would have
+    been found before the shards were planned, had their images been read before.
     """
 
     row: Mapping[str, Any]
@@ -66,8 +66,8 @@ class ShardMade:
 @dataclass(frozen=True)
 class MakeShards:
     """The function for mapPartitions over groups of items. PlannedShard in: ShardMade out, or None if too much content
-    is rejected to send it to the driver. SourceFile in: its row of etl.input.files.DIGEST out. `urls` are those of the
-    archives.
+    is rejected to send it to the driver. SourceFile in: its row of lockstep.etl.input.files.DIGEST out. `urls` are
+    those of the archives.
     """
 
     write: WriteLate
@@ -105,7 +105,7 @@ class MakeShards:
         return ShardMade(row, b"".join(leaks), tuple(bad), early)
 
     def _batches(self, shard: int, plan: pa.Table, files: list[bytes]) -> Iterator[pa.RecordBatch]:
-        """Rows as of etl.write.late.AssignLate, in the plan's order."""
+        """Rows as of lockstep.etl.write.late.AssignLate, in the plan's order."""
         image = self.write.late.field.name
         for start in range(0, plan.num_rows, BATCH_ROWS):
             part = plan.slice(start, BATCH_ROWS).drop_columns([OFFSET, LENGTH])

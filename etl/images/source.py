@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from etl import columns as c
-from etl.columns import PACKED
-from etl.input.files import Source
-from etl.input.lines import RAW_BYTES
-from etl.split.splits import TEST, TRAIN, VALIDATION
-from etl.write.late import Intake
+from lockstep.etl import columns as c
+from lockstep.etl.columns import PACKED
+from lockstep.etl.input.files import Source
+from lockstep.etl.input.lines import RAW_BYTES
+from lockstep.etl.split.splits import TEST, TRAIN, VALIDATION
+from lockstep.etl.write.late import Intake
 
 # A file takes about 100 bytes of the driver's memory, and 52 bytes in the message that starts a shard's task. Spark
 # allows 128 MiB for it by default, so all files fit even in one shard.

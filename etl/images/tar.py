@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.images import source as r
-from etl.images.layout import log_spellings
-from etl.images.source import (
+from lockstep.etl import columns as c
+from lockstep.etl.images import source as r
+from lockstep.etl.images.layout import log_spellings
+from lockstep.etl.images.source import (
     MAX_FILES,
     REPLACED,
     FileList,
@@ -28,12 +28,12 @@ from etl.images.source import (
     split_word,
     step_bytes,
 )
-from etl.images.tar_format import BLOCK, Member, cut_error, plan_stretches, read_members
-from etl.images.tar_names import MemberNames, Settled, key_of
-from etl.input.files import Source, find_sources, source_name
-from etl.input.lines import RAW_BYTES
-from etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
-from etl.write.late import Intake
+from lockstep.etl.images.tar_format import BLOCK, Member, cut_error, plan_stretches, read_members
+from lockstep.etl.images.tar_names import MemberNames, Settled, key_of
+from lockstep.etl.input.files import Source, find_sources, source_name
+from lockstep.etl.input.lines import RAW_BYTES
+from lockstep.etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
 from lockstep.storage.errors import DataError
 from lockstep.storage.urls import absolute

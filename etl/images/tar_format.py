@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from etl.input.unpack import CHUNK_BYTES, Forward
+from lockstep.etl.input.unpack import CHUNK_BYTES, Forward
 from lockstep.storage.errors import DataError
 
 BLOCK = 512

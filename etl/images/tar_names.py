@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from etl.images.tar_format import HARD_LINK, Member
+from lockstep.etl.images.tar_format import HARD_LINK, Member
 
 _KEY_BYTES = 16
 _MAX_STEPS = 40  # from link to link, as Linux has it

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import google_crc32c
 import pyarrow as pa
 
-from etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
-from etl.spark.session import described
-from etl.spark.tasks import Items, over_slices
+from lockstep.etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileStat, FileSystem

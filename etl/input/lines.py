@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from etl.input.files import BOM, Content, HashedFile, Range
-from etl.input.unpack import PLAIN, unpacked
+from lockstep.etl.input.files import BOM, Content, HashedFile, Range
+from lockstep.etl.input.unpack import PLAIN, unpacked
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 

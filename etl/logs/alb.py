@@ -13,8 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.logs.server_log import BAD_TIME, QUOTED, Requests, asked, is_no_visitor, part, readable, seconds_of_text
-from etl.logs.values import Reasons
+from lockstep.etl.logs.server_log import (
+    BAD_TIME,
+    QUOTED,
+    Requests,
+    asked,
+    is_no_visitor,
+    part,
+    readable,
+    seconds_of_text,
+)
+from lockstep.etl.logs.values import Reasons
 
 NOT_ALB_LOG = "not_alb_log"
 # The balancer and the client; the target and three durations; the status; the target's status and two sizes.

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.input.log_formats import DELIMITERS
-from etl.logs import json_lines
-from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
-from etl.logs.w3c import W3C, tabbed
+from lockstep.etl.input.log_formats import DELIMITERS
+from lockstep.etl.logs import json_lines
+from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
+from lockstep.etl.logs.w3c import W3C, tabbed
 from lockstep.features.arrow import flat
 
 TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"

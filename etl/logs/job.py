@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from etl import columns as c
-from etl.columns import ddl_of
-from etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
-from etl.logs import records, web
-from etl.logs.pages import most_frequent
-from etl.logs.parse import (
+from lockstep.etl import columns as c
+from lockstep.etl.columns import ddl_of
+from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
+from lockstep.etl.logs import records, web
+from lockstep.etl.logs.pages import most_frequent
+from lockstep.etl.logs.parse import (
     BAD,
     DIGEST,
     NO_TIME,
@@ -28,25 +28,25 @@ from etl.logs.parse import (
     Work,
     output_schema,
 )
-from etl.logs.past import hold_of_label, looks_round, text_of
-from etl.logs.plan import Plan, plan_of
-from etl.logs.records import RecordLines
-from etl.logs.rejected import look
-from etl.spark.session import described
-from etl.spark.tasks import over_slices
-from etl.write.checks import check_label, check_output
-from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
-from etl.write.job import Counts, Input, Labelled
-from etl.write.job import run as run_job
-from etl.write.quarantine import Look
-from etl.write.sources import check_contents
+from lockstep.etl.logs.past import hold_of_label, looks_round, text_of
+from lockstep.etl.logs.plan import Plan, plan_of
+from lockstep.etl.logs.records import RecordLines
+from lockstep.etl.logs.rejected import look
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import over_slices
+from lockstep.etl.write.checks import check_label, check_output
+from lockstep.etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
+from lockstep.etl.write.job import Counts, Input, Labelled
+from lockstep.etl.write.job import run as run_job
+from lockstep.etl.write.quarantine import Look
+from lockstep.etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-# columns of etl.input.files.DIGEST, and those of a row of etl.logs.parse that hold them
+# columns of lockstep.etl.input.files.DIGEST, and those of a row of lockstep.etl.logs.parse that hold them
 _DIGEST_COLUMNS = {
     "number": "_source",
     "bytes": "_length",
@@ -70,7 +70,7 @@ class LogCounts(Counts):
     log_end: int
     first_page: int | None
     digests: list[dict[str, Any]]
-    """Rows of etl.input.files.DIGEST of the files that were read whole."""
+    """Rows of lockstep.etl.input.files.DIGEST of the files that were read whole."""
     records: dict[int, int]
     """How many records each of these has, by the number of the file."""
     suffixes: Mapping[str, int]
@@ -107,7 +107,7 @@ class LogInput(Input[LogCounts]):
         return self.plan.sources
 
     def parsed(self, spark: SparkSession) -> DataFrame:
-        """The rows of etl.logs.parse. Raises ConfigError for a --label that is not one."""
+        """The rows of lockstep.etl.logs.parse. Raises ConfigError for a --label that is not one."""
         self._check_label(spark)
         return parsed(spark, self.plan.work, self.plan.parser, self.config.split_bytes)
 
@@ -202,7 +202,7 @@ class LogInput(Input[LogCounts]):
 def parsed(
     spark: SparkSession, work: Sequence[Work], parser: LineParser, slice_bytes: int = DEFAULT_SPLIT_BYTES
 ) -> DataFrame:
-    """The rows of etl.logs.parse over all ranges, about `slice_bytes` a task."""
+    """The rows of lockstep.etl.logs.parse over all ranges, about `slice_bytes` a task."""
     sizes = [one.part.length for one in work]
     items = [one.to_json() for one in work]
     return over_slices(spark, items, sizes, slice_bytes, ParseLog(parser), output_schema(parser))

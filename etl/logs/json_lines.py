@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from etl.logs.values import NOT_UTF8, Reasons, as_values, bad_value, holds_nul, not_of
+from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_values, bad_value, holds_nul, not_of
 
 Kinds = Mapping[str, pa.DataType]
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.input.files import Range
-from etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
-from etl.logs import w3c
-from etl.logs.fields import Form
-from etl.logs.pages import MAX_LISTED, most_frequent
-from etl.logs.values import Reasons, without_bom
-from etl.spark.tasks import MIN_ROWS, Items
+from lockstep.etl import columns as c
+from lockstep.etl.input.files import Range
+from lockstep.etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
+from lockstep.etl.logs import w3c
+from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.pages import MAX_LISTED, most_frequent
+from lockstep.etl.logs.values import Reasons, without_bom
+from lockstep.etl.spark.tasks import MIN_ROWS, Items
 
 ROW, BAD, SUMMARY, DIGEST, SUFFIX = 0, 1, 2, 3, 4
 LINE_TOO_LONG = "line_too_long"

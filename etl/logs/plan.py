@@ -12,24 +12,24 @@ from typing import Any
 
 import pyarrow as pa
 
-from etl import columns as c
-from etl.columns import listed
-from etl.input.files import Range, Source, find_lines, plan_ranges
-from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
-from etl.input.log_formats import DELIMITERS, LOG_FORMATS
-from etl.logs import w3c, web
-from etl.logs.fields import Form
-from etl.logs.pages import assets
-from etl.logs.parse import LineParser, Work
-from etl.logs.past import Past
-from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
-from etl.logs.roles import check_alike, columns_of
-from etl.logs.values import without_bom
-from etl.logs.web import WebLines
-from etl.write.append import Parent, other_parent
-from etl.write.checks import Target, check_target
-from etl.write.config import LogsConfig
-from etl.write.sources import check_paths
+from lockstep.etl import columns as c
+from lockstep.etl.columns import listed
+from lockstep.etl.input.files import Range, Source, find_lines, plan_ranges
+from lockstep.etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
+from lockstep.etl.input.log_formats import DELIMITERS, LOG_FORMATS
+from lockstep.etl.logs import w3c, web
+from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.pages import assets
+from lockstep.etl.logs.parse import LineParser, Work
+from lockstep.etl.logs.past import Past
+from lockstep.etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
+from lockstep.etl.logs.roles import check_alike, columns_of
+from lockstep.etl.logs.values import without_bom
+from lockstep.etl.logs.web import WebLines
+from lockstep.etl.write.append import Parent, other_parent
+from lockstep.etl.write.checks import Target, check_target
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema

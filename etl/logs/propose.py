@@ -1,6 +1,6 @@
 """A schema proposed for lines of unknown columns (tsv, csv, json), from the first ones: see etl/propose.py.
 
-jobs.etl_logs runs with the file on the same table as it is: so a column that a file lacks is only a comment, and if
+lockstep etl_logs runs with the file on the same table as it is: so a column that a file lacks is only a comment, and if
 there are more rows than were read every feature may be null.
 """
 
@@ -16,16 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.columns import listed
-from etl.input.files import Source, find_lines, plan_ranges
-from etl.input.lines import Lines, LongLine, read_lines
-from etl.input.log_formats import TABLE_FORMATS
-from etl.logs.fields import Column, Form, read_table
-from etl.logs.parse import LINE_TOO_LONG
-from etl.logs.plan import names_in
-from etl.logs.values import Reasons, as_values, without_bom
-from etl.propose import ROWS, Asked, Table, proposal, quoted
-from etl.write.config import LogsConfig
+from lockstep.etl.columns import listed
+from lockstep.etl.input.files import Source, find_lines, plan_ranges
+from lockstep.etl.input.lines import Lines, LongLine, read_lines
+from lockstep.etl.input.log_formats import TABLE_FORMATS
+from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs.parse import LINE_TOO_LONG
+from lockstep.etl.logs.plan import names_in
+from lockstep.etl.logs.values import Reasons, as_values, without_bom
+from lockstep.etl.propose import ROWS, Asked, Table, proposal, quoted
+from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.storage.errors import require
 from lockstep.storage.fs import filesystem
@@ -64,8 +64,8 @@ def propose(config: LogsConfig, *, embeddings: bool = False) -> str:
     write_file(fs, config.output, found.text.encode())
     left_out = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
     return (
-        f"{config.output}: {found}{left_out}\nnext: read and correct it, then run jobs.etl_logs with the same flags, "
-        f"--schema {config.output} and an --output for the dataset"
+        f"{config.output}: {found}{left_out}\nnext: read and correct it, then run lockstep etl_logs with the same "
+        f"flags, --schema {config.output} and an --output for the dataset"
     )
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.logs.fields import Column, Form, read_table
-from etl.logs.parse import Found
-from etl.logs.values import Reasons
+from lockstep.etl import columns as c
+from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs.parse import Found
+from lockstep.etl.logs.values import Reasons
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError

@@ -9,14 +9,22 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from etl.input.log_formats import DELIMITERS
-from etl.logs.alb import parse_alb
-from etl.logs.fields import BAD_QUOTES, OPEN_QUOTE, TOO_FEW, TOO_MANY, Form
-from etl.logs.json_lines import NOT_JSON
-from etl.logs.parse import LINE_TOO_LONG
-from etl.logs.server_log import MORE, NOT_COMBINED_LOG, NOT_COMMON_LOG, QUOTED, USER, parse_combined, parse_common
-from etl.logs.values import NOT_UTF8
-from etl.write.quarantine import Look
+from lockstep.etl.input.log_formats import DELIMITERS
+from lockstep.etl.logs.alb import parse_alb
+from lockstep.etl.logs.fields import BAD_QUOTES, OPEN_QUOTE, TOO_FEW, TOO_MANY, Form
+from lockstep.etl.logs.json_lines import NOT_JSON
+from lockstep.etl.logs.parse import LINE_TOO_LONG
+from lockstep.etl.logs.server_log import (
+    MORE,
+    NOT_COMBINED_LOG,
+    NOT_COMMON_LOG,
+    QUOTED,
+    USER,
+    parse_combined,
+    parse_common,
+)
+from lockstep.etl.logs.values import NOT_UTF8
+from lockstep.etl.write.quarantine import Look
 
 SHOWN = 300  # characters of a line
 _PARSERS = {"common": parse_common, "combined": parse_combined, "alb": parse_alb}

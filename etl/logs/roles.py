@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from etl.input.log_formats import DELIMITERS
+from lockstep.etl.input.log_formats import DELIMITERS
 from lockstep.storage.errors import ConfigError, DataError, require
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
+from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
 from lockstep.features.arrow import flat
 
 _FORM = np.frombuffer(b"00/xxx/0000:00:00:00 +0000", dtype=np.uint8)  # 0 a digit, x any byte, + a sign

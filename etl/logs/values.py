@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.input.files import BOM
+from lockstep.etl.input.files import BOM
 from lockstep.features.arrow import flat
 
 NOT_UTF8 = "not_utf8"

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl import columns as c
-from etl.input.log_formats import LOG_FORMATS
-from etl.logs import server_log, w3c
-from etl.logs.alb import parse_alb
-from etl.logs.fields import Column, Form, read_table
-from etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
-from etl.logs.parse import NO_TIME, Found
-from etl.logs.server_log import (
+from lockstep.etl import columns as c
+from lockstep.etl.input.log_formats import LOG_FORMATS
+from lockstep.etl.logs import server_log, w3c
+from lockstep.etl.logs.alb import parse_alb
+from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
+from lockstep.etl.logs.parse import NO_TIME, Found
+from lockstep.etl.logs.server_log import (
     BAD_TIME,
     Requests,
     asked,
@@ -30,7 +30,7 @@ from etl.logs.server_log import (
     seconds_of_text,
     target_parts,
 )
-from etl.logs.values import Reasons, bad_value, missing_value
+from lockstep.etl.logs.values import Reasons, bad_value, missing_value
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 
@@ -98,7 +98,7 @@ _BY_TIME = "PARTITION BY visitor ORDER BY time, _part, _source, _position"
 _PAST = f"({_BY_TIME} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
 _ORDER = f"({_BY_TIME})"
 _SAME = "(PARTITION BY visitor, page, time, query ORDER BY _part, _source, _position)"
-# The columns of etl.logs.past.carried_schema, for a request that is read from the log.
+# The columns of lockstep.etl.logs.past.carried_schema, for a request that is read from the log.
 _NEW = ("{0} AS _part", "1L AS _requests", "time AS _since", "CAST(NULL AS BOOLEAN) AS _stays", "true AS _open")
 _WORDS = "filter(split(lower({0}), '[^a-z0-9]+'), w -> length(w) BETWEEN 1 AND 40)"
 _PARTS = "filter(slice(split(lower(page), '/'), 1, 16), p -> p <> '')"
@@ -161,8 +161,8 @@ def rows_of(
     """Page requests (visitor, page, query, time, _source, _position; with `combined` referrer and agent) with label,
     features and the writer's columns.
 
-    `past` are the requests that a log's first `part` datasets carry (etl.logs.past). With `hold_s`, how long the label
-    waits for later requests, the rows have the column etl.columns.CARRIED.
+    `past` are the requests that a log's first `part` datasets carry (lockstep.etl.logs.past). With `hold_s`, how long
+    the label waits for later requests, the rows have the column lockstep.etl.columns.CARRIED.
     """
     texts = texts_of(combined)
     seen = pages.select(*texts, "time", "_source", "_position").selectExpr("*", *(one.format(part) for one in _NEW))

@@ -1,6 +1,6 @@
 """Petastorm 0.13.1 on today's pyarrow, numpy and Python, which dropped names that it imports.
 
-    from etl.petastorm import enable
+    from lockstep.petastorm import enable
     enable()
     from petastorm import make_batch_reader
 
@@ -8,7 +8,3 @@
 unchanged. docs/decisions/066-petastorm.md describes how, docs/reading-elsewhere.md what works. Importing this package
 loads neither Petastorm nor Spark nor TensorFlow.
 """
-
-from etl.petastorm.imports import enable
-
-__all__ = ["enable"]

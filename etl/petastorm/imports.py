@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 
+from lockstep.process.installed import ROOT
 from lockstep.storage.errors import ConfigError, LockstepError
 
 PETASTORM = "petastorm"
@@ -34,7 +34,7 @@ def enable() -> None:
     early = sorted(name for name in sys.modules if name.partition(".")[0] == PETASTORM)
     if early:
         raise ConfigError(
-            "Petastorm was imported before etl.petastorm.enable()",
+            "Petastorm was imported before lockstep.etl.petastorm.enable()",
             got=", ".join(early[:3]),
             allowed="enable() first, then `import petastorm`",
             next_step="Move the call to the top of the program.",
@@ -123,8 +123,8 @@ def _given() -> dict[str, dict[str, Any]]:
     import numpy as np
     from packaging.version import Version
 
-    from etl.petastorm import old_pyarrow
-    from etl.petastorm import old_pyarrow as parquet
+    from lockstep.etl.petastorm import old_pyarrow
+    from lockstep.etl.petastorm import old_pyarrow as parquet
 
     return {
         "distutils.version": {"LooseVersion": Version},
@@ -230,8 +230,7 @@ class _Rows:
         return self.table
 
 
-ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from etl.petastorm.imports import main; main()"
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from lockstep.etl.petastorm.imports import main; main()"
 
 
 def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes]:
@@ -243,7 +242,7 @@ def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes
             allowed="PYTHON -m MODULE FILE, as Petastorm 0.13.1 does",
             next_step="Install petastorm==0.13.1, or read without its process pool.",
         )
-    return subprocess.Popen([executable, "-c", _BOOT, ROOT, *args[2:]])
+    return subprocess.Popen([executable, "-c", _BOOT, str(ROOT), *args[2:]])
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def _footer(schema: Schema, groups: Mapping[str, int], *, with_split: bool) -> b
 
 
 def _pickled(schema: Schema, *, with_split: bool) -> bytes:
-    from etl.petastorm import enable
+    from lockstep.etl.petastorm.imports import enable
 
     enable()
     from petastorm.unischema import Unischema, UnischemaField
@@ -109,7 +109,7 @@ def _numpy_type(field: Field) -> type:
     if pa.types.is_string(kind):
         return np.str_
     if pa.types.is_binary(kind):
-        return np.bytes_  # tensors too: Petastorm has no codec for plain bytes, see etl.petastorm.metadata
+        return np.bytes_  # tensors too: Petastorm has no codec for plain bytes, see lockstep.etl.petastorm.metadata
     return np.dtype(kind.to_pandas_dtype()).type
 
 
@@ -123,7 +123,7 @@ def tensors(schema: Schema, columns: Sequence[str] | None = None) -> Any:
     """A TransformSpec for make_reader or make_batch_reader that makes arrays of the tensors of `schema`.
 
     Each becomes an array of its declared dtype and shape, (n, *shape) in a batch. `columns` are the names that the
-    reader gets as `schema_fields`, None where it gets none. Call etl.petastorm.enable() before. Raises
+    reader gets as `schema_fields`, None where it gets none. Call lockstep.etl.petastorm.enable() before. Raises
     ConfigError for a column that the schema lacks.
     """
     from petastorm import TransformSpec

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from etl.spark.session import changed
+from lockstep.etl.spark.session import changed
 from lockstep.storage import errors
 from lockstep.storage.errors import DataError, LockstepError
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark import SparkStageInfo, StatusTracker
     from pyspark.sql import SparkSession
 
-    from etl.input.files import Source
+    from lockstep.etl.input.files import Source
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from etl.columns import ddl_of
-from etl.spark.errors import in_task
+from lockstep.etl.columns import ddl_of
+from lockstep.etl.spark.errors import in_task
 from lockstep.storage.errors import DataError, StorageError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem

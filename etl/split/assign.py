@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.spark.tasks import rows_too_large
-from etl.split.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
-from etl.split.splits import SplitSpec
+from lockstep.etl import columns as c
+from lockstep.etl.spark.tasks import rows_too_large
+from lockstep.etl.split.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.sequence_example import SequenceEncoder
 from lockstep.features.sample_id import sample_ids, shard_keys
@@ -144,7 +144,7 @@ class Assign:
         if self.sample is None:
             kept = self._kept(batch, ids, splits)
         elif self.split.counted:
-            # Only etl.split.counted knows whether a row is in a split that is sampled, so rows that sampling
+            # Only lockstep.etl.split.counted knows whether a row is in a split that is sampled, so rows that sampling
             # leaves out are kept whole.
             out = pa.array(~self.sample.keeps(batch, ids, self.seed))
             kept = self._kept(batch, ids, splits)
@@ -191,7 +191,7 @@ class Assign:
 
 
 def _as_text(name: str, column: pa.Array) -> pa.Array:
-    """An id column in the form that is hashed, see etl.columns.text_of."""
+    """An id column in the form that is hashed, see lockstep.etl.columns.text_of."""
     if column.null_count:
         raise DataError(
             f"id column `{name}` is null",

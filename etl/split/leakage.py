@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
-from etl import columns as c
-from etl.spark.errors import SameIdError
-from etl.spark.session import described
-from etl.split.splits import SplitSpec
+from lockstep.etl import columns as c
+from lockstep.etl.spark.errors import SameIdError
+from lockstep.etl.spark.session import described
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
@@ -86,7 +86,7 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
     model is fed with; null if it is computed `late`, together with the features.
 
     A column that decides the split has a type that SplitSpec.check accepts; timestamps are numbers already
-    (etl.write.frame.prepared).
+    (lockstep.etl.write.frame.prepared).
     """
     from pyspark.sql import functions as f
 
@@ -114,8 +114,8 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
 
 
 def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Mapping[str, int]) -> Leakage:
-    """Check the rows of etl.split.assign (with final splits, without dropped rows); `records` is the number of each
-    split's records, in order of time.
+    """Check the rows of lockstep.etl.split.assign (with final splits, without dropped rows); `records` is the number of
+    each split's records, in order of time.
 
     Equal content in two splits is counted and logged. Raises DataError for an id or a group in two splits and for times
     that overlap, which break the promise of the split.

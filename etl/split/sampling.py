@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.split.splits import SplitSpec, texts_of
+from lockstep.etl import columns as c
+from lockstep.etl.split.splits import SplitSpec, texts_of
 from lockstep.features.sample_id import shard_keys, splitmix64
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import Sampled

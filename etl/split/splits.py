@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
+from lockstep.etl import columns as c
 from lockstep.features.sample_id import group_hashes, unit_hashes
 from lockstep.storage.errors import ConfigError, DataError
 
@@ -62,7 +62,7 @@ class SplitSpec:
 
     @property
     def counted(self) -> bool:
-        """Whether splits are known only after all records were counted (etl.split.counted)."""
+        """Whether splits are known only after all records were counted (lockstep.etl.split.counted)."""
         return self.kind in ("stratified", "time", "subset") or self.balanced
 
     @property
@@ -158,8 +158,9 @@ class SplitSpec:
         """The split of each row: (n,) strings, none null.
 
         `ids` are the rows' sample ids, (n,) int64. For `counted` splits the result is not the split, but the value from
-        which etl.split.counted decides it, as text: the class, the time as a whole number, the hash of the group, or
-        the number of the value in `values` (the empty text for others). Raises DataError for a null in `column`.
+        which lockstep.etl.split.counted decides it, as text: the class, the time as a whole number, the hash of the
+        group, or the number of the value in `values` (the empty text for others). Raises DataError for a null in
+        `column`.
         """
         if self.kind == "given":
             return _no_nulls(c.SPLIT, batch.column(c.SPLIT))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
-from etl.split.splits import TRAIN, SplitSpec
+from lockstep.etl.split.splits import TRAIN, SplitSpec
 
 # Of a share of 20 %: below 15 % and above 26.7 %. Groups of a few hundred records among thousands stay within that.
 FAR = Fraction(4, 3)

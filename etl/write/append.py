@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.spark.tasks import mapped
-from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec, current_spelling
-from etl.write.config import WriteConfig
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.split.sampling import Sampling
+from lockstep.etl.split.splits import SplitSpec, current_spelling
+from lockstep.etl.write.config import WriteConfig
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl import columns as c
-from etl.spark.session import described
-from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
-from etl.write.append import Parent
-from etl.write.shards import RUN_AGAIN, move
-from etl.write.staging import Staging
+from lockstep.etl import columns as c
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
+from lockstep.etl.write.append import Parent
+from lockstep.etl.write.shards import RUN_AGAIN, move
+from lockstep.etl.write.staging import Staging
 from lockstep.storage.dataset.layout import CARRIED_FOLDER, DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
 from lockstep.storage.dataset.manifest_entries import FileInfo
@@ -51,8 +51,8 @@ _RESULT = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Carry:
-    """How rows are carried: `schema` has the fields of the column etl.columns.CARRIED, OPEN among them; `key` names the
-    one by whose hash rows are placed in files, `order` those that sort them.
+    """How rows are carried: `schema` has the fields of the column lockstep.etl.columns.CARRIED, OPEN among them; `key`
+    names the one by whose hash rows are placed in files, `order` those that sort them.
     """
 
     schema: pa.Schema
@@ -181,8 +181,8 @@ class ReadCarried:
 def place_carried(
     staging: Staging, rows: DataFrame, count: int, carry: Carry, parent: Parent | None
 ) -> tuple[dict[str, FileInfo], Carried]:
-    """Write the `count` carried rows among `rows` of etl.split.assign to `_carried/`, which only its owner may read;
-    returns the manifest's entries.
+    """Write the `count` carried rows among `rows` of lockstep.etl.split.assign to `_carried/`, which only its owner may
+    read; returns the manifest's entries.
 
     The number of files follows from `count`, a row's file from a hash of its key, and rows are sorted: the same bytes
     however Spark cuts the work.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from etl.columns import ddl_of
-from etl.fit.bake import check_bake
-from etl.petastorm.metadata import check_petastorm
-from etl.split.sampling import weight_field
-from etl.write.append import Parent, open_parent
-from etl.write.chance import chance_in, patterns
-from etl.write.config import NOT_KEPT, WriteConfig
-from etl.write.staging import is_unfinished
+from lockstep.etl.columns import ddl_of
+from lockstep.etl.fit.bake import check_bake
+from lockstep.etl.petastorm.metadata import check_petastorm
+from lockstep.etl.split.sampling import weight_field
+from lockstep.etl.write.append import Parent, open_parent
+from lockstep.etl.write.chance import chance_in, patterns
+from lockstep.etl.write.config import NOT_KEPT, WriteConfig
+from lockstep.etl.write.staging import is_unfinished
 from lockstep.features.encode.bake import check_declared
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from etl.input.files import DEFAULT_SPLIT_BYTES
-from etl.input.log_formats import DELIMITERS, LOG_FORMATS, TABLE_FORMATS
-from etl.split.sampling import Sampling, parse_share
-from etl.split.splits import TIME_COLUMN, SplitSpec
+from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES
+from lockstep.etl.input.log_formats import DELIMITERS, LOG_FORMATS, TABLE_FORMATS
+from lockstep.etl.split.sampling import Sampling, parse_share
+from lockstep.etl.split.splits import TIME_COLUMN, SplitSpec
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
 from lockstep.storage.errors import require
@@ -166,7 +166,7 @@ class OutputConfig(WriteConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsConfig(OutputConfig):
-    """The configuration of `jobs.etl_logs`."""
+    """The configuration of `lockstep etl_logs`."""
 
     log_format: str = "common"
     """common or combined (Apache, Nginx), tsv, csv, json (an object a line), w3c (IIS, CloudFront) or alb (AWS)."""

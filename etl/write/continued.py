@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from etl.split.splits import SplitSpec, current_spelling
-from etl.write.config import DEFAULT_LABEL
+from lockstep.etl.split.splits import SplitSpec, current_spelling
+from lockstep.etl.write.config import DEFAULT_LABEL
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
@@ -26,7 +26,8 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
     ),
     "etl_table": ("id_columns",),
 }  # fmt: skip
-# Rows of other values do not go together. (etl.write.append.open_parent compares split, sample, label and others.)
+# Rows of other values do not go together. (lockstep.etl.write.append.open_parent compares split, sample, label and
+# others.)
 ALIKE = (
     "fmt", "id_columns", "time_columns", "page_suffixes", "asset_suffixes", "image_size", "fit", "rotate", "channels",
     "store",

@@ -11,35 +11,35 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from etl import VERSION
-from etl import columns as c
-from etl.columns import PACKED, PLACE
-from etl.fit.bake import Bake, baked_rows, fitted_of
-from etl.fit.statistics import class_counts, classes_of, fit_all
-from etl.petastorm.metadata import write_petastorm_metadata
-from etl.spark.errors import SameIdError, translated
-from etl.spark.session import at_once, bounded
-from etl.spark.tasks import mapped
-from etl.split.assign import Assign
-from etl.split.counted import check_values, settle
-from etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
-from etl.split.sampling import balanced
-from etl.split.splits import TRAIN, SplitSpec, span_of
-from etl.split.warnings import far_from_shares, label_lines, percent
-from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
-from etl.write.carried import CARRIED, Carried, Carry, place_carried
-from etl.write.chance import refuse_chance
-from etl.write.checks import Target, check_output, check_target
-from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
-from etl.write.frame import named_repeats, prepared
-from etl.write.late import AssignLate, LateImages, write_late
-from etl.write.pandas_rows import is_frame, spark_frame
-from etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
-from etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
-from etl.write.staging import Staging, publish_beside
-from etl.write.staging import clean as clean_beside
+from lockstep.etl import columns as c
+from lockstep.etl.columns import PACKED, PLACE
+from lockstep.etl.fit.bake import Bake, baked_rows, fitted_of
+from lockstep.etl.fit.statistics import class_counts, classes_of, fit_all
+from lockstep.etl.petastorm.metadata import write_petastorm_metadata
+from lockstep.etl.spark.errors import SameIdError, translated
+from lockstep.etl.spark.session import at_once, bounded
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.counted import check_values, settle
+from lockstep.etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
+from lockstep.etl.split.sampling import balanced
+from lockstep.etl.split.splits import TRAIN, SplitSpec, span_of
+from lockstep.etl.split.warnings import far_from_shares, label_lines, percent
+from lockstep.etl.write.append import CLASS_COUNTS, Parent, check_new_ids
+from lockstep.etl.write.carried import CARRIED, Carried, Carry, place_carried
+from lockstep.etl.write.chance import refuse_chance
+from lockstep.etl.write.checks import Target, check_output, check_target
+from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
+from lockstep.etl.write.frame import named_repeats, prepared
+from lockstep.etl.write.late import AssignLate, LateImages, write_late
+from lockstep.etl.write.pandas_rows import is_frame, spark_frame
+from lockstep.etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
+from lockstep.etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
+from lockstep.etl.write.staging import Staging, publish_beside
+from lockstep.etl.write.staging import clean as clean_beside
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
+from lockstep.process.installed import VERSION
 from lockstep.storage.dataset.layout import DatasetPaths, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SplitInfo
@@ -86,7 +86,7 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """What was written: shards and indexes, renamed to their places, with their manifest entries. `classes` are those
-    of etl.write.shards.Sizes.
+    of lockstep.etl.write.shards.Sizes.
     """
 
     schema: Schema
@@ -278,7 +278,8 @@ def write_rows(
     carry: Carry | None = None,
 ) -> DatasetManifest:
     """write_dataset for a target that was checked. With `late`, images become pixels in the tasks that write them; with
-    `carry`, the column etl.columns.CARRIED is kept for appends, and an append may leave a split without records.
+    `carry`, the column lockstep.etl.columns.CARRIED is kept for appends, and an append may leave a split without
+    records.
     """
     also = (*_looked_at(target.config), *(() if late is None else (PACKED, PLACE)))
     rows, _ = prepared(df, target.rows, id_columns, target.config.split_spec, None, also)

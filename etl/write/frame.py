@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from etl import columns as c
-from etl.propose import HASH_BUCKETS
-from etl.spark.errors import SameIdError, to_wire
-from etl.split.splits import SplitSpec
+from lockstep.etl import columns as c
+from lockstep.etl.propose import HASH_BUCKETS
+from lockstep.etl.spark.errors import SameIdError, to_wire
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.examples.column_checks import MAX_UINT64
 from lockstep.features.schema.declare import complete_encoding
 from lockstep.features.schema.encodings import Encoding
@@ -125,7 +125,7 @@ def _untrainable(name: str, kind: str, label: str) -> ConfigError | None:
     propose = f"lockstep.propose_schema(df, label='{label}') declares"
     if name == label:
         good = not is_list and item not in ("string", "binary")
-        step = f"{propose} the classes of a text (jobs.etl_table --propose-schema --label {label})."
+        step = f"{propose} the classes of a text (lockstep etl_table --propose-schema --label {label})."
         return None if good else _cannot(name, f"a label of {kind}", "a label that is a number or a boolean", step)
     if item == "binary" or (is_list and item != "string"):
         got = f"{kind}, which no model is fed without a declared encoding"

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from etl.input.files import Source
-from etl.spark.errors import translated
-from etl.spark.session import tuned, watched
-from etl.write.carried import Carry
-from etl.write.checks import Target
-from etl.write.config import OutputConfig
-from etl.write.dataset import write_rows
-from etl.write.late import LateImages
-from etl.write.quarantine import Look, Origin, check_bad
-from etl.write.shards import RECORDS_STEP, SHARDS_STEP
+from lockstep.etl.input.files import Source
+from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.session import tuned, watched
+from lockstep.etl.write.carried import Carry
+from lockstep.etl.write.checks import Target
+from lockstep.etl.write.config import OutputConfig
+from lockstep.etl.write.dataset import write_rows
+from lockstep.etl.write.late import LateImages
+from lockstep.etl.write.quarantine import Look, Origin, check_bad
+from lockstep.etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 
@@ -76,7 +76,7 @@ class Input(ABC, Generic[C]):
 
     @abstractmethod
     def parsed(self, spark: SparkSession) -> DataFrame:
-        """The rows of the first pass; rejected records have the columns etl.columns.REJECTED."""
+        """The rows of the first pass; rejected records have the columns lockstep.etl.columns.REJECTED."""
 
     @abstractmethod
     def counted(self, parsed: DataFrame) -> C:

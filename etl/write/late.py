@@ -21,17 +21,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.columns import PACKED, PLACE
-from etl.input.lines import RAW_BYTES
-from etl.spark.session import described
-from etl.spark.tasks import mapped, partition_of_task, rows_too_large
-from etl.split.assign import Assign
-from etl.split.leakage import CONTENT, checks_of
-from etl.split.splits import SplitSpec
-from etl.write.config import OutputConfig
-from etl.write.quarantine import Origin, check_bad
-from etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, check_keys, ordered, placed
+from lockstep.etl import columns as c
+from lockstep.etl.columns import PACKED, PLACE
+from lockstep.etl.input.lines import RAW_BYTES
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import mapped, partition_of_task, rows_too_large
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.leakage import CONTENT, checks_of
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.config import OutputConfig
+from lockstep.etl.write.quarantine import Origin, check_bad
+from lockstep.etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, check_keys, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -137,7 +137,7 @@ class LateImages:
         return pa.Array.from_buffers(pa.large_binary(), count, [None, ends, content])
 
     def made(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[dict[str, Any]]]:
-        """The rows whose image is valid, with its pixels; and the others, as rows of etl.columns.REJECTED."""
+        """The rows whose image is valid, with its pixels; and the others, as rows of lockstep.etl.columns.REJECTED."""
         values = batch.column(self.field.name).to_pylist()
         bad: list[dict[str, Any]] = []
         for at, packed in enumerate(batch.column(PACKED).to_pylist()):

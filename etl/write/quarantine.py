@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl import columns as c
-from etl.spark.session import described
-from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
-from etl.write.checks import refuse_existing
-from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
-from etl.write.shards import RUN_AGAIN, move
-from etl.write.staging import Staging, clean, clean_quarantine, remove_refused
+from lockstep.etl import columns as c
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
+from lockstep.etl.write.checks import refuse_existing
+from lockstep.etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
+from lockstep.etl.write.shards import RUN_AGAIN, move
+from lockstep.etl.write.staging import Staging, clean, clean_quarantine, remove_refused
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path
 from lockstep.storage.dataset.manifest_entries import FileInfo, SourceInfo
 from lockstep.storage.digest import digest_of
@@ -51,7 +51,7 @@ GROUP_ROWS = 1024
 def write_quarantine(
     rows: DataFrame, *, count: int, raw_bytes: int, attempts: str, source_urls: tuple[str, ...]
 ) -> list[tuple[str, FileInfo]]:
-    """Write `rows`, whose columns are etl.columns.REJECTED; returns attempt URLs and digests in order.
+    """Write `rows`, whose columns are lockstep.etl.columns.REJECTED; returns attempt URLs and digests in order.
 
     The number of files follows from `raw_bytes`, a row's file from a hash of where it comes from, and rows are sorted
     by source, position and place: the same bytes however Spark cuts the work. No rows give one empty file.
@@ -243,9 +243,9 @@ def check_bad(
     """Raise DataError if a larger share of the records is bad than --max-bad allows. The error names the first three
     and where the first REFUSED_RECORDS are kept.
 
-    `bad_rows` has the columns etl.columns.REJECTED; a source is an index into `urls`. Where a record may be several
-    `lines`, the share is that of the lines in the bad records: a bad record may have swallowed good ones. `look` is
-    called with the first bad records.
+    `bad_rows` has the columns lockstep.etl.columns.REJECTED; a source is an index into `urls`. Where a record may be
+    several `lines`, the share is that of the lines in the bad records: a bad record may have swallowed good ones.
+    `look` is called with the first bad records.
     """
     lost, of = lines or (bad, read)
     if bad == 0 or Fraction(lost, of) <= config.max_bad_share:

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from etl import columns as c
-from etl.spark.errors import SameIdError
-from etl.spark.session import described
-from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
-from etl.split.splits import are_folds
+from lockstep.etl import columns as c
+from lockstep.etl.spark.errors import SameIdError
+from lockstep.etl.spark.session import described
+from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
+from lockstep.etl.split.splits import are_folds
 from lockstep.features.arrow import flat
 from lockstep.features.sample_id import shard_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
@@ -267,9 +267,9 @@ MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of rows of etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the number of
-    rows by reason, `classes` the records of each class of the label by split, `keys` the exclusive or of the keys of
-    each split's records, by which those written are compared with those counted.
+    """The sizes of rows of lockstep.etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the
+    number of rows by reason, `classes` the records of each class of the label by split, `keys` the exclusive or of the
+    keys of each split's records, by which those written are compared with those counted.
 
     Classes are texts. A split with several values of the label, of which some do not match FEW_CLASSES, has no classes.
     """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from etl.input.files import Source, digest_of
-from etl.write.append import Parent
+from lockstep.etl.input.files import Source, digest_of
+from lockstep.etl.write.append import Parent
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import parent

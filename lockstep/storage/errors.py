@@ -105,7 +105,7 @@ class CorruptionError(DataError):
             got=got,
             allowed=allowed,
             next_step=next_step
-            or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset again.",
+            or "Run `lockstep verify URL` for the extent, then restore the file or build the dataset again.",
         )
         self.file, self.record, self.offset = file, record, offset
 

@@ -116,7 +116,7 @@ def find_files(inputs: Sequence[str], output: str) -> list[Item]:
                 f"--input {given} is not local",
                 got=given,
                 allowed="files and folders of this machine",
-                next_step="jobs.etl_* read hdfs:// and webhdfs:// themselves; for a copy use `hadoop distcp`.",
+                next_step="lockstep etl_* read hdfs:// and webhdfs:// themselves; for a copy use `hadoop distcp`.",
             )
         source = absolute(given)
         fs = filesystem(source)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs._cli import run_job
+from lockstep.jobs._cli import run_job
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import end_all, read_state, write_state

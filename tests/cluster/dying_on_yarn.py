@@ -18,11 +18,11 @@ from unittest import mock
 
 import pyarrow as pa
 
-from etl.logs import job
-from etl.logs.parse import ParseLog
-from etl.write.config import LogsConfig
-from etl.write.shards import WriteShards
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.etl.logs import job
+from lockstep.etl.logs.parse import ParseLog
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.shards import WriteShards
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
 LOG, OUTPUT, FOLDER = sys.argv[1:]
@@ -98,5 +98,8 @@ if __name__ == "__main__":
         job.run(spark, config("one", 2))
         assert spark.sparkContext._jsc.sc().requestExecutors(2)  # two in all: the first one was not asked for this way
         wait_for_executors(spark, 2)
-        with mock.patch("etl.logs.job.ParseLog", DyingParse), mock.patch("etl.write.dataset.WriteShards", DyingWrite):
+        with (
+            mock.patch("lockstep.etl.logs.job.ParseLog", DyingParse),
+            mock.patch("lockstep.etl.write.dataset.WriteShards", DyingWrite),
+        ):
             job.run(spark, config("two", 5))

@@ -11,13 +11,13 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.settings import set_hadoop_settings
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.barrier import OnSpark
 from tests.waiting import until
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.barrier import OnSpark
 
 DATASET, RUN, FOLDER, KILL = sys.argv[1:]
 RANKS = Path(__file__).resolve().parents[1] / "training" / "_ranks.py"

@@ -9,12 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-from jobs._session import hadoop_settings_of, spark_session
+from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.settings import set_hadoop_settings
-from training.config import TrainConfig
-from training.driver.train import ENTRY, Hooks, train
-from training.launch.barrier import OnSpark
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import ENTRY, Hooks, train
+from lockstep.training.launch.barrier import OnSpark
 
 DATASET, FOLDER = sys.argv[1:]
 HERE = Path(__file__).resolve().parent

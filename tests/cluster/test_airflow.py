@@ -18,11 +18,11 @@ from lockstep.storage.dataset.manifest import load_chain
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.published import REFUSED, read_published
 from tests.cluster.daemons import Cluster
 from tests.dags._airflow import DAGS, ROOT, SERVERS, Airflow, on_cluster, write_days, write_images
 from tests.waiting import until
-from training.results.audit import check_run_audit
-from training.run.published import REFUSED, read_published
 
 DAYS = ("2026-01-01", "2026-01-02")
 LIMIT_S = 2400.0

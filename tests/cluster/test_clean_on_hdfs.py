@@ -9,14 +9,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from etl.write.staging import Staging, clean, leftovers, remove_refused
+from lockstep.etl.write.staging import Staging, clean, leftovers, remove_refused
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """
 import sys, time
-from etl.write.staging import Staging
+from lockstep.etl.write.staging import Staging
 with Staging(sys.argv[1]) as staging:
     print(staging.root, flush=True)
     time.sleep(600)

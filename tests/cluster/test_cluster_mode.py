@@ -16,13 +16,13 @@ import pytest
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.lineage import read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import ROOT, cut_log
 from tests.waiting import until
-from training.results.audit import check_run_audit
-from training.run.lineage import read_claims
-from training.run.paths import RunPaths
-from training.run.result import find_result
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 LIMIT_S = 900.0
@@ -154,7 +154,7 @@ def test_a_training_in_cluster_mode_survives_its_application_master_and_errors_a
 
     training = shell.submit("train.py", ("--epochs 2", "--epochs 40 --checkpoint-every 20"))
     check_interpreter(training.pythons("pyspark.daemon")[0], shell.hadoop)
-    for rank in (ranks := training.pythons("training.rank")):
+    for rank in (ranks := training.pythons("lockstep.training.rank")):
         check_interpreter(rank, shell.hadoop)
     checkpoints = RunPaths(f"{home}/cluster/run").checkpoints
     until(lambda: fs.exists(checkpoints) and fs.list(checkpoints), LIMIT_S)

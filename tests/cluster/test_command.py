@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs._cli import run_job
+from lockstep.jobs._cli import run_job
 from tests.cluster.__main__ import main
 from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import Process

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.verify import main as verify
+from lockstep.jobs.verify import main as verify
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file

@@ -19,12 +19,12 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
 from tests.cluster.daemons import Cluster
 from tests.training import _ranks
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
 
 
 def ask(hadoop: Cluster, path: str, op: str, **parameters: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from etl.images import cifar, folders, tar
-from etl.images.planned_task import read_files
-from etl.images.source import RECORD, ImagePlan
+from lockstep.etl.images import cifar, folders, tar
+from lockstep.etl.images.planned_task import read_files
+from lockstep.etl.images.source import RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join

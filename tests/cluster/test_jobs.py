@@ -18,21 +18,21 @@ import numpy as np
 import psutil
 import pytest
 
-from etl.logs import job as logs
-from etl.write.config import LogsConfig
+from lockstep.etl.logs import job as logs
+from lockstep.etl.write.config import LogsConfig
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.verify import verify
+from lockstep.training.launch.executors import RANK_MIB, container_of
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 from tests.cluster.daemons import Cluster
 from tests.training._ranks import living_ranks
 from tests.waiting import until
-from training.launch.executors import RANK_MIB, container_of
-from training.results.audit import check_run_audit
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import find_result
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +54,7 @@ def on_hdfs(hadoop: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
 
 def job(name: str, *flags: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", f"jobs.{name}", *flags],
+        [sys.executable, "-m", f"lockstep.jobs.{name}", *flags],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def ranks_in_containers(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "training.rank" in child.cmdline():
+            if "lockstep.training.rank" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             continue  # ended between the two calls

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from etl.input.files import find_sources, plan_ranges
-from etl.input.lines import Lines, read_lines
+from lockstep.etl.input.files import find_sources, plan_ranges
+from lockstep.etl.input.lines import Lines, read_lines
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join

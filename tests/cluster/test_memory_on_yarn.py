@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.storage.fs import filesystem
+from lockstep.training.run.lineage import read_claims
+from lockstep.training.run.paths import RunPaths
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import ROOT
 from tests.training._tiny import write_table
-from training.run.lineage import read_claims
-from training.run.paths import RunPaths
 
 
 @pytest.mark.soak

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from etl.petastorm import enable
-from etl.petastorm.metadata import write_petastorm_metadata
+from lockstep.etl.petastorm.metadata import write_petastorm_metadata
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from tests.training._tiny import write_table

@@ -13,15 +13,15 @@ import pytest
 from lockstep.storage.files.hdfs import HdfsRaw
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
+from lockstep.training.batches import assembly
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.world import World
 from tests.cluster.daemons import Cluster
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
-from training.batches import assembly
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions
-from training.world import World
 
 pytestmark = pytest.mark.cluster
 RECORDS = 20_000

@@ -14,10 +14,10 @@ from lockstep.storage.errors import StorageError
 from lockstep.storage.files.hdfs import HdfsFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions, SplitReader
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions, SplitReader
 
 pytestmark = pytest.mark.cluster
 

@@ -23,16 +23,16 @@ from lockstep.storage.publish import is_temporary, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.lineage import find_tip, read_claims
+from lockstep.training.run.paths import RunPaths
 from tests.cluster.daemons import Cluster
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.lineage import find_tip, read_claims
-from training.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 600.0

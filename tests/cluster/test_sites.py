@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs._checks import CheckFailed
-from jobs._session import ship_rooms
-from jobs._site_checks import check_namenodes, check_ticket, check_tokens
+from lockstep.jobs._checks import CheckFailed
+from lockstep.jobs._site_checks import check_namenodes, check_ticket, check_tokens
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, StorageError
 from lockstep.storage.files.interface import FileSystem
@@ -26,14 +26,14 @@ from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.verify import verify
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 from tests.cluster.conf import HOST
 from tests.cluster.realm import REALM
 from tests.cluster.sites import SERVICE, Site
 from tests.cluster.test_jobs import ROOT, cut_log, ended, job
 from tests.waiting import until
-from training.results.audit import check_run_audit
-from training.run.paths import RunPaths
-from training.run.result import find_result
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 WAIT_S = 600.0
@@ -233,7 +233,7 @@ def test_a_secure_yarn_runs_jobs_longer_than_the_life_of_any_token(
 SLOW = """
 import time
 import keras
-from training.models.logistic import logistic
+from lockstep.training.models.logistic import logistic
 
 class Sleeps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):

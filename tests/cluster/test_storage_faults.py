@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs.verify import main
+from lockstep.jobs.verify import main
 from lockstep.storage.errors import StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file

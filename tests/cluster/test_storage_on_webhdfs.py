@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from etl.logs import job
-from etl.write.config import LogsConfig
-from jobs.verify import main as verify
+from lockstep.etl.logs import job
+from lockstep.etl.write.config import LogsConfig
+from lockstep.jobs.verify import main as verify
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem

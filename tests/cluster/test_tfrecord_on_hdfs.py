@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from etl.describe.dataset import describe
-from jobs import index
+from lockstep.etl.describe.dataset import describe
+from lockstep.jobs import index
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from pyspark_tfrecord import DefaultSource

@@ -1,4 +1,6 @@
-"""jobs.upload on a real HDFS: killed in the middle and run again; a DataNode that dies under a read and an upload."""
+"""lockstep.jobs.upload on a real HDFS: killed in the middle and run again; a DataNode that dies under a read and an
+upload.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,14 @@ def count(self, size, plain=upload._Upload._count):
         time.sleep(3600)
 
 upload._Upload._count = count
-from jobs.upload import main
+from lockstep.jobs.upload import main
 main(sys.argv[1:])
 """
 
 
 def job(source: Path, target: str, *, to_its_end: bool = True) -> subprocess.Popen[str]:
     """The job, or one that stands still behind the big file's first piece: it cannot be done before it is killed."""
-    command = [sys.executable, *(["-m", "jobs.upload"] if to_its_end else ["-c", STANDS_STILL])]
+    command = [sys.executable, *(["-m", "lockstep.jobs.upload"] if to_its_end else ["-c", STANDS_STILL])]
     command += ["--input", str(source), "--output", target, "--parallel", "1"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from jobs._cli import run_job
+from lockstep.jobs._cli import run_job
 from lockstep.storage.errors import ConfigError
 from tests.cluster.__main__ import STATE as OF_CLUSTER
 from tests.cluster.daemons import HDFS, YARN, Cluster

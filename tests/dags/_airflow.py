@@ -21,7 +21,7 @@ from uuid import UUID
 import numpy as np
 from PIL import Image
 
-from jobs._session import ship_rooms
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.cluster.daemons import Cluster
 from tests.cluster.process import Process, last_lines, spawn

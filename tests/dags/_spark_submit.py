@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if job == "verify":
         os.execv(sys.executable, [sys.executable, *argv[place:]])
     sys.path.insert(0, str(ROOT))
-    args = importlib.import_module(f"jobs.{job}").parser().parse(arguments)
+    args = importlib.import_module(f"lockstep.jobs.{job}").parser().parse(arguments)
     (dataset,) = args.datasets if job == "train" else [args.dataset]
     return 0 if Path(dataset, "_manifest.json").is_file() else 3
 

@@ -105,7 +105,7 @@ def assert_one_job_has_their_rows(folder: Path, days: Sequence[str]) -> None:
     output, root = folder / "one", Path(__file__).parents[2]
     logs = [str(folder / "daily" / day / "access.log") for day in days]
     flags = ["--input", *logs, "--output", str(output), "--split", "group:visitor:80/20", "--master", "local[2]"]
-    subprocess.run([sys.executable, "-m", "jobs.etl_logs", *flags], cwd=root, check=True, timeout=900)
+    subprocess.run([sys.executable, "-m", "lockstep.jobs.etl_logs", *flags], cwd=root, check=True, timeout=900)
     for split in ("train", "test"):
         nights = [record for day in days for record in records_of(folder / "results" / "datasets" / day, split)]
         one = records_of(output, split)

@@ -13,7 +13,7 @@ from tests.docs.steps import ROOT
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("[a-z]*.py") if "def parser(" in path.read_text("utf-8"))
 # A call ends with its line (`\` joins the next one), with a tick of prose, a cell of a table or a redirection.
-CALL = re.compile(r"(?:python -m jobs\.|\bjobs/)([a-z_]+)(?:\.py)?((?:\\\n|[^\n`|<>])*)")
+CALL = re.compile(r"(?:(?<![\w.])lockstep |\bjobs/)([a-z_]+)(?:\.py)?((?:\\\n|[^\n`|<>])*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 OTHERS = {  # the first two lines are spark-submit's
     "--archives", "--conf", "--executor-cores", "--files", "--jars",
@@ -23,7 +23,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--cores", "--host", "--memory", "--port", "--total-executor-cores", "--work-dir",  # Spark's standalone master
     "--pid", "--logdir",  # py-spy, tensorboard
     "--keytab", "--principal",  # spark-submit's, under Kerberos
-    "--hdfs",  # jobs.doctor
+    "--hdfs",  # lockstep doctor
     "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date", "--max-active-runs",
     "--reprocess-behavior", "--state",  # airflow
 }  # fmt: skip
@@ -31,7 +31,7 @@ OTHERS = {  # the first two lines are spark-submit's
 
 @cache
 def flags_of(job: str) -> frozenset[str]:
-    parser = importlib.import_module(f"jobs.{job}").parser()
+    parser = importlib.import_module(f"lockstep.jobs.{job}").parser()
     return frozenset(option for action in parser._actions for option in action.option_strings)
 
 

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 from sklearn.metrics import roc_auc_score, silhouette_score
 
-from etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
-from etl.baseline_trees import Growth
+from lockstep.etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
+from lockstep.etl.baseline_trees import Growth
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError
+from lockstep.training.results.baselines import scores_of
 from tests.training._tiny import _ids, write_clicks, write_images, write_rows, write_table
-from training.results.baselines import scores_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

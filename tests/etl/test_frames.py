@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import LabelEncoder
 
 import lockstep
-from etl import tables
-from etl.frames import propose_schema
-from etl.tables import TableConfig
-from etl.write.pandas_rows import arrow_columns
+from lockstep.etl import tables
+from lockstep.etl.frames import propose_schema
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.pandas_rows import arrow_columns
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
-from training.reading.open import OpenSplit
+from lockstep.training.reading.open import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -216,4 +216,4 @@ def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession,
     with pytest.raises(ConfigError, match="--propose-schema") as caught:
         lines = TableConfig(output=toml, inputs=("x.csv",), input_format="csv", proposes=True, id_columns=())
         tables.propose(spark, lines)
-    assert "jobs.etl_logs" in caught.value.next_step
+    assert "lockstep.jobs.etl_logs" in caught.value.next_step

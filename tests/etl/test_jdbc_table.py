@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.dataset as ds
 import pytest
 
-from etl import tables
-from etl.tables import TableConfig
+from lockstep.etl import tables
+from lockstep.etl.tables import TableConfig
 from lockstep.storage.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:

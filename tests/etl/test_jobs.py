@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import etl_images, etl_logs
+from lockstep.jobs import etl_images, etl_logs
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, LockstepError, NotFoundError
 
 

@@ -11,9 +11,9 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from etl.spark.tasks import narrowed
-from etl.write.dataset import write_dataset
-from etl.write.shards import WriteShards
+from lockstep.etl.spark.tasks import narrowed
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.etl.write.shards import WriteShards
 from lockstep.features.arrow import flat
 from lockstep.storage.errors import DataError
 from tests.etl.conftest import ROOT
@@ -44,22 +44,22 @@ RecordDecoder(NULLABLE, in_place=["n"])
 CHILD = f"""
 import json, sys, tempfile
 import numpy as np, pyarrow as pa
-from etl.input.unpack import Forward
-from etl.write.shards import placed
-from etl.write.shards import ShardTable, WriteShards
+from lockstep.etl.input.unpack import Forward
+from lockstep.etl.write.shards import placed
+from lockstep.etl.write.shards import ShardTable, WriteShards
 from lockstep.features.images.augment import Draws
 from lockstep.features.examples.codec import RecordDecoder
-from etl.fit.exact_sums import ExactSums
+from lockstep.etl.fit.exact_sums import ExactSums
 from lockstep.features.images.resize import resized_part, rotate
 from lockstep.features.schema.fields import Field, sample_id_field; from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.formats.tfrecord import frame
-from training.comm import SoloCommunicator; from training.exchange.exchange import Exchange
-from training.comm.tcp.algorithms import halving_all_reduce_short as all_reduce_short
-from training.comm.tcp.schedule import even_grid
-from training.run.paths import RunPaths
+from lockstep.training.comm import SoloCommunicator; from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.comm.tcp.algorithms import halving_all_reduce_short as all_reduce_short
+from lockstep.training.comm.tcp.schedule import even_grid
+from lockstep.training.run.paths import RunPaths
 
 TABLE = ShardTable((("train", 2, 8),))
 NULLABLE = Schema((sample_id_field(), Field(name="n", dtype="int64", nullable=True)))
@@ -141,7 +141,7 @@ def test_rows_that_a_writer_made_to_lose_some_lost_are_missed(spark: SparkSessio
         return (batch.slice(1) for batch in rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("etl.write.dataset.WriteShards", losing)
+        patch.setattr("lockstep.etl.write.dataset.WriteShards", losing)
         with pytest.raises(DataError, match="rows were lost"):
             write_dataset(spark.range(100).toDF("n"), str(tmp_path / "out"), id_columns=["n"], fmt="parquet")
     assert not list(tmp_path.iterdir())

@@ -11,20 +11,20 @@ import pyarrow.dataset as ds
 import pytest
 from sklearn.model_selection import GroupKFold
 
-import etl
-from etl import columns as c
-from etl import tables
-from etl.spark.errors import to_wire, translated
-from etl.spark.tasks import mapped
-from etl.split import counted
-from etl.split.assign import Assign
-from etl.split.counted import settle
-from etl.split.leakage import by_chance, check_leakage, leak_key
-from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
-from etl.tables import TableConfig
-from etl.write.frame import infer_schema, prepared
-from etl.write.shards import sizes_of
+import lockstep
+from lockstep.etl import columns as c
+from lockstep.etl import tables
+from lockstep.etl.spark.errors import to_wire, translated
+from lockstep.etl.spark.tasks import mapped
+from lockstep.etl.split import counted
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.counted import settle
+from lockstep.etl.split.leakage import by_chance, check_leakage, leak_key
+from lockstep.etl.split.sampling import Sampling
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.frame import infer_schema, prepared
+from lockstep.etl.write.shards import sizes_of
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import dataset_blocks
@@ -84,7 +84,7 @@ def test_too_many_groups_to_balance(spark: SparkSession, frame: DataFrame, monke
 
 def test_a_subset_of_named_groups(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     def write(name: str, rows: DataFrame, split: str, **more: Any) -> DatasetManifest:
-        return etl.write_dataset(
+        return lockstep.write_dataset(
             rows, str(tmp_path / name), id_columns=["id"], label="click", fmt="parquet", split=split, **more
         )
 
@@ -252,7 +252,7 @@ def test_groups_that_are_far_from_shares_and_have_one_class(
     frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: dict[str, Any] = {"id_columns": ["id"], "schema": of_texts("kind"), "split": "group:kind:80/20", "seed": 2}
-    etl.write_dataset(frame, str(tmp_path / "out"), **told)
+    lockstep.write_dataset(frame, str(tmp_path / "out"), **told)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "split: test has 33.3 % of the records where --split group:kind:80/20 asks for 20.0 %; of 3 groups the largest,"
         " `kind` = 'a', has 50.0 %: leave it out, or split by a column of smaller groups",
@@ -381,21 +381,21 @@ def test_a_mark_in_a_plan_is_no_error_of_a_task(spark: SparkSession) -> None:
 def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     odd, name = frame.withColumnRenamed("kind", "k`ind.x"), "k`ind.x"  # a name that must be quoted wherever it goes
     told: dict[str, Any] = {"id_columns": ["id"], "schema": of_texts(name), "split": f"stratified:{name}:80/20"}
-    one = etl.write_dataset(odd.repartition(3), str(tmp_path / "one"), **told, weights="balanced")
-    etl.write_dataset(odd.coalesce(1), str(tmp_path / "two"), **told, weights="balanced")
+    one = lockstep.write_dataset(odd.repartition(3), str(tmp_path / "one"), **told, weights="balanced")
+    lockstep.write_dataset(odd.coalesce(1), str(tmp_path / "two"), **told, weights="balanced")
     assert one.created_by["config"]["class_counts"] == {"a": 240, "b": 160, "c": 80}
     assert tree(tmp_path / "one") == tree(tmp_path / "two") and load_dataset(str(tmp_path / "one")) == one
     assert (one.format, list(one.splits), one.source) == ("tfrecord", ["test", "train"], ())
     with pytest.raises(DataError, match="rows have the same id columns") as caught:
-        etl.write_dataset(frame, str(tmp_path / "x"), id_columns=["user", "kind"])
+        lockstep.write_dataset(frame, str(tmp_path / "x"), id_columns=["user", "kind"])
     assert caught.value.got == "user = 'u0', kind = 'a' in 8 rows; user = 'u0', kind = 'b' in 4 rows"
     url = str(tmp_path / "x")
     nulls = spark.sql("SELECT id, 1L AS x FROM VALUES (NULL), (NULL), (2L) AS t(id)")
     with pytest.raises(DataError, match="id column `id` is null"):  # and not that two rows have the id null
-        etl.write_dataset(nulls, url, id_columns="id", split="1/1")
+        lockstep.write_dataset(nulls, url, id_columns="id", split="1/1")
     parts = frame.selectExpr("*", "IF(id < 300, 'early', 'late') AS _split")
     with pytest.raises(DataError, match="no split is there to train on"):
-        etl.write_dataset(parts, url, id_columns=["id"], split="given", sample="click=0:10%")
+        lockstep.write_dataset(parts, url, id_columns=["id"], split="given", sample="click=0:10%")
     for query, kind in (
         ("SELECT * FROM nowhere", NotFoundError),
         ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put
@@ -411,5 +411,5 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
     for values in ([1], None, [2]), ([1], [3], [2, None]):
         lists = spark.createDataFrame(list(enumerate(values)), "id bigint, many array<bigint>")
         with pytest.raises(DataError, match="field `many` is null"):
-            etl.write_dataset(lists, url, id_columns=["id"], fmt="parquet", split="1/1")
+            lockstep.write_dataset(lists, url, id_columns=["id"], fmt="parquet", split="1/1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

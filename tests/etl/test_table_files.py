@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import orc
 
-from etl import tables
-from etl.table_files import partition_values, read_files, text_of_partition
-from etl.table_json import why_refused
-from etl.tables import TableConfig
+from lockstep.etl import tables
+from lockstep.etl.table_files import partition_values, read_files, text_of_partition
+from lockstep.etl.table_json import why_refused
+from lockstep.etl.tables import TableConfig
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.table_cases import make
 

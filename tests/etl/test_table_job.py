@@ -1,4 +1,4 @@
-"""jobs.etl_table, as far as it goes without Spark: what its call may say, told before anything is started."""
+"""lockstep.jobs.etl_table, as far as it goes without Spark: what its call may say, told before anything is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import etl_table
+from lockstep.jobs import etl_table
 from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
 
 GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.fit.exact_sums import ExactSums
+from lockstep.etl.fit.exact_sums import ExactSums
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.examples import decode_batch, encode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder

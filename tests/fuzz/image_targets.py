@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from etl.images import cifar, idx, parquet
-from etl.images import tar as tar_images
-from etl.images.source import RECORD, ImagePlan
-from etl.images.tar_format import BLOCK
-from etl.input.files import find_sources
-from etl.write.late import Intake
+from lockstep.etl.images import cifar, idx, parquet
+from lockstep.etl.images import tar as tar_images
+from lockstep.etl.images.source import RECORD, ImagePlan
+from lockstep.etl.images.tar_format import BLOCK
+from lockstep.etl.input.files import find_sources
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode, read_header
 from tests.fuzz.target import Target, refused, scratch
 

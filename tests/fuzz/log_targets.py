@@ -9,18 +9,18 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from etl.input.files import Range, find_sources
-from etl.input.unpack import PLAIN, codec_of, unpacked
-from etl.logs.fields import Column, Form
-from etl.logs.json_lines import read_objects
-from etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_range
-from etl.logs.plan import kinds_in, names_asked, names_in
-from etl.logs.records import RecordLines
-from etl.logs.server_log import seconds_of_text
-from etl.logs.values import Reasons, as_text
-from etl.logs.web import WebLines
-from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
+from lockstep.etl.input.files import Range, find_sources
+from lockstep.etl.input.unpack import PLAIN, codec_of, unpacked
+from lockstep.etl.logs.fields import Column, Form
+from lockstep.etl.logs.json_lines import read_objects
+from lockstep.etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_range
+from lockstep.etl.logs.plan import kinds_in, names_asked, names_in
+from lockstep.etl.logs.records import RecordLines
+from lockstep.etl.logs.server_log import seconds_of_text
+from lockstep.etl.logs.values import Reasons, as_text
+from lockstep.etl.logs.web import WebLines
+from lockstep.etl.split.sampling import Sampling
+from lockstep.etl.split.splits import SplitSpec
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
 MAX_UNPACKED_BYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""jobs.bench_comm: what is refused before ranks start, the table's arithmetic, and two real ranks."""
+"""lockstep.jobs.bench_comm: what is refused before ranks start, the table's arithmetic, and two real ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench_comm import main, parser
+from lockstep.jobs.bench_comm import main, parser
 from lockstep.storage.errors import CommunicationError, ConfigError, ExistsError
-from training.profiling.bench_comm import Row, size, table
+from lockstep.training.profiling.bench_comm import Row, size, table
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4096", 4096), ("4K", 4096), ("1M", 1 << 20), ("2G", 2 << 30)])
@@ -76,7 +76,7 @@ def test_wrong_sums_end_the_job_with_1(monkeypatch: pytest.MonkeyPatch, capsys: 
     row = Row(
         nbytes=8, backend="tcp", algorithm="ring", asked="auto", median_s=1.0, fastest_s=1.0, slowest_s=1.0, wrong=3
     )
-    monkeypatch.setattr("jobs.bench_comm.measured", lambda config, launch: [row])
+    monkeypatch.setattr("lockstep.jobs.bench_comm.measured", lambda config, launch: [row])
     with pytest.raises(CommunicationError, match="wrong sums") as caught:
         main(["--num-ranks", "2"])
     assert caught.value.exit_code == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs._cli import run_job
+from lockstep.jobs._cli import run_job
 from tests.training._tiny import write_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def test_help_and_a_bad_flag_by_module_and_by_spark_submit(tmp_path: Path) -> No
     """In processes of their own; tests/test_house.py makes the same calls of each job, in forks of one process."""
     (tmp_path / "json.py").write_text("raise SystemExit('the folder of the call is not to be imported from')\n")
     (tmp_path / "elsewhere").mkdir()
-    by_module = [sys.executable, "-m", "jobs.train"]
+    by_module = [sys.executable, "-m", "lockstep.jobs.train"]
     by_submit = [str(Path(sys.executable).with_name("spark-submit")), str(ROOT / "jobs" / "etl_logs.py")]
     done = call(*by_module, "--help", cwd=tmp_path / "elsewhere")
     assert done.returncode == 0 and "--config" in done.stdout, done.stderr
@@ -81,7 +81,7 @@ def test_a_reader_that_goes_ends_a_job_quietly(tmp_path: Path) -> None:
     write_table(tmp_path / "d")
     file, small = (
         str(ROOT / "jobs" / "{}.py"),
-        "from jobs._cli import run_job; run_job(lambda argv: print('done') or 3)",
+        "from lockstep.jobs._cli import run_job; run_job(lambda argv: print('done') or 3)",
     )
     began = []
     for words, errors in (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs import export
-from jobs._cli import JobParser, joined, names, run_job
-from jobs._session import spark_session
+from lockstep.jobs import export
+from lockstep.jobs._cli import JobParser, joined, names, run_job
+from lockstep.spark.session import spark_session
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 

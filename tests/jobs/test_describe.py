@@ -1,4 +1,6 @@
-"""jobs.describe on the terminal and as a page: what it says, and that no text of the data gets out of its place."""
+"""lockstep.jobs.describe on the terminal and as a page: what it says, and that no text of the data gets out of its
+place.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.describe.by_split import ComparedColumn, SharedHistogram
-from etl.describe.dataset import (
+from lockstep.etl.describe.by_split import ComparedColumn, SharedHistogram
+from lockstep.etl.describe.dataset import (
     MAX_CLASS_IMAGES,
     MAX_IMAGES_BYTES,
     Description,
@@ -26,13 +28,13 @@ from etl.describe.dataset import (
     describe,
     quarantine_table,
 )
-from etl.describe.page import as_page
-from etl.describe.statistics import ColumnSummary, Histogram
-from etl.describe.text import as_text, shown
-from jobs import describe as job
-from jobs import index
+from lockstep.etl.describe.page import as_page
+from lockstep.etl.describe.statistics import ColumnSummary, Histogram
+from lockstep.etl.describe.text import as_text, shown
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
+from lockstep.jobs import describe as job
+from lockstep.jobs import index
 from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
@@ -261,7 +263,7 @@ def test_a_shard_that_is_gone_is_damage_and_no_wrong_path(tmp_path: Path) -> Non
         next((tmp_path / name).glob(f"split=test/*.{fmt}")).unlink()
         with pytest.raises(CorruptionError, match="file of the manifest does not exist") as caught:
             describe(str(tmp_path / name), 1000)
-        assert "jobs.verify" in caught.value.next_step and caught.value.exit_code == 1
+        assert "lockstep.jobs.verify" in caught.value.next_step and caught.value.exit_code == 1
 
 
 def test_pictures_come_from_tensors_and_from_stored_files() -> None:

@@ -1,4 +1,4 @@
-"""jobs.doctor: one line a check, exit 1 on a FAIL, never the environment."""
+"""lockstep.jobs.doctor: one line a check, exit 1 on a FAIL, never the environment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs import _checks, doctor
-from jobs._session import ship_rooms
+from lockstep.jobs import _checks, doctor
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.errors import LockstepError
+from lockstep.training.devices import Gpu
 from tests.docs.steps import steps_of
-from training.devices import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 THERE = ("java there", "glibc there", "modules there", "gpus there")
@@ -53,7 +53,7 @@ def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "passes", passes)
     assert doctor.main(["--master", "local[2]"]) == 0
     page = (ROOT / "docs/tutorial.md").read_text("utf-8")
-    step = next(step for step in steps_of(page) if "jobs.doctor" in step.commands)
+    step = next(step for step in steps_of(page) if "lockstep.jobs.doctor" in step.commands)
     assert step.seen == [f"OK   {name}: ..." for name in told]
 
 

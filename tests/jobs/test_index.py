@@ -1,4 +1,4 @@
-"""jobs.index: a manifest beside files of somebody else, which stay as they are."""
+"""lockstep.jobs.index: a manifest beside files of somebody else, which stay as they are."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from etl.index import Scan
-from jobs import index
+from lockstep.etl.index import Scan
 from lockstep.features.examples import encode_example
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
 from lockstep.features.shards.foreign_files import find_files
 from lockstep.features.shards.read import Lenient
+from lockstep.jobs import index
 from lockstep.storage.dataset.indexed import IndexedManifest, read_indexed
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.dataset.manifest_entries import ShardInfo
@@ -106,7 +106,7 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, harm: object, error:
     told = "b.tfrecord-00001" if error is CorruptionError else "no one schema fits"
     with pytest.raises(error, match=told) as caught:
         index.main([str(folder)])
-    assert "jobs.verify" not in caught.value.next_step  # which takes no files without a manifest
+    assert "lockstep.jobs.verify" not in caught.value.next_step  # which takes no files without a manifest
     assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b.tfrecord-00001"]
 
 
@@ -165,7 +165,7 @@ def test_verification_names_what_changed_since(tmp_path: Path) -> None:
     assert faults() == []
     with pytest.raises(DataError, match="no dataset") as caught:
         load_dataset(str(tmp_path))
-    assert "etl.write_dataset" in caught.value.next_step
+    assert "lockstep.write_dataset" in caught.value.next_step
     for path in ("a/d.tfrecord.gz", "_index/b.tfrecord-00001.idx"):
         data = (tmp_path / path).read_bytes()
         (tmp_path / path).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -185,7 +185,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_indexes_with_it(
         raise StorageError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("etl.index.write_file", broken)
+        patched.setattr("lockstep.etl.index.write_file", broken)
         with pytest.raises(StorageError, match="no room"):
             index.main([str(tmp_path)])
     assert sorted(os.listdir(tmp_path)) == before

@@ -1,4 +1,5 @@
-"""jobs.launch: where its flags end, what it refuses before anything starts, and lines of output within bounds."""
+"""lockstep.jobs.launch: where its flags end, what it refuses before anything starts, and lines of output within bounds.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs._split_script import split_script
-from jobs.launch import main, parser
+from lockstep.jobs._split_script import split_script
+from lockstep.jobs.launch import main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
-from training.launch.output import BATCH_BYTES, LINE_BYTES, LineBuffer, OutputPrinter, read_lines
-from training.launch.script_driver import MAX_SCRIPT_BYTES, ScriptConfig
-from training.launch.script_rank import Script, environment
-from training.world import World
+from lockstep.training.launch.output import BATCH_BYTES, LINE_BYTES, LineBuffer, OutputPrinter, read_lines
+from lockstep.training.launch.script_driver import MAX_SCRIPT_BYTES, ScriptConfig
+from lockstep.training.launch.script_rank import Script, environment
+from lockstep.training.world import World
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def lines_of(*pieces: bytes) -> list[bytes]:
 def test_lines_are_cut_at_their_ends(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], lines: list[bytes]
 ) -> None:
-    monkeypatch.setattr("training.launch.output.PARTIAL_S", 60.0)  # the next piece may come late
+    monkeypatch.setattr("lockstep.training.launch.output.PARTIAL_S", 60.0)  # the next piece may come late
     assert lines_of(*pieces) == lines
 
 
@@ -146,7 +147,7 @@ def test_no_byte_is_lost(pieces: list[bytes]) -> None:
 
 
 def test_a_line_that_does_not_end_is_shown_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.output.PARTIAL_S", 0.05)
+    monkeypatch.setattr("lockstep.training.launch.output.PARTIAL_S", 0.05)
     reading, writing = os.pipe()
     os.write(writing, b"password: ")
     lines = read_lines(reading)

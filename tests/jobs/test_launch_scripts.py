@@ -1,4 +1,4 @@
-"""Scripts on real ranks of this host by jobs.launch: output, arguments, and ends of every kind."""
+"""Scripts on real ranks of this host by lockstep launch: output, arguments, and ends of every kind."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.script_rank import Script
 from tests.training._ranks import lives, living_ranks
-from training.control.failures import RankFailedError
-from training.control.task import Limits, RankTask
-from training.launch.local import run_local
-from training.launch.script_rank import Script
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_threads_of_a_failed_script_have_the_grace_and_no_more() -> None:
     payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 300.0}
     began = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
-        run_local(RankTask("training.launch.script_rank:main", payload), 2, limits=Limits(grace_s=1.0))
+        run_local(RankTask("lockstep.training.launch.script_rank:main", payload), 2, limits=Limits(grace_s=1.0))
     assert time.monotonic() - began < 300.0  # its thread would go on for ten minutes
     assert caught.value.got == "plain.py ended by KeyboardInterrupt()" and "KeyboardInterrupt" in caught.value.tail
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jobs._package import ARCHIVES, Packed, closure, named_by_digest, shell_lines
-from jobs._session import ROOT, ship_rooms
-from jobs._yarn import report_failure
+from lockstep.jobs._package import ARCHIVES, Packed, closure, named_by_digest, shell_lines
+from lockstep.jobs._yarn import report_failure
+from lockstep.process.installed import ROOMS, ROOT
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.errors import ConfigError
-from training.launch.own_code import ROOMS
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,8 @@ def test_the_zip_has_each_room_s_code_and_nothing_else_and_equal_files_make_equa
         names = archive.namelist()
     of_rooms = [name for name in names if name.endswith(".py") and name.partition("/")[0] in ROOMS]
     assert sorted({*names} - {*of_rooms}) == ["constraints.txt", "requirements.txt"]
-    assert len(of_rooms) == sum(len([*(ROOT / room).rglob("*.py")]) for room in ROOMS)
+    assert len(of_rooms) == sum(len([*(ROOT / room).rglob("*.py")]) for room in (*ROOMS, "etl", "training", "jobs"))
+    assert {"lockstep/etl/columns.py", "lockstep/training/config.py", "lockstep/jobs/train.py"} <= {*of_rooms}
     assert Path(ship_rooms(str(tmp_path))).read_bytes() == code.read_bytes()
 
 
@@ -46,9 +47,9 @@ def test_a_job_runs_from_the_zip_and_ships_that_zip(code: Path, tmp_path: Path) 
         )  # fmt: skip
 
     flags = ["--dataset", "d", "--run", "r", "--model", "logistic", "--global-batch", "8", "--epochs", "1"]
-    done = job("-m", "jobs.train", "--config", "run.toml", *flags)
+    done = job("-m", "lockstep.jobs.train", "--config", "run.toml", *flags)
     assert done.returncode == 2 and "\n  got: num_ranks = 0\n" in done.stderr, done.stderr
-    done = job("-c", "from jobs._session import ship_rooms; print(ship_rooms('nowhere'))")
+    done = job("-c", "from lockstep.spark.session import ship_rooms; print(ship_rooms('nowhere'))")
     assert done.stdout.strip() == str(code), done.stderr
 
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from etl.tables import TableConfig
-from jobs import pipeline
-from jobs._pipeline import Outcome, Pipeline, table
+from lockstep.etl.tables import TableConfig
+from lockstep.jobs import pipeline
+from lockstep.jobs._pipeline import Outcome, Pipeline, table
 from lockstep.storage.errors import ConfigError, DataError, LockstepError, NotFoundError
 
 LOG = """
@@ -115,7 +115,7 @@ def test_the_training_s_launcher_is_the_file_s(
 ) -> None:
     conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
     launches = []
-    monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, **_: launches.append(type(launch)))
+    monkeypatch.setattr("lockstep.jobs._pipeline.train_run", lambda config, launch, **_: launches.append(type(launch)))
     nothing = {"metrics": {"accuracy": 0.5}}
     monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)
     with pytest.raises(ConfigError, match="no metric `auc`"):

@@ -1,4 +1,6 @@
-"""jobs.profile_run: its flags are those of jobs.train that change a step, and what is refused before ranks start."""
+"""lockstep.jobs.profile_run: its flags are those of lockstep train that change a step, and what is refused before ranks
+start.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
+from lockstep.jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.training.config import TrainConfig, flag_of
+from lockstep.training.profiling import profile
 from tests.training._tiny import write_table
-from training.config import TrainConfig, flag_of
-from training.profiling import profile
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--launcher", "local")
 
@@ -81,12 +83,12 @@ def test_sigterm_ends_driver_and_ranks_in_order(tmp_path: Path, monkeypatch: pyt
     flags = ["--dataset", str(tmp_path / "data"), *NEEDED]
     config = config_of(parser().parse(flags))
     # In this process a session of other tests may be open, in which two signals at once count as one.
-    monkeypatch.setattr("training.launch.signals.ONE_SIGNAL_S", 0.0)
+    monkeypatch.setattr("lockstep.process.signals.ONE_SIGNAL_S", 0.0)
     with pytest.raises(SystemExit):
         profile.profile(config, end_me)
-    monkeypatch.setattr("training.rank.runtime.configure", lambda *_, **__: None)
+    monkeypatch.setattr("lockstep.training.rank.runtime.configure", lambda *_, **__: None)
     monkeypatch.setitem(
-        sys.modules, "training.profiling.profile_rank", SimpleNamespace(ProfileRank=Stub)
+        sys.modules, "lockstep.training.profiling.profile_rank", SimpleNamespace(ProfileRank=Stub)
     )  # the real one's Keras
     context: Any = SimpleNamespace(payload={"config": config.to_json()}, world=None)
     with pytest.raises(SystemExit):

@@ -16,7 +16,8 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from jobs._session import LOG4J, ROOT, java_options, stop_session
+from lockstep.process.installed import ROOT
+from lockstep.spark.session import LOG4J, java_options, stop_session
 from lockstep.storage.errors import StorageAwayError
 from tests.training._tiny import write_table
 from tests.waiting import until
@@ -61,7 +62,15 @@ def test_spark_prints_no_trace_while_a_session_ends_by_our_error_or_a_signal() -
 @pytest.mark.slow
 def test_the_production_profile_is_refused_where_spark_does_not_authenticate(tmp_path: Path) -> None:
     """Spark refuses to encrypt without it; that comes as four parts and not as a stack trace of Java."""
-    call = ["jobs.train", "--config", "conf/production.toml", "--dataset", str(tmp_path / "data"), "--run", "r"]
+    call = [
+        "lockstep.jobs.train",
+        "--config",
+        "conf/production.toml",
+        "--dataset",
+        str(tmp_path / "data"),
+        "--run",
+        "r",
+    ]
     call += ["--model", "logistic", "--num-ranks", "1", "--global-batch", "8", "--epochs", "1"]
     write_table(tmp_path / "data")
     settings = "--conf spark.authenticate=false --conf spark.network.crypto.enabled=true pyspark-shell"
@@ -111,7 +120,7 @@ def signalled(
     scratch, output = tmp_path / "scratch", tmp_path / "output"
     scratch.mkdir()
     output.mkdir()
-    call = [sys.executable, "-m", "jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
+    call = [sys.executable, "-m", "lockstep.jobs.etl_logs", "--input", "data/weblogs", "--master", "local[2]"]
     call += ["--output", str(output / "data"), "--split", "group:visitor:80/20", "--max-bad", "1%"]
     environment = {**os.environ, "TMPDIR": str(scratch), "PYSPARK_PIN_THREAD": pinned}
     job = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""jobs.train: its flags are the configuration, and what cannot be right is told before anything starts."""
+"""lockstep.jobs.train: its flags are the configuration, and what cannot be right is told before anything starts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs._train import config_of
-from jobs.train import ROOT, main, parser
+from lockstep.jobs._train import config_of
+from lockstep.jobs.train import main, parser
+from lockstep.process.installed import ROOT
 from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.training.config import TrainConfig
 from tests.training._tiny import write_table
 from tests.training.reading.test_fitted_files import write as write_folds
-from training.config import TrainConfig
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--epochs", "1")
 
@@ -133,7 +134,7 @@ def test_one_fold_of_three_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_help_from_any_folder_loads_neither_tensorflow_nor_spark(tmp_path: Path) -> None:
     code = (
         f"import runpy, sys\nsys.argv = ['train.py', '--help']\n"
-        f"try:\n    runpy.run_path({str(Path(ROOT, 'jobs', 'train.py'))!r}, run_name='__main__')\n"
+        f"try:\n    runpy.run_path({str(ROOT / 'jobs' / 'train.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "assert not {'tensorflow', 'keras', 'pyspark'} & set(sys.modules)\n"
     )

@@ -1,4 +1,4 @@
-"""What jobs.verify prints: a bounded number of lines, whatever the number of files and faults."""
+"""What lockstep verify prints: a bounded number of lines, whatever the number of files and faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jobs import verify as job
+from lockstep.jobs import verify as job
 from lockstep.storage.verify import Finding
 
 FILES, FAULTS = 3_000, 500

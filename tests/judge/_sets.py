@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from etl.images import job as image_sets
-from etl.images.config import ImagesConfig
-from etl.logs import job as logs
-from etl.write.config import LogsConfig
-from etl.write.dataset import write_dataset
+from lockstep.etl.images import job as image_sets
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs import job as logs
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.training.config import TrainConfig
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.run.result import RunResult
 from tests.training._threads import run, run_threads
-from training.config import TrainConfig
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate
-from training.run.result import RunResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,7 +67,7 @@ class JudgedSet:
         return np.concatenate(parts)
 
     def evaluated(self, num_ranks: int, baseline: str, launch: Any = run_threads) -> dict[str, Any]:
-        """What jobs.evaluate says of the test split."""
+        """What lockstep evaluate says of the test split."""
         return evaluate(
             self.run.run, self.url, "test", launch, num_ranks=num_ranks, batch=BATCH, baseline=baseline
         )  # fmt: skip

@@ -16,14 +16,14 @@ from sklearn.model_selection import GroupKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from etl.write.dataset import write_dataset
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.search.folds import cross_validate
 from tests.training._threads import run_threads
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.reading.open import OpenSplit
-from training.search.folds import cross_validate
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from etl.write.dataset import write_dataset
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.sampled import corrected, sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.training.reading.open import OpenSplit
 from tests.judge._sets import JudgedSet, written
-from training.reading.open import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from benchmarks.next_page import rows_of, scores
-from etl import tables
-from jobs import etl_table
+from lockstep.etl import tables
+from lockstep.jobs import etl_table
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.search.folds import cross_validate
 from tests.training._threads import run_threads
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.results.evaluate import evaluate
-from training.search.folds import cross_validate
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

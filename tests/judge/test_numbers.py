@@ -16,16 +16,16 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from sklearn.preprocessing import StandardScaler, TargetEncoder
 from sklearn.utils.class_weight import compute_class_weight
 
-from etl.write.dataset import write_dataset
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.training.launch.local import run_local
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate
 from tests.judge._sets import JudgedSet, trained, with_ids, written
 from tests.training._threads import run_threads
 from tests.training._tiny import write_clicks
-from training.launch.local import run_local
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -19,11 +19,11 @@ import pytest
 
 import lockstep
 from lockstep.storage.errors import ConfigError
+from lockstep.training import models
+from lockstep.training.config import TrainConfig
+from lockstep.training.launch.session import Launch
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_table
-from training import models
-from training.config import TrainConfig
-from training.launch.session import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
@@ -31,6 +31,7 @@ OF_DATASETS = ("write_dataset", "write_logs", "write_images", "spark_session")
 # In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
 OF_A_RUN = ("train", "evaluate", "predict", "predict_udf", "read_history")
 SEVERAL_RUNS = ("cross_validate", "tune")
+MODULES = ("data", "embeddings", "horovod", "on_ranks", "optimizers", "petastorm")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
@@ -71,7 +72,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*lockstep.__all__} - {*OF_DATASETS, *OF_A_RUN, *SEVERAL_RUNS, "torch_loader", "data", "on_ranks"})
+    "name",
+    sorted({*lockstep.__all__} - {*OF_DATASETS, *OF_A_RUN, *SEVERAL_RUNS, "__version__", "torch_loader", *MODULES}),
 )
 def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "data")
@@ -134,16 +136,16 @@ def test_the_example_of_a_torch_loader_with_a_stand_in_for_pytorch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _torch_stand_in.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
+    monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data", raising=False)
     write_table(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     assert example_failures(name) == ""
-    monkeypatch.delitem(sys.modules, "training.batches.torch_data")
+    monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data")
 
 
 def test_torch_loader_needs_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
+    monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data", raising=False)
     write_table(tmp_path / "data")
     planned = lockstep.PlannedBatches.open(str(tmp_path / "data"), global_batch=16)
     with pytest.raises(ConfigError, match="needs PyTorch"):
@@ -239,7 +241,7 @@ def test_a_mocked_driver_gets_an_importable_function_by_its_name(
         seen.append(config.model)
         raise InterruptedError
 
-    monkeypatch.setattr("training.driver.train.train", train)
+    monkeypatch.setattr("lockstep.training.driver.train.train", train)
     with pytest.raises(InterruptedError):
         lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
     assert seen == ["face_model:build"]
@@ -259,7 +261,7 @@ def test_a_job_by_either_name_is_one_job(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     for words in (["verify", "data"], ["train", "--no-such-flag"]):
         here = python("-m", "lockstep", *words, cwd=tmp_path)
-        there = python("-m", f"jobs.{words[0]}", *words[1:], cwd=tmp_path)
+        there = python("-m", f"lockstep.jobs.{words[0]}", *words[1:], cwd=tmp_path)
         assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
         assert here.stdout or here.stderr.startswith("error: ")
 

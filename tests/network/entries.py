@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.comm.base import Communicator, LinkUse
-from training.control.context import RankContext
-from training.rank.metrics import StepClock
+from lockstep.training.comm.base import Communicator, LinkUse
+from lockstep.training.control.context import RankContext
+from lockstep.training.rank.metrics import StepClock
 
 MARK = b"a gradient in the clear. "
 

@@ -1,5 +1,5 @@
 """`run_local` over several hosts of this machine; `partial(run_hosts, hosts)` launches for
-`training.driver.train.train`.
+`lockstep.training.driver.train.train`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
+from lockstep.training.comm.tls import issue
+from lockstep.training.control.protocol import new_key
+from lockstep.training.control.server import ControlServer, Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.process import Order
+from lockstep.training.launch.supervisor import Supervisor
+from lockstep.training.world import World
 from tests.network.hosts import DRIVER, Hosts
-from training.comm.tls import issue
-from training.control.protocol import new_key
-from training.control.server import ControlServer, Handler
-from training.control.task import Limits, RankTask
-from training.launch.process import Order
-from training.launch.supervisor import Supervisor
-from training.world import World
 
 
 def run_hosts(

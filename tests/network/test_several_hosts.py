@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm.hosts import trusted_address
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.stragglers import Stragglers
 from tests.network.entries import MARK, values
 from tests.network.hosts import DRIVER, Hosts
 from tests.network.run_hosts import run_hosts
 from tests.training._ring import run_ring
-from training.comm.hosts import trusted_address
-from training.control.failures import RankFailedError
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver.stragglers import Stragglers
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.training.control.task import RankTask
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
-from training.control.task import RankTask
 
 pytestmark = pytest.mark.slow
 

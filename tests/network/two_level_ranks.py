@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from lockstep.training.comm import CommOptions
+from lockstep.training.control.context import RankContext
 from tests.network.entries import values
-from training.comm import CommOptions
-from training.control.context import RankContext
 
 
 def sums(context: RankContext) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from jobs import index
 from lockstep.features.examples import encode_example
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.read import Lenient
+from lockstep.jobs import index
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
@@ -280,7 +280,7 @@ def test_a_feature_that_the_schema_lacks_is_refused_unless_the_call_chooses(tmp_
     for columns in ("n", '["n"]'):
         with pytest.raises(DataError, match="record 1000 of the batch has a feature that the schema lacks") as caught:
             read(path, columns=columns)
-        assert caught.value.got == "`promo`" and "jobs.index" in caught.value.next_step
+        assert caught.value.got == "`promo`" and "lockstep.jobs.index" in caught.value.next_step
     with pytest.raises(DataError, match="has a feature that the schema lacks"):
         read(path)
     rows, _ = read(path, sampleRecords="1001")

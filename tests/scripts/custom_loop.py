@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import training.horovod.tensorflow as hvd
+import lockstep.horovod.tensorflow as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True)

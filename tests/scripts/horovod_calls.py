@@ -1,4 +1,4 @@
-"""Every call of training.horovod on two ranks against what NumPy says; at its end the ranks differ on purpose."""
+"""Every call of lockstep.horovod on two ranks against what NumPy says; at its end the ranks differ on purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import training.horovod as hvd
+import lockstep.horovod as hvd
 
 real = tf.config.list_physical_devices, tf.config.set_visible_devices
 used: list[str] = []

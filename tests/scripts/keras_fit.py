@@ -9,7 +9,7 @@ import os
 import keras
 import numpy as np
 
-import training.horovod as hvd
+import lockstep.horovod as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True)

@@ -1,4 +1,5 @@
-"""Every call of training.horovod.torch on two ranks against what NumPy says; at its end the ranks differ on purpose.
+"""Every call of lockstep.horovod.torch on two ranks against what NumPy says; at its end the ranks differ on
+purpose.
 
 An argument names the device of all tensors, such as cuda.
 """
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-import training.horovod.torch as hvd
+import lockstep.horovod.torch as hvd
 from lockstep.storage.errors import ConfigError
 
 torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")

@@ -1,4 +1,4 @@
-"""Horovod with PyTorch as its examples write it, on training.horovod.torch: the training of torch_ddp.py."""
+"""Horovod with PyTorch as its examples write it, on lockstep.horovod.torch: the training of torch_ddp.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import training.horovod.torch as hvd
+import lockstep.horovod.torch as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True)

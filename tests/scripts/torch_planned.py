@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import training.horovod.torch as hvd
+import lockstep.horovod.torch as hvd
 from lockstep import PlannedBatches, torch_loader
 
 parser = argparse.ArgumentParser()

@@ -33,14 +33,21 @@ IMAGES = ["data/fashion-mnist/t10k-images-idx3-ubyte.gz", "data/fashion-mnist/t1
 WEBLOG = ["--input", "data/weblogs/elastic_apache_combined_8001-9500.log.gz", "--log-format", "combined"]
 SOURCES = {  # format -> the job and its arguments, the model, a global batch, epochs, steps between checkpoints
     "tfrecord": (
-        "jobs.etl_logs",
+        "lockstep.jobs.etl_logs",
         [*WEBLOG, "--label", "length(page) > 20", "--split", "80/20"],
         "logistic",
         32,
         30,
         40,
     ),
-    "parquet": ("jobs.etl_images", ["--source", "idx", "--input", *IMAGES, "--split", "80/20"], "resnet8", 64, 2, 10),
+    "parquet": (
+        "lockstep.jobs.etl_images",
+        ["--source", "idx", "--input", *IMAGES, "--split", "80/20"],
+        "resnet8",
+        64,
+        2,
+        10,
+    ),
 }
 
 
@@ -84,7 +91,7 @@ def files_of(place: str) -> tuple[str, dict[str, object]]:
 def killed(code: Path, arguments: list[str], place: str, env: dict[str, str]) -> str:
     """Train until the second checkpoint is there, then a moment more, and kill driver and ranks at once."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.train", *arguments],
+        [sys.executable, "-m", "lockstep.jobs.train", *arguments],
         cwd=code, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -102,7 +109,7 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> Non
     until = time.monotonic() + LIMIT_S
     while not there():
         if process.poll() is not None or time.monotonic() > until:
-            raise Difference(f"no second checkpoint: jobs.train exited with {process.poll()}")
+            raise Difference(f"no second checkpoint: lockstep train exited with {process.poll()}")
         time.sleep(0.05)
 
 
@@ -118,12 +125,12 @@ def compare(old: Path, place: str, form: str, env: dict[str, str]) -> None:
     if len(set(digests)) != 1:
         raise Difference(f"{form}: the old revision wrote the dataset {digests[0]}, this one {digests[1]}")
     print(f"{form}: both write the dataset {digests[0][:16]}...", flush=True)
-    run(old, "jobs.train", *train(theirs, whole, form), env=env)
+    run(old, "lockstep.jobs.train", *train(theirs, whole, form), env=env)
     at = killed(old, train(theirs, cut, form), cut, env)
-    run(ROOT, "jobs.verify", theirs, env=env)
-    run(ROOT, "jobs.verify", cut, env=env)
-    run(ROOT, "jobs.train", *train(theirs, cut, form), env=env)
-    run(ROOT, "jobs.verify", cut, env=env)
+    run(ROOT, "lockstep.jobs.verify", theirs, env=env)
+    run(ROOT, "lockstep.jobs.verify", cut, env=env)
+    run(ROOT, "lockstep.jobs.train", *train(theirs, cut, form), env=env)
+    run(ROOT, "lockstep.jobs.verify", cut, env=env)
     expected, found = files_of(whole), files_of(cut)
     if expected != found:
         raise Difference(f"{form}: the last checkpoint is {found}, without a kill it is {expected}")

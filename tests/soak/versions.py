@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs._checks import pins, requirements
+from lockstep.jobs._checks import pins, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".soak" / "versions"
@@ -111,12 +111,12 @@ def jobs(folder: Path) -> list[list[str]]:
         str(folder / "data" / "tfrecord"),
         ["--model", "logistic", "--num-ranks", "2", "--global-batch", "64", "--epochs", "2"],
     )
-    found = [["jobs.doctor", "--master", "local[2]"]]
+    found = [["lockstep.jobs.doctor", "--master", "local[2]"]]
     for launcher in (["--launcher", "local"], ["--launcher", "barrier", "--master", "local[2]"]):
         place = str(folder / f"run-{launcher[1]}")
-        found.append(["jobs.train", "--dataset", data, "--run", place, *train, *launcher])
-        found.append(["jobs.evaluate", "--dataset", data, "--run", place, "--split", "test"])
-        found.append(["jobs.verify", place])
+        found.append(["lockstep.jobs.train", "--dataset", data, "--run", place, *train, *launcher])
+        found.append(["lockstep.jobs.evaluate", "--dataset", data, "--run", place, "--split", "test"])
+        found.append(["lockstep.jobs.verify", place])
     return found
 
 

@@ -1,9 +1,9 @@
 """An archive of the classes that Spark loads, which the tests' sessions start from.
 
 Much of what a short session computes is loading some ten thousand classes. Java keeps them, parsed and verified, in a
-file (class data sharing); with it `jobs.etl_logs` on 2000 rows takes 17 s of processor time in place of 26 (medians of
-three, in turns, on a loaded machine). `python -m tests.spark.archive` makes the file where there is none. It is of one
-Java and one Spark; any other leaves it unused.
+file (class data sharing); with it `lockstep etl_logs` on 2000 rows takes 17 s of processor time in place of 26 (medians
+of three, in turns, on a loaded machine). `python -m tests.spark.archive` makes the file where there is none. It is of
+one Java and one Spark; any other leaves it unused.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _load_classes(folder: str) -> int:
     """Returns the Java process' exit code."""
     from pyspark import SparkContext
 
-    from etl import write_dataset
-    from jobs._session import spark_session
+    from lockstep import write_dataset
+    from lockstep.spark.session import spark_session
 
     with spark_session("archive", "local[2]") as spark:
         rows = spark.range(50).selectExpr("id AS visit", "id % 24 AS hour", "id % 3 = 0 AS bought", "id * 3600 AS at")

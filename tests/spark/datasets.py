@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etl.logs import job
-from etl.write.config import LogsConfig
-from etl.write.dataset import write_dataset
+from lockstep.etl.logs import job
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
@@ -91,7 +91,7 @@ def data_source(spark: SparkSession, folder: Path) -> str:
 
 def main() -> None:
     """Write and print."""
-    from jobs._session import spark_session
+    from lockstep.spark.session import spark_session
 
     with spark_session("datasets", "local[2]") as spark:
         found = datasets(spark, Path(sys.argv[1]), sys.argv[2:] or NAMES)

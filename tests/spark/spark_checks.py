@@ -1,10 +1,10 @@
-"""The checks of jobs.doctor that concern Spark, without the others: `spark_checks.py [MASTER [SECONDS]]`."""
+"""The checks of lockstep doctor that concern Spark, without the others: `spark_checks.py [MASTER [SECONDS]]`."""
 
 from collections.abc import Sequence
 
-from jobs import _spark_checks
-from jobs._cli import run_job
-from jobs.doctor import passes
+from lockstep.jobs import _spark_checks
+from lockstep.jobs._cli import run_job
+from lockstep.jobs.doctor import passes
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,10 +1,10 @@
-"""The check of jobs.doctor that concerns YARN, alone; exits with 1 on a FAIL."""
+"""The check of lockstep doctor that concerns YARN, alone; exits with 1 on a FAIL."""
 
 from collections.abc import Sequence
 
-from jobs._cli import run_job
-from jobs._spark_checks import check_yarn
-from jobs.doctor import passes
+from lockstep.jobs._cli import run_job
+from lockstep.jobs._spark_checks import check_yarn
+from lockstep.jobs.doctor import passes
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,9 +20,9 @@ from lockstep.storage import progress
 from lockstep.storage.progress import CellBlock, Progress
 from lockstep.storage.shown import MOST_LINES, Shown, ShownList, short
 from lockstep.storage.verify import Finding
+from lockstep.training.results.evaluate import summary
+from lockstep.training.run.metrics import History
 from tests.training._tiny import write_table
-from training.results.evaluate import summary
-from training.run.metrics import History
 
 
 @given(st.lists(st.text(st.characters(blacklist_categories=["Cc", "Zl", "Zp", "Cs"]))), st.integers(2, 30))

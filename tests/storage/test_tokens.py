@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs._checks import CheckFailed
-from jobs._site_checks import check_tokens
+from lockstep.jobs._checks import CheckFailed
+from lockstep.jobs._site_checks import check_tokens
 from lockstep.storage import tokens
 from lockstep.storage.settings import hadoop_settings, set_hadoop_settings, settings_for_tasks, webhdfs_token
 
@@ -97,9 +97,9 @@ def test_doctor_shows_owner_and_time_of_tokens_and_no_secret(tmp_path: Path, mon
     path = tmp_path / "tokens"
     path.write_bytes(base64.b64decode(WRITABLE))
     monkeypatch.setenv(tokens.VARIABLE, str(path))
-    monkeypatch.setattr("jobs._site_checks.time.time", lambda: 1795734600.0)
+    monkeypatch.setattr("lockstep.jobs._site_checks.time.time", lambda: 1795734600.0)
     assert check_tokens() == "HDFS_DELEGATION_TOKEN of alice@SITE.TEST until 2026-11-26 23:10 UTC"
-    monkeypatch.setattr("jobs._site_checks.time.time", lambda: 1795734700.0)
+    monkeypatch.setattr("lockstep.jobs._site_checks.time.time", lambda: 1795734700.0)
     with pytest.raises(CheckFailed, match="until 2026") as ended:
         check_tokens()
     assert "fetchdt" in ended.value.next_step

@@ -273,7 +273,7 @@ def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
     ],
 )
 def test_calls_of_the_job_that_are_refused_at_once(flags: list[str], told: str, tmp_path: Path) -> None:
-    from jobs.upload import main
+    from lockstep.jobs.upload import main
 
     source = str(files(tmp_path / "in", a=b"1"))
     with pytest.raises(LockstepError, match=told) as caught:

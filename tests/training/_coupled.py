@@ -14,7 +14,7 @@ from keras import ops
 
 from lockstep import on_ranks
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
+from lockstep.training.models import ModelOptions
 
 SGD = keras.optimizers.SGD
 

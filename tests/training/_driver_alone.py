@@ -18,13 +18,13 @@ from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.deadlines import end_process
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.result import RunResult
+from lockstep.training.world import World
 from tests.training import _ranks
-from training.config import TrainConfig
-from training.control.task import Limits, RankTask
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.result import RunResult
-from training.world import World
 
 
 class _Control:

@@ -71,9 +71,9 @@ def on_ranks(
 
     `options` are RankStep's.
     """
-    from training.steps.batchnorm import statistics_of
-    from training.steps.distribute import distribute, undistribute
-    from training.steps.rank_step import RankStep
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.distribute import distribute, undistribute
+    from lockstep.training.steps.rank_step import RankStep
 
     rows = sum(share.stop - share.start for share in shares)
     comms, groups = (_threads._join(len(shares), 1) for _ in range(2))

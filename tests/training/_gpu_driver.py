@@ -19,11 +19,11 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from lockstep.storage.errors import ConfigError, TrainingFailedError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.barrier import OnSpark, run_barrier
+from lockstep.training.launch.session import Launches
 from tests.training._ranks import HERE
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.barrier import OnSpark, run_barrier
-from training.launch.session import Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = """#!/bin/sh

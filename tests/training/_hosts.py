@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lockstep.training.comm import CommOptions, Joined, join
+from lockstep.training.world import World
 from tests.training._ring import KEY, PATIENCE_S, Table
-from training.comm import CommOptions, Joined, join
-from training.world import World
 
 
 class Control:

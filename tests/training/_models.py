@@ -14,11 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.logistic import logistic
+from lockstep.training.rank import metrics
+from lockstep.training.steps.distribute import exchange_of
 from tests.waiting import until
-from training.models import ModelOptions
-from training.models.logistic import logistic
-from training.rank import metrics
-from training.steps.distribute import exchange_of
 
 FAIL_AT: dict[str, int] = {}  # {"step": n, "rank": r}: set by a test to make one rank fail once
 

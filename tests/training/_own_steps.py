@@ -79,7 +79,7 @@ def on_ranks(
 
     `more` are options of distribute. The first rank's exception is raised.
     """
-    from training.steps.distribute import distribute, exchange_of, undistribute
+    from lockstep.training.steps.distribute import distribute, exchange_of, undistribute
 
     comms = _threads._join(len(shares), 1)
     learners = []

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.features.encode.encoder import Encoder
-from training.batches.feed import Batch
-from training.plan.epoch_plan import EpochPlan
-from training.reading.reader import SplitReader
+from lockstep.training.batches.feed import Batch
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.reader import SplitReader
 
 
 def plain_batches(

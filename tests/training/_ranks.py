@@ -22,12 +22,12 @@ from lockstep.storage.errors import ConfigError, CorruptionError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import temporary_name, write_file
 from lockstep.storage.urls import join
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.failures import RankState, failure_of
-from training.driver.preflight import plan_for
-from training.plan.epoch_plan import EpochPlan
-from training.run.paths import staged_checkpoint, staged_model
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.failures import RankState, failure_of
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.run.paths import staged_checkpoint, staged_model
 
 HERE = str(Path(__file__).parent)
 
@@ -40,7 +40,8 @@ def rank_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def judge_when(monkeypatch: pytest.MonkeyPatch, ready: Callable[[RankState], object]) -> None:
     """Let the driver find no rank failed before `ready` of one: a loaded machine may need longer to come so far."""
     monkeypatch.setattr(
-        "training.control.server.failure_of", lambda state, *rest: failure_of(state, *rest) if ready(state) else None
+        "lockstep.training.control.server.failure_of",
+        lambda state, *rest: failure_of(state, *rest) if ready(state) else None,
     )
 
 
@@ -54,8 +55,10 @@ def living_ranks(parent: int) -> list[int]:
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     lines = {pid: _told(pid, "cmdline").split(b"\0") for pid in pids if lives(pid)}
     parents = {pid: _stat(pid)[1:2] for pid in lines}
-    zygotes = [[str(pid)] for pid in lines if b"training.rank.zygote" in lines[pid] and parents[pid] == [str(parent)]]
-    started = [pid for pid in lines if b"training.rank" in lines[pid] and parents[pid] == [str(parent)]]
+    zygotes = [
+        [str(pid)] for pid in lines if b"lockstep.training.rank.zygote" in lines[pid] and parents[pid] == [str(parent)]
+    ]
+    started = [pid for pid in lines if b"lockstep.training.rank" in lines[pid] and parents[pid] == [str(parent)]]
     return sorted(started + [pid for pid in lines if parents[pid] in zygotes])
 
 
@@ -212,7 +215,7 @@ def slow_result(context: RankContext) -> dict[str, Any]:
 
 def leaves_files(context: RankContext) -> dict[str, Any]:
     """Makes a temporary file as a rank that trains does, and is killed."""
-    from training.rank.runtime import keep_temporary_files_apart
+    from lockstep.training.rank.runtime import keep_temporary_files_apart
 
     keep_temporary_files_apart()
     Path(context.payload["told"]).write_text(tempfile.mkstemp()[1])
@@ -373,7 +376,9 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
 
 
 class _Beside:
-    """Work in a thread that ends with the process: training.rank.saver.InFlight without TensorFlow, which takes 5 s."""
+    """Work in a thread that ends with the process: lockstep.training.rank.saver.InFlight without TensorFlow, which
+    takes 5 s.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

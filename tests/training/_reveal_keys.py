@@ -1,4 +1,5 @@
-"""`python -m tests.training._reveal_keys FILE ARGUMENT ...`: jobs.train, which also writes the secrets that it makes.
+"""`python -m tests.training._reveal_keys FILE ARGUMENT ...`: lockstep train, which also writes the secrets that it
+makes.
 
 One line of hex in FILE for each: keys of sessions and generations, and the private keys of certificates.
 """
@@ -8,11 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from jobs import train
-from jobs._cli import run_job
-from training.comm.tls import Credentials, issue
-from training.control.protocol import new_key
-from training.launch import session
+from lockstep.jobs import train
+from lockstep.jobs._cli import run_job
+from lockstep.training.comm.tls import Credentials, issue
+from lockstep.training.control.protocol import new_key
+from lockstep.training.launch import session
 
 FILE = Path(sys.argv[1])
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from training.comm import Communicator, SoloCommunicator
-from training.comm.tcp.communicator import connect_tcp
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.comm.tcp.communicator import connect_tcp
 
 KEY = b"k" * 32
 SLACK_S = 15.0  # of a loaded machine, beyond what a deadline promises

@@ -14,8 +14,8 @@ import numpy as np
 from cryptography import x509
 
 from lockstep.storage.errors import CommunicationError
-from training.comm import CommOptions, connect
-from training.control.context import RankContext
+from lockstep.training.comm import CommOptions, connect
+from lockstep.training.control.context import RankContext
 
 
 def reduce_by_proxy(context: RankContext) -> dict[str, Any]:

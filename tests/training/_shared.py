@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lockstep.training.comm.shm.communicator import ShmCommunicator, connect_shm
 from tests.training._ring import KEY, PATIENCE_S
-from training.comm.shm.communicator import ShmCommunicator, connect_shm
 
 ARENA_BYTES = 32 << 20
 

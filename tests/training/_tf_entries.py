@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError
-from training.control.context import RankContext
-from training.rank.runtime import ENVIRONMENT
+from lockstep.training.control.context import RankContext
+from lockstep.training.rank.runtime import ENVIRONMENT
 
 
 def killed_in_a_call(context: RankContext) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 
 from pyspark import cloudpickle
 
+from lockstep.training.comm import CommOptions, Communicator, connect
+from lockstep.training.rank.runtime import ENVIRONMENT
+from lockstep.training.world import World
 from tests.training._ring import KEY
-from training.comm import CommOptions, Communicator, connect
-from training.rank.runtime import ENVIRONMENT
-from training.world import World
 
 JOIN_S, REPLY_S = 300.0, 300.0  # only against a hang: three processes that import TensorFlow on a loaded machine
 Work = Callable[[Communicator], Any]

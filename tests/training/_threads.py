@@ -18,23 +18,23 @@ os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
 from lockstep.storage.errors import ConfigError, DataError, TrainingFailedError
 from lockstep.storage.fs import filesystem
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.comm.tcp.communicator import connect_tcp
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.protocol import json_safe
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.exchange.agreement import NonFiniteError
+from lockstep.training.rank.runtime import set_precision
+from lockstep.training.results.predict import ENTRY as PREDICT
+from lockstep.training.run.checkpoint import Tensors, read_rank_file
+from lockstep.training.run.checkpoint_division import read_whole
+from lockstep.training.run.lineage import find_tip
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.world import World
 from tests.training._ring import KEY, PATIENCE_S, Table
-from training.comm import Communicator, SoloCommunicator
-from training.comm.tcp.communicator import connect_tcp
-from training.config import TrainConfig
-from training.control.protocol import json_safe
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver.train import Hooks, train
-from training.exchange.agreement import NonFiniteError
-from training.rank.runtime import set_precision
-from training.results.predict import ENTRY as PREDICT
-from training.run.checkpoint import Tensors, read_rank_file
-from training.run.checkpoint_division import read_whole
-from training.run.lineage import find_tip
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.world import World
 
 LEAVE_AFTER: dict[int, Callable[[], object]] = {}
 """Set by a test: after such a step the last rank is asked to leave, once the function is called."""
@@ -90,14 +90,14 @@ def run_threads(
     """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
     import keras
 
-    from training.profiling.profile_rank import ProfileRank
-    from training.rank.runtime import fit_of
-    from training.results import evaluate_rank, export_run, predict_rank
-    from training.strategies.server import Server
+    from lockstep.training.profiling.profile_rank import ProfileRank
+    from lockstep.training.rank.runtime import fit_of
+    from lockstep.training.results import evaluate_rank, export_run, predict_rank
+    from lockstep.training.strategies.server import Server
 
     config = TrainConfig.from_json(task.payload["config"])
-    makers: dict[str, Any] = {"training.rank.runtime:main": fit_of(config)}
-    makers["training.profiling.profile:main"] = ProfileRank
+    makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": fit_of(config)}
+    makers["lockstep.training.profiling.profile:main"] = ProfileRank
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
@@ -118,7 +118,7 @@ def run_threads(
             if comm.rank >= len(contexts):
                 return Server(comm, len(contexts), config.staleness or 0, lambda step, phase: None).run()
             if not fits:
-                others = {"training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
+                others = {"lockstep.training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
                 return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank], config)
             with fits[comm.rank] as fit:
                 return fit.run()

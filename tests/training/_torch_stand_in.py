@@ -1,4 +1,5 @@
-"""What training.batches.torch_data uses of PyTorch, for tests where PyTorch is not installed: no tensors, no processes.
+"""What lockstep.training.batches.torch_data uses of PyTorch, for tests where PyTorch is not installed: no tensors, no
+processes.
 
 `install` puts it in PyTorch's place. Its DataLoader does what PyTorch's promises for an IterableDataset: a worker has
 a copy of the dataset and its own get_worker_info, and items are taken from the workers in turn.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from training.control.context import RankContext
+from lockstep.training.control.context import RankContext
 
 STEPS = 6
 
@@ -18,7 +18,7 @@ def train(context: RankContext) -> dict[str, Any]:
     """
     import hashlib
 
-    from training.rank.runtime import import_tensorflow
+    from lockstep.training.rank.runtime import import_tensorflow
 
     import_tensorflow()  # the settings below would be refused if it made a tensor
     import keras
@@ -27,8 +27,8 @@ def train(context: RankContext) -> dict[str, Any]:
     tf.config.threading.set_inter_op_parallelism_threads(context.payload["inter_op"][context.world.rank])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(1)
-    from training.steps.distribute import distribute, exchange_of
-    from training.steps.own_fit import rank_step
+    from lockstep.training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.own_fit import rank_step
 
     comm = context.communicator()
     inputs = keras.Input((6,))

@@ -20,12 +20,12 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from lockstep.storage.errors import TrainingFailedError
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.barrier import OnSpark, check_slots, ranks_on
+from lockstep.training.launch.session import Launches
 from tests.cluster.daemons import Cluster
 from tests.training._ranks import HERE
-from training.control.failures import RankFailedError
-from training.control.task import Limits, RankTask
-from training.launch.barrier import OnSpark, check_slots, ranks_on
-from training.launch.session import Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("127.0.0.2", "127.0.0.3")

@@ -11,10 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training import devices
-from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, of_runs, share_out, shares_of_host
-from training.exchange.compare_ranks import processor
-from training.launch.barrier import other_resources
+from lockstep.training import devices
+from lockstep.training.devices import (
+    Gpu,
+    expose,
+    host_gpus,
+    identity,
+    listed,
+    of_host,
+    of_runs,
+    share_out,
+    shares_of_host,
+)
+from lockstep.training.exchange.compare_ranks import processor
+from lockstep.training.launch.barrier import other_resources
 
 SLICE = "MIG-5d2f0c1e-1111-2222-3333-444444444444"
 FIRST, SECOND = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
@@ -246,7 +256,7 @@ def test_memory_grows_by_need_and_missing_gpus_are_said(
 ) -> None:
     import tensorflow as tf
 
-    from training.rank.runtime import _take_gpus
+    from lockstep.training.rank.runtime import _take_gpus
 
     grown: list[str] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import run_local
 from tests.training._ranks import rank_path
-from training.control.task import Limits, RankTask
-from training.launch.local import run_local
 
 pytestmark = pytest.mark.slow
 

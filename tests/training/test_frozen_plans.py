@@ -11,16 +11,16 @@ import pytest
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.comm.comm_plan import make_plan
+from lockstep.training.comm.hosts import Layout
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.comm_plans import freeze_plan, read_plans
+from lockstep.training.run.paths import RunPaths
 from tests.training._ranks import rank_path
 from tests.training._tiny import write_table
-from training.comm.comm_plan import make_plan
-from training.comm.hosts import Layout
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.comm_plans import freeze_plan, read_plans
-from training.run.paths import RunPaths
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_another_way_is_refused_where_there_is_a_result(config: TrainConfig, nam
 
 def test_a_plan_under_another_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be passed over, and each start would make a new one that cannot be written."""
-    monkeypatch.setattr("training.run.comm_plans.check_newest", lambda *place: None)
+    monkeypatch.setattr("lockstep.training.run.comm_plans.check_newest", lambda *place: None)
     fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
     documents = [make_plan(Layout(tuple(range(ranks))), "tcp", "ring").to_json() for ranks in (2, 3)]
     two, three = (Path(freeze_plan(fs, paths, 1, document)) for document in documents)

@@ -15,10 +15,9 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
-from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator
-from training.run import checkpoint_division
-from training.run.checkpoint import (
+from lockstep.training.comm import Communicator
+from lockstep.training.run import checkpoint_division
+from lockstep.training.run.checkpoint import (
     STATE_KEYS,
     HostBuffer,
     Tensors,
@@ -28,8 +27,9 @@ from training.run.checkpoint import (
     sha256_of,
     upload,
 )
-from training.run.checkpoint_division import read_parts, read_whole, whole_tensors
-from training.run.lineage import CheckpointRef, read_checkpoint
+from lockstep.training.run.checkpoint_division import read_parts, read_whole, whole_tensors
+from lockstep.training.run.lineage import CheckpointRef, read_checkpoint
+from tests.training._ring import run_ring, run_solo
 
 ALIKE = ("weights", "optimizer")
 RNG = np.random.default_rng(5)
@@ -108,7 +108,7 @@ def test_a_file_that_one_rank_finds_changed_ends_them_all(tmp_path: Path) -> Non
 
 
 def test_every_flipped_bit_and_every_truncation_is_refused_with_its_place(tmp_path: Path) -> None:
-    """Of the manifest and of both files, by who resumes, by who reads the chain and by `jobs.verify`."""
+    """Of the manifest and of both files, by who resumes, by who reads the chain and by `lockstep verify`."""
     small: Tensors = {"weights/0000/w": np.ones(3, np.float32), "optimizer/0000/m": np.zeros(3, np.float32)}
     url = commit(tmp_path, 2, small)
     fs, ref = filesystem(url), CheckpointRef(12, 1)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.encode.transforms import ArrayPlan, Lists
-from training.batches.decode import (
+from lockstep.training.batches.decode import (
     BYTES_AT_ONCE,
     ROWS_AT_ONCE,
     DecodedRows,
@@ -26,11 +26,11 @@ from training.batches.decode import (
     decoded_steps,
     record_location,
 )
-from training.batches.kernels import PAIR_BYTES
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Run
-from training.reading.buffer_pool import Slabs
-from training.reading.reader import SplitReader
+from lockstep.training.batches.kernels import PAIR_BYTES
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.buffer_pool import Slabs
+from lockstep.training.reading.reader import SplitReader
 
 
 class Chunk:
@@ -65,7 +65,7 @@ def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lis
     """Plain rows unchanged; lists copied end to end."""
     if not made.lists:
         return rows
-    from training.batches.kernels import join_lists
+    from lockstep.training.batches.kernels import join_lists
 
     offsets = np.concatenate([[0], np.cumsum(rows[:, 1])]).astype(np.int64)
     values = np.empty((int(offsets[-1]), *made.row.shape), dtype=made.row.dtype)
@@ -310,7 +310,7 @@ class Assembly:
 
     def _put(self, strips: Sequence[Strip], decoded: Sequence[tuple[DecodedRows, int]]) -> None:
         """Copy the records of strips to their batches; `decoded` has the rows of each strip and its first row."""
-        from training.batches.kernels import assign_rows, scatter
+        from lockstep.training.batches.kernels import assign_rows, scatter
 
         base, chunk_samples = self.step // self._chunk_steps, self._chunk_steps * self._each
         last = max(strip.pieces[-1].first + strip.pieces[-1].size for strip in strips) - 1

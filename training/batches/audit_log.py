@@ -1,4 +1,4 @@
-"""The audit that each rank writes: which sample went into which step. `training.results.audit` checks it.
+"""The audit that each rank writes: which sample went into which step. `lockstep.training.results.audit` checks it.
 
 A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
 0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows are in step order, within a step in lane order.
@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from training.batches.feed import Batch
+from lockstep.training.batches.feed import Batch
 
 HEADER = b"step,epoch,sample_id\n"
 MIXED_HEADER = b"step,epoch,sample_id,dataset\n"

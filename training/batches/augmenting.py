@@ -13,9 +13,9 @@ import numpy.typing as npt
 from lockstep.features.images.augment import SHARES, Draws, Mixup, mix_images, mix_labels, one_hot, parse
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
-from training.batches.feed import Batch
-from training.config import TrainConfig
-from training.plan.mixture import Plan
+from lockstep.training.batches.feed import Batch
+from lockstep.training.config import TrainConfig
+from lockstep.training.plan.mixture import Plan
 
 
 class Augmentation:
@@ -116,7 +116,7 @@ def _image_of(signature: Signature) -> str:
             "--augment found no image in this dataset",
             got=found or "no feature",
             allowed="one feature (height, width, channels) of uint8 with 1 to 4 channels, not normalised by its schema",
-            next_step="Leave --augment out, or build the dataset with jobs.etl_images.",
+            next_step="Leave --augment out, or build the dataset with lockstep etl_images.",
         )
     return images[0]
 

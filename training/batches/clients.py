@@ -13,9 +13,9 @@ import pyarrow as pa
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
-from training.comm.base import Communicator, SoloCommunicator
-from training.plan.client_plan import ClientTable
-from training.reading.reader import SplitReader
+from lockstep.training.comm.base import Communicator, SoloCommunicator
+from lockstep.training.plan.client_plan import ClientTable
+from lockstep.training.reading.reader import SplitReader
 
 CLIENT_DTYPES = ("int64", "string")
 

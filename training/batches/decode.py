@@ -15,10 +15,10 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.features.encode.transforms import Lists, refused_row
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.storage.errors import CorruptionError, DataError
-from training.batches.kernels import ADDRESSES, NARROWED, VALUES
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Run
-from training.reading.reader import SplitReader
+from lockstep.training.batches.kernels import ADDRESSES, NARROWED, VALUES
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.reader import SplitReader
 
 
 def record_location(reader: SplitReader, shard: int, record: int) -> str:
@@ -86,8 +86,9 @@ BYTES_AT_ONCE = 4 << 20
 class DecodedRows:
     """Some rows of a split, with each column of the encoder's `made` after the first of its two steps.
 
-    sources, forms (k,) int64: the address of each column and its form, as training.batches.kernels.scatter takes them;
-    of Lists, an (address, count) for each row. This object keeps the memory alive. `runs` are its records, in order.
+    sources, forms (k,) int64: the address of each column and its form, as lockstep.training.batches.kernels.scatter
+    takes them; of Lists, an (address, count) for each row. This object keeps the memory alive. `runs` are its records,
+    in order.
     """
 
     __slots__ = ("_kept", "forms", "has_lists", "rows", "runs", "sources")

@@ -18,13 +18,13 @@ from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.encode.transforms import refused_row
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError
-from training.batches.assembly import Assembly
-from training.batches.decode import batch_row_location, located, ordered_row_location
-from training.plan.epoch_plan import EpochPlan
-from training.plan.mixture import MixedPlan
-from training.reading.background import ReadAhead
-from training.reading.reader import SplitReader
-from training.world import World
+from lockstep.training.batches.assembly import Assembly
+from lockstep.training.batches.decode import batch_row_location, located, ordered_row_location
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.mixture import MixedPlan
+from lockstep.training.reading.background import ReadAhead
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.world import World
 
 ENCODED_AHEAD_BYTES = 48 << 20
 DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank itself reports what it waits for
@@ -55,9 +55,9 @@ class RankFeed:
     """The batches of one rank, from any step on; earlier ones are not read.
 
     `groups` are the lane groups of ghost BatchNorm; each is owned by one rank. `shares`: the lanes of each rank
-    (None: even). Raises ConfigError for more ranks than lanes or groups. Memory: that of training.batches.assembly,
-    and three chunks of encoded batches: together at most `encoded_ahead_bytes`, and at most 24 MiB unless three
-    batches are larger.
+    (None: even). Raises ConfigError for more ranks than lanes or groups. Memory: that of
+    lockstep.training.batches.assembly, and three chunks of encoded batches: together at most `encoded_ahead_bytes`, and
+    at most 24 MiB unless three batches are larger.
     """
 
     def __init__(

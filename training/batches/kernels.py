@@ -49,10 +49,10 @@ def assign_rows(
     """Compute the chunk and row of each record of some pieces of windows, and write its epoch there.
 
     pieces (p, 7) int64: the lane's number among this rank's, epoch, first sample, size, skip and count of
-    training.batches.assembly.Piece, and the start of its window's order in `orders`. A step takes `each` samples of a
-    lane and has `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. The results are
-    chunk_of and row_of (n,) int64, piece after piece, with chunk -1 for samples before `start`; epochs are written to
-    the arrays at the addresses epoch_targets (chunks,).
+    lockstep.training.batches.assembly.Piece, and the start of its window's order in `orders`. A step takes `each`
+    samples of a lane and has `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. The
+    results are chunk_of and row_of (n,) int64, piece after piece, with chunk -1 for samples before `start`; epochs are
+    written to the arrays at the addresses epoch_targets (chunks,).
     """
     at = 0
     for piece in range(len(pieces)):

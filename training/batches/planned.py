@@ -15,17 +15,17 @@ from lockstep.features.images.augment import canonical
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import several
-from training.batches.augmenting import Augmentation
-from training.batches.feed import DEADLINE_S, Batch
-from training.batches.training_set import TrainingSet
-from training.config import CACHE_BYTES, READ_AHEAD_BYTES, BadImages, Verify
-from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
-from training.plan.make_plan import make_plan, refuse_rotation
-from training.plan.mixture import MixedPlan, Plan
-from training.reading.background import ReadAhead
-from training.reading.open import verify_share
-from training.reading.reader import ReadOptions
-from training.world import World
+from lockstep.training.batches.augmenting import Augmentation
+from lockstep.training.batches.feed import DEADLINE_S, Batch
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import CACHE_BYTES, READ_AHEAD_BYTES, BadImages, Verify
+from lockstep.training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
+from lockstep.training.plan.make_plan import make_plan, refuse_rotation
+from lockstep.training.plan.mixture import MixedPlan, Plan
+from lockstep.training.reading.background import ReadAhead
+from lockstep.training.reading.open import verify_share
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.world import World
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,11 @@ class PlannedBatches:
         cache_bytes: int = CACHE_BYTES,
         verify: Verify = "start",
     ) -> PlannedBatches:
-        """Plan the batches of a split of one or more datasets. Each option means the same as the flag of `jobs.train`
-        with its name; `augment` is a text or a list of its words. With `verify` "full" this call checks every byte of
-        this rank's share of the shards against its digest.
+        """Plan the batches of a split of one or more datasets. Each option means the same as the flag of `lockstep
+        train` with its name; `augment` is a text or a list of its words. With `verify` "full" this call checks every
+        byte of this rank's share of the shards against its digest.
 
-        Batches are those of `jobs.train` with the same seed, global batch, lanes, window, mix, interleave and cache
+        Batches are those of `lockstep train` with the same seed, global batch, lanes, window, mix, interleave and cache
         groups, which are in its run.json. Raises ConfigError for options that do not fit together, NotFoundError for a
         missing dataset, CorruptionError for damage that a full verification finds.
         """

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
-from training.batches.augmenting import Augmentation
-from training.batches.feed import Batch
-from training.batches.training_set import Feed
+from lockstep.training.batches.augmenting import Augmentation
+from lockstep.training.batches.feed import Batch
+from lockstep.training.batches.training_set import Feed
 
 # Batches that are ready as tensors while a step runs, after the feed's own read-ahead. One is enough for equal steps,
 # the second evens out a slow one.

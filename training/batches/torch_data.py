@@ -16,18 +16,18 @@ import numpy.typing as npt
 from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage import documents
 from lockstep.storage.errors import ConfigError
-from training.batches.feed import Batch
-from training.batches.planned import PlannedBatches
+from lockstep.training.batches.feed import Batch
+from lockstep.training.batches.planned import PlannedBatches
 
 try:
     import torch
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 except ModuleNotFoundError as error:
     raise ConfigError(
-        "training.batches.torch_data needs PyTorch",
+        "lockstep.training.batches.torch_data needs PyTorch",
         got=str(error),
         allowed="a Python environment with PyTorch (docs/batches.md names the version it was tried with)",
-        next_step="Install it, or use training.batches.planned.numpy_batches.",
+        next_step="Install it, or use lockstep.training.batches.planned.numpy_batches.",
     ) from error
 
 NEXT_STEP, IDENTITY = "next_step", "batches"
@@ -69,7 +69,7 @@ class PlannedDataset(IterableDataset):
                 "this dataset does not know which batches of its worker processes were used",
                 got="an iteration with num_workers above 0",
                 allowed="the state of the loader that handed the batches out",
-                next_step="Use training.batches.torch_data.loader and its state_dict().",
+                next_step="Use lockstep.training.batches.torch_data.loader and its state_dict().",
             )
         return self.state_at(self._next_step)
 

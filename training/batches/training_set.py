@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
-from training.batches.audit_log import AuditLog
-from training.batches.feed import MixedFeed, RankFeed
-from training.plan.datasets import open_mixture
-from training.plan.epoch_plan import EpochPlan
-from training.plan.make_plan import plan_from
-from training.plan.mixture import MixedPlan, Plan
-from training.plan.order import Run
-from training.reading.bad_records import BadRecords, Skipped
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions, SplitReader
-from training.world import World
+from lockstep.training.batches.audit_log import AuditLog
+from lockstep.training.batches.feed import MixedFeed, RankFeed
+from lockstep.training.plan.datasets import open_mixture
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.make_plan import plan_from
+from lockstep.training.plan.mixture import MixedPlan, Plan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.bad_records import BadRecords, Skipped
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions, SplitReader
+from lockstep.training.world import World
 
 
 def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:

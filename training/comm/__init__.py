@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from training.comm.base import CALL_DEADLINE_S, Communicator, Op, SoloCommunicator
-from training.comm.hosts import host_identity, trusted_address
-from training.comm.join import Joined, join_ranks
-from training.comm.options import CommOptions
-from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
-from training.comm.tls import Credentials, Tls
-from training.world import World
+from lockstep.training.comm.base import CALL_DEADLINE_S, Communicator, Op, SoloCommunicator
+from lockstep.training.comm.hosts import host_identity, trusted_address
+from lockstep.training.comm.join import Joined, join_ranks
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.comm.tcp.communicator import TcpCommunicator, connect_tcp
+from lockstep.training.comm.tls import Credentials, Tls
+from lockstep.training.world import World
 
 __all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
 
@@ -80,14 +80,14 @@ def join(
     )
 
     def share(group: Communicator, mates: Sequence[int], within_s: float) -> Communicator:
-        from training.comm.shm.communicator import connect_shm  # its kernels load only where hosts are shared
+        from lockstep.training.comm.shm.communicator import connect_shm  # its kernels load only where hosts are shared
 
         place, exchange = (group.rank, group.num_ranks, world.generation), group.all_gather_bytes
         return connect_shm(*place, key, exchange, within_s, call_deadline_s, labels=mates, arena_bytes=arena_bytes)
 
     try:
         if options.backend in ("tensorflow", "nccl"):
-            from training.comm.tf.communicator import join_servers
+            from lockstep.training.comm.tf.communicator import join_servers
 
             servers = join_servers(world.rank, world.num_ranks, control.rendezvous, flat, options)
             return Joined(servers, None, False)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.comm.base import Communicator
-from training.comm.cost import COUNTS, AlgorithmCosts, LinkCosts
-from training.comm.tcp.communicator import TcpCommunicator
+from lockstep.training.comm.base import Communicator
+from lockstep.training.comm.cost import COUNTS, AlgorithmCosts, LinkCosts
+from lockstep.training.comm.tcp.communicator import TcpCommunicator
 
 BUDGET_S, INNER_BUDGET_S = 0.4, 0.1  # all ranks, then leaders, and the faster ranks of a host: below one second in all
 SMALL_BYTES = 256

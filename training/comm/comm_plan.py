@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.storage import documents
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import DataError
-from training.comm.cost import (
+from lockstep.training.comm.cost import (
     COUNTS,
     LARGEST_BYTES,
     AlgorithmCosts,
@@ -26,8 +26,8 @@ from training.comm.cost import (
     predict_s,
     table_of,
 )
-from training.comm.hosts import Layout
-from training.comm.tcp.algorithms import default_choice
+from lockstep.training.comm.hosts import Layout
+from lockstep.training.comm.tcp.algorithms import default_choice
 
 HIERARCHICAL = "hierarchical"
 NAMES = (*COUNTS, HIERARCHICAL)

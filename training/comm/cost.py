@@ -2,7 +2,7 @@
 
 The counts are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
 (2005), for ring and halving-doubling, and of Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth
-broadcast, reduction and scan" (2009). Pure functions; `training.comm.calibrate` measures the three costs.
+broadcast, reduction and scan" (2009). Pure functions; `lockstep.training.comm.calibrate` measures the three costs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from training.comm.tcp.algorithms import WHOLE_BYTES
-from training.comm.tcp.schedule import Program
+from lockstep.training.comm.tcp.algorithms import WHOLE_BYTES
+from lockstep.training.comm.tcp.schedule import Program
 
 PIECE_BYTES = 8 << 20  # of a buffer in two levels; docs/decisions/043-cost-model.md
 EVEN = 1.05  # times closer than this count as equal: the model is not more precise

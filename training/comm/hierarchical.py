@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import (
+from lockstep.training.comm.base import (
     Communicator,
     LinkUse,
     Op,
@@ -28,9 +28,9 @@ from training.comm.base import (
     links_of,
     part_bounds,
 )
-from training.comm.comm_plan import HIERARCHICAL
-from training.comm.cost import pieces_of
-from training.comm.hosts import Layout
+from lockstep.training.comm.comm_plan import HIERARCHICAL
+from lockstep.training.comm.cost import pieces_of
+from lockstep.training.comm.hosts import Layout
 
 LATER_S = 5.0  # for ranks to reach one call, and to report to each other what they wait for (2.5 s)
 
@@ -40,7 +40,7 @@ def _always_hierarchical(nbytes: int) -> str:
 
 
 class HierarchicalCommunicator(Communicator):
-    """A rank in a layout of several hosts. Made by `training.comm.connect`; takes over its communicators."""
+    """A rank in a layout of several hosts. Made by `lockstep.training.comm.connect`; takes over its communicators."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
+from lockstep.training.comm.base import Communicator
 
 Addresses = Mapping[str, Sequence[str]]
 

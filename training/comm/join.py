@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator
-from training.comm.calibrate import INNER_BUDGET_S, calibrate, calibrate_tcp, slowest
-from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
-from training.comm.cost import COUNTS, AlgorithmCosts
-from training.comm.hierarchical import HierarchicalCommunicator
-from training.comm.hosts import Layout, agree_on_layout
-from training.comm.options import CommOptions
-from training.comm.tcp.communicator import TcpCommunicator
+from lockstep.training.comm.base import Communicator
+from lockstep.training.comm.calibrate import INNER_BUDGET_S, calibrate, calibrate_tcp, slowest
+from lockstep.training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
+from lockstep.training.comm.cost import COUNTS, AlgorithmCosts
+from lockstep.training.comm.hierarchical import HierarchicalCommunicator
+from lockstep.training.comm.hosts import Layout, agree_on_layout
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.comm.tcp.communicator import TcpCommunicator
 
 Share = Callable[[Communicator, Sequence[int], float], Communicator]
 """(ranks of one host, their ranks among all, seconds to join) -> their shared memory.

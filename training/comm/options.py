@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from lockstep.storage.errors import ConfigError, require
-from training.comm.hosts import require_trust
+from lockstep.training.comm.hosts import require_trust
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
 UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic does not prove the sender's identity
@@ -22,7 +22,7 @@ ALGORITHMS_OF: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
-    """Options of `training.comm.connect`; by default it chooses."""
+    """Options of `lockstep.training.comm.connect`; by default it chooses."""
 
     backend: Backend = "auto"
     """`auto`: shared memory if all ranks share a host, both if some do, else TCP; any other value forces one."""

@@ -2,7 +2,7 @@
 
 The driver is the certificate authority of one launch: it makes a key, signs one certificate per rank and discards the
 key. A certificate names its rank and generation, so no rank can pass for another; both sides show theirs. The handshake
-of `training.comm.auth` runs inside, since a certificate does not prove the generation's key.
+of `lockstep.training.comm.auth` runs inside, since a certificate does not prove the generation's key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from training.comm.auth import DrivenOutError, HandshakeError
+from lockstep.training.comm.auth import DrivenOutError, HandshakeError
 
 VALID_DAYS = 7  # ranks join within minutes, but a long run may make groups of them later
 SKEW_MINUTES = 60  # the most by which hosts' clocks may differ

@@ -14,7 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator, LinkUse, Op, check_buffer
+from lockstep.training.comm.base import Communicator, LinkUse, Op, check_buffer
 
 PAIR_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
 

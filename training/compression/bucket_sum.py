@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.comm.base import Communicator, part_bounds
-from training.compression import kernels as k
-from training.compression.codecs import Codec, codec_of
-from training.compression.method import Compression
+from lockstep.training.comm.base import Communicator, part_bounds
+from lockstep.training.compression import kernels as k
+from lockstep.training.compression.codecs import Codec, codec_of
+from lockstep.training.compression.method import Compression
 
 Array = NDArray[Any]
 Tensors = dict[str, Array]

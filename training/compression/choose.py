@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from training.comm.base import Communicator
-from training.compression.bucket_sum import Array, BucketSum, CodedSum, Placed
-from training.compression.codecs import Codec, codec_of
-from training.compression.low_rank_sum import LowRankSum
-from training.compression.method import Compression
-from training.compression.sparse_sum import SparseSum
+from lockstep.training.comm.base import Communicator
+from lockstep.training.compression.bucket_sum import Array, BucketSum, CodedSum, Placed
+from lockstep.training.compression.codecs import Codec, codec_of
+from lockstep.training.compression.low_rank_sum import LowRankSum
+from lockstep.training.compression.method import Compression
+from lockstep.training.compression.sparse_sum import SparseSum
 
 
 def bucket_sum(

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.compression import kernels as k
-from training.compression.method import Compression
+from lockstep.training.compression import kernels as k
+from lockstep.training.compression.method import Compression
 
 Array = NDArray[Any]
 BLOCK = 512  # elements with one scale: 8 bits and a scale are 1 / 3.97 of float32

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.comm.base import Communicator
-from training.compression.bucket_sum import Array, BucketSum, Placed, key_of
-from training.compression.method import Compression
+from lockstep.training.comm.base import Communicator
+from lockstep.training.compression.bucket_sum import Array, BucketSum, Placed, key_of
+from lockstep.training.compression.method import Compression
 
 
 class Matrix(NamedTuple):

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from training.comm.base import Communicator
-from training.compression import kernels as k
-from training.compression.bucket_sum import Array, BucketSum, Placed
-from training.compression.method import Compression
+from lockstep.training.comm.base import Communicator
+from lockstep.training.compression import kernels as k
+from lockstep.training.compression.bucket_sum import Array, BucketSum, Placed
+from lockstep.training.compression.method import Compression
 
 FIRST_SHARE = 0.25  # of the warm-up, as in Lin et al.
 ITEM_BYTES = 8  # an index and a value

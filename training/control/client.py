@@ -12,8 +12,8 @@ from typing import Any
 
 from lockstep.storage.errors import CommunicationError, LockstepError
 from lockstep.storage.tokens import hold
-from training.control.last_words import LastWords
-from training.control.protocol import (
+from lockstep.training.control.last_words import LastWords
+from lockstep.training.control.protocol import (
     SESSION,
     STARTING,
     Channel,
@@ -25,7 +25,7 @@ from training.control.protocol import (
     present,
     result_parts,
 )
-from training.control.roster import open_order
+from lockstep.training.control.roster import open_order
 
 DRIVER = "the driver's control server"
 

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
-from training.control.client import ControlClient
-from training.world import World
+from lockstep.training.control.client import ControlClient
+from lockstep.training.world import World
 
 if TYPE_CHECKING:
-    from training.comm import CommOptions, Joined
-    from training.comm.base import Communicator
-    from training.comm.tls import Credentials
+    from lockstep.training.comm import CommOptions, Joined
+    from lockstep.training.comm.base import Communicator
+    from lockstep.training.comm.tls import Credentials
 
 JOIN_S = 120.0  # ranks start at the same time; only the import of their modules takes longer on some
 
@@ -23,8 +23,8 @@ JOIN_S = 120.0  # ranks start at the same time; only the import of their modules
 class RankContext(AbstractContextManager["RankContext"]):
     """World, control channel and payload of one rank; `host` is the address at which other ranks reach it.
 
-    `payload["comm"]`, if present, configures the communicator: `options` (training.comm.CommOptions as JSON), and
-    `freeze`, whether rank 0 sends a newly made plan to the driver by the request `comm_plan`.
+    `payload["comm"]`, if present, configures the communicator: `options` (lockstep.training.comm.CommOptions as JSON),
+    and `freeze`, whether rank 0 sends a newly made plan to the driver by the request `comm_plan`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RankContext(AbstractContextManager["RankContext"]):
         of them (None: unknown). Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
-            from training.comm import CommOptions
+            from lockstep.training.comm import CommOptions
 
             comm = self.payload.get("comm", {})
             joined = self.join(CommOptions.from_json(comm.get("options", {})), join_s, arena_bytes)
@@ -62,7 +62,7 @@ class RankContext(AbstractContextManager["RankContext"]):
 
     def join(self, options: CommOptions, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Joined:
         """Another communicator of all ranks, configured by `options`; the caller closes it. A collective."""
-        from training.comm import join
+        from lockstep.training.comm import join
 
         return join(
             self.world, self.control, self._key, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes
@@ -99,7 +99,7 @@ def context() -> RankContext | None:
         raise ConfigError(
             "this process is not a rank, but a child of one",
             got=f"{NUM_RANKS}={os.environ[NUM_RANKS]} and no connection to the driver",
-            allowed="calls to other ranks from the process that jobs.launch started",
+            allowed="calls to other ranks from the process that lockstep launch started",
             next_step=f"Make these calls in the script itself, or unset {NUM_RANKS} for a child that trains by itself.",
         )
     return _context
@@ -123,7 +123,7 @@ def communicator() -> Communicator:
     if launched is not None:
         return launched.communicator()
     if _alone is None:
-        from training.comm.base import SoloCommunicator
+        from lockstep.training.comm.base import SoloCommunicator
 
         _alone = SoloCommunicator()
     return _alone

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lockstep.storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
-from training.control.protocol import HOROVOD, OPENING, SCRIPT, SERVER, STARTING, is_final
-from training.control.task import Limits
+from lockstep.training.control.protocol import HOROVOD, OPENING, SCRIPT, SERVER, STARTING, is_final
+from lockstep.training.control.task import Limits
 
 # How native code ends a process. Arrow aborts on some Parquet footers that were forged together with their digests.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _LOOK_AT_DATA = (
-    " Native code ended it, which forged bytes can cause: `python -m jobs.verify DATASET` names a shard that is at"
-    " fault."
+    " Native code ended it, which forged bytes can cause: `lockstep verify DATASET` names a shard that is at fault."
 )
 _LOOK_AT_SLOTS = " Under Spark, a stage starts when all its slots are free: look whether other jobs' tasks hold them."
-_WAIT_LONGER = " If hosts pause or swap for that long, raise jobs.train --heartbeat-limit."
+_WAIT_LONGER = " If hosts pause or swap for that long, raise lockstep train --heartbeat-limit."
 
 
 class Weight(IntEnum):

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.auth import BACKLOG, HandshakeError, Reception
-from training.control.protocol import Channel, Role, greet
+from lockstep.training.comm.auth import BACKLOG, HandshakeError, Reception
+from lockstep.training.control.protocol import Channel, Role, greet
 
 SEND_DEADLINE_S = 10
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from lockstep.storage.errors import CommunicationError
 from lockstep.storage.tokens import held
-from training.control.listener import Listener
-from training.control.protocol import SESSION, Channel, Role, Tag, try_send
+from lockstep.training.control.listener import Listener
+from lockstep.training.control.protocol import SESSION, Channel, Role, Tag, try_send
 
 log = logging.getLogger(__name__)
 PING_EVERY_S = 2.0

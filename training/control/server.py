@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.failures import (
+from lockstep.training.control.failures import (
     Failure,
     LauncherError,
     NotLeftError,
@@ -22,8 +22,8 @@ from training.control.failures import (
     all_alike,
     failure_of,
 )
-from training.control.listener import Listener
-from training.control.protocol import (
+from lockstep.training.control.listener import Listener
+from lockstep.training.control.protocol import (
     HOROVOD,
     SCRIPT,
     STARTING,
@@ -35,7 +35,7 @@ from training.control.protocol import (
     is_final,
     try_send,
 )
-from training.control.task import Limits
+from lockstep.training.control.task import Limits
 
 log = logging.getLogger(__name__)
 PING_EVERY_S = 2.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from training.driver.stragglers import times_a_step
-from training.plan.mixture import Plan
+from lockstep.training.driver.stragglers import times_a_step
+from lockstep.training.plan.mixture import Plan
 
 WINDOW = 40  # rows of each rank, whose medians are one window; a row is a step, or a second of shorter steps
 AGREE = 2  # windows in a row in each of which the same split must be better

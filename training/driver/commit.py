@@ -17,27 +17,27 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, lost_write, publish_directory, read_back, write_file
 from lockstep.storage.urls import join
-from training.control.protocol import Tag
-from training.control.server import Handler
-from training.driver.balance import Balancer
-from training.driver.live import RunProgress
-from training.driver.memory_watch import MemoryWatch
-from training.driver.retention import empty_trash, retire
-from training.driver.status import Board
-from training.driver.stragglers import Stragglers
-from training.launch.executors import ExecutorMemory
-from training.rules import Keep, check_metric
-from training.run import notes
-from training.run.best import Best, MetricValues, find_best
-from training.run.checkpoint_division import merge
-from training.run.comm_plans import freeze_plan
-from training.run.lineage import Checkpoint, CheckpointRef, Claim, check_newest
-from training.run.metrics import BAD_RECORD, PACE, READING, USAGE, PartWriter
-from training.run.paths import RunPaths, staged_checkpoint, staged_model
+from lockstep.training.control.protocol import Tag
+from lockstep.training.control.server import Handler
+from lockstep.training.driver.balance import Balancer
+from lockstep.training.driver.live import RunProgress
+from lockstep.training.driver.memory_watch import MemoryWatch
+from lockstep.training.driver.retention import empty_trash, retire
+from lockstep.training.driver.status import Board
+from lockstep.training.driver.stragglers import Stragglers
+from lockstep.training.launch.executors import ExecutorMemory
+from lockstep.training.rules import Keep, check_metric
+from lockstep.training.run import notes
+from lockstep.training.run.best import Best, MetricValues, find_best
+from lockstep.training.run.checkpoint_division import merge
+from lockstep.training.run.comm_plans import freeze_plan
+from lockstep.training.run.lineage import Checkpoint, CheckpointRef, Claim, check_newest
+from lockstep.training.run.metrics import BAD_RECORD, PACE, READING, USAGE, PartWriter
+from lockstep.training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
 METRICS_LOOK_S = 1.0
-FORMAT_VERSION, DIFFERENCE_VERSION = 2, 3  # of checkpoints: see training.run.checkpoint
+FORMAT_VERSION, DIFFERENCE_VERSION = 2, 3  # of checkpoints: see lockstep.training.run.checkpoint
 MODEL_FORMAT_VERSION = 1
 
 
@@ -207,7 +207,7 @@ class CommitHandler:
         self._fs.mkdirs(target.rpartition("/")[0])
         self._before_rename()
         # A newer claimant sweeps away what was written before this check, so a driver that is paused after it has
-        # nothing to rename: see training.driver.retention.drop_stagings.
+        # nothing to rename: see lockstep.training.driver.retention.drop_stagings.
         check_newest(self._fs, self._paths, self._claim.generation)
         try:
             publish_directory(self._fs, staged, target)

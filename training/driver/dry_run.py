@@ -1,4 +1,4 @@
-"""`jobs.train --dry-run`: what a run would do and need, from the same checks and the same model, without a step."""
+"""`lockstep train --dry-run`: what a run would do and need, from the same checks and the same model, without a step."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
-from training.config import TrainConfig, lane_groups
-from training.control.task import Limits, RankTask
-from training.driver.preflight import preflight
-from training.driver.train import limits_of, room_for
-from training.launch.local import run_local
-from training.launch.session import Launch, SessionLauncher
-from training.plan.epoch_plan import EpochPlan
-from training.plan.mixture import MixedPlan, Plan, steps_asked
-from training.rules import CheckpointEvery
-from training.run.lineage import find_tip
-from training.run.paths import RunPaths
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.preflight import preflight
+from lockstep.training.driver.train import limits_of, room_for
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.session import Launch, SessionLauncher
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.mixture import MixedPlan, Plan, steps_asked
+from lockstep.training.rules import CheckpointEvery
+from lockstep.training.run.lineage import find_tip
+from lockstep.training.run.paths import RunPaths
 
-ENTRY = "training.rank.model_size:main"
+ENTRY = "lockstep.training.rank.model_size:main"
 MIB = 1 << 20
 
 
 def dry_run(config: TrainConfig, launch: Launch) -> str:
-    """The lines that `jobs.train --dry-run` prints; writes nothing.
+    """The lines that `lockstep train --dry-run` prints; writes nothing.
 
     Raises what `preflight` raises, ConfigError for a model that its ranks would refuse, and for slots or memory that a
     cluster does not have.

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from lockstep.storage.errors import ConfigError, LockstepError
-from training.config import TrainConfig
-from training.control.failures import LauncherError
-from training.launch.local import slots_in
-from training.launch.session import Launch, SessionLauncher
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import LauncherError
+from lockstep.training.launch.local import slots_in
+from lockstep.training.launch.session import Launch, SessionLauncher
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Pace, Progress, in_notebook
-from training.config import TrainConfig
-from training.rules import VALIDATION
-from training.run.epochs import epochs_trained, steps_in_epoch
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.run_json import read_run
+from lockstep.training.config import TrainConfig
+from lockstep.training.rules import VALIDATION
+from lockstep.training.run.epochs import epochs_trained, steps_in_epoch
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import read_run
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
@@ -43,7 +43,7 @@ class RunProgress(Protocol):
         """`done` steps are done, fewer than before after a restart; `note` is a short text such as the loss."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row of the run's metrics (training.rank.metrics)."""
+        """Take a row of the run's metrics (lockstep.training.rank.metrics)."""
 
 
 class OnTerminal(Progress):

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 FULL = 0.9  # of a limit
-WINDOW = 36  # samples of one rank: three minutes at training.rank.usage.SAMPLE_EVERY_S
+WINDOW = 36  # samples of one rank: three minutes at lockstep.training.rank.usage.SAMPLE_EVERY_S
 LEAST_BYTES = 32 << 20  # what a rank has grown by in a window, else it is steady
 AHEAD_S = 3600.0  # growth that takes longer to reach the limit is not named yet
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def growth(samples: Sequence[tuple[float, float]]) -> float:
 
 
 class MemoryWatch:
-    """Follows the ranks of one generation by their rows {kind: usage} (training.rank.usage.Usage)."""
+    """Follows the ranks of one generation by their rows {kind: usage} (lockstep.training.rank.usage.Usage)."""
 
     def __init__(self, rank_limit_bytes: int | None = None) -> None:
         """`rank_limit_bytes`: what a container that the cluster manager watches has for each of its ranks."""

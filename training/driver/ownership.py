@@ -27,7 +27,7 @@ from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, S
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import read_replaced, sweep_temporaries, write_file
 from lockstep.storage.urls import join, parent
-from training.run.lineage import (
+from lockstep.training.run.lineage import (
     CheckpointRef,
     Claim,
     SupersededError,
@@ -36,7 +36,7 @@ from training.run.lineage import (
     newest_claimed,
     superseded,
 )
-from training.run.paths import RunPaths, generation_of
+from lockstep.training.run.paths import RunPaths, generation_of
 
 log = logging.getLogger(__name__)
 REWRITE_EVERY_S = 5.0

@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
+from lockstep.process.own_code import imported_here
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute, split_url
-from training.batches.augmenting import augmentation_of, check_mixup
-from training.batches.clients import check_client_field
-from training.config import TrainConfig, lane_groups
-from training.launch.local import slots_in
-from training.launch.own_code import imported_here
-from training.models import check_name, scales_learning_rate
-from training.plan.client_plan import ClientPlan, RunPlan
-from training.plan.datasets import held_out, open_mixture, open_parts, split_of
-from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
-from training.plan.make_plan import make_plan
-from training.plan.mixture import Plan, steps_asked
-from training.plan.privacy import check_accountant
-from training.reading.open import load_encoder
-from training.run.paths import RunPaths
-from training.run.result import RunResult, find_result
-from training.run.run_json import check_run
-from training.run.weights_source import check_weights
+from lockstep.training.batches.augmenting import augmentation_of, check_mixup
+from lockstep.training.batches.clients import check_client_field
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.launch.local import slots_in
+from lockstep.training.models import check_name, scales_learning_rate
+from lockstep.training.plan.client_plan import ClientPlan, RunPlan
+from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, split_of
+from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
+from lockstep.training.plan.make_plan import make_plan
+from lockstep.training.plan.mixture import Plan, steps_asked
+from lockstep.training.plan.privacy import check_accountant
+from lockstep.training.reading.open import load_encoder
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult, find_result
+from lockstep.training.run.run_json import check_run
+from lockstep.training.run.weights_source import check_weights
 
 
 def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:

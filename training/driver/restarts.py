@@ -20,15 +20,15 @@ from lockstep.storage.errors import (
     TrainingFailedError,
 )
 from lockstep.storage.urls import join
-from training.batches.decode import batch_row, record_words, steps_decoded
-from training.config import TrainConfig, lane_groups
-from training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
-from training.driver.stop import EndedByCallerError
-from training.plan.client_plan import RunPlan
-from training.plan.datasets import open_mixture, open_parts
-from training.plan.epoch_plan import EpochPlan
-from training.plan.mixture import MixedPlan, Plan
-from training.run.lineage import SupersededError
+from lockstep.training.batches.decode import batch_row, record_words, steps_decoded
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
+from lockstep.training.driver.stop import EndedByCallerError
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.datasets import open_mixture, open_parts
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.mixture import MixedPlan, Plan
+from lockstep.training.run.lineage import SupersededError
 
 log = logging.getLogger(__name__)
 HOUR_S = 3600.0
@@ -216,7 +216,7 @@ class RestartPolicy:
         error.what += f", twice {death.where}, which no restart cures"
         error.got += f"; both times with {'; '.join(names)}"
         error.next_step = (
-            "Look at its last log lines below and at these records; `python -m jobs.verify DATASET` finds changed"
+            "Look at its last log lines below and at these records; `lockstep verify DATASET` finds changed"
             f" bytes. Mend the model, or build the dataset without the record, and {_AGAIN}"
         )
 

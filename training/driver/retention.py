@@ -16,10 +16,10 @@ from dataclasses import replace
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.urls import basename, join, parent
-from training.rules import Keep
-from training.run.best import MetricValues
-from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
-from training.run.paths import RunPaths, checkpoint_of, generation_of
+from lockstep.training.rules import Keep
+from lockstep.training.run.best import MetricValues
+from lockstep.training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
+from lockstep.training.run.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
 _SWEPT = "swept-"

@@ -21,17 +21,17 @@ from typing import Any
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from training.config import TrainConfig
-from training.control.protocol import Tag
-from training.driver.live import RunProgress
-from training.driver.stop import StopRequest
-from training.driver.stragglers import NETWORK, WELL, times_a_step
-from training.run import requests, status
-from training.run.epochs import epochs_trained
-from training.run.lineage import CheckpointRef, Claim, SupersededError
-from training.run.metrics import BAD_RECORD, STRAGGLER, USAGE
-from training.run.paths import RunPaths
-from training.run.status import RankStatus, RunStatus, now_utc
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.protocol import Tag
+from lockstep.training.driver.live import RunProgress
+from lockstep.training.driver.stop import StopRequest
+from lockstep.training.driver.stragglers import NETWORK, WELL, times_a_step
+from lockstep.training.run import requests, status
+from lockstep.training.run.epochs import epochs_trained
+from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError
+from lockstep.training.run.metrics import BAD_RECORD, STRAGGLER, USAGE
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import RankStatus, RunStatus, now_utc
 
 log = logging.getLogger(__name__)
 WRITE_EVERY_S = 5.0
@@ -40,7 +40,7 @@ ROWS = 20  # of a rank whose medians are shown
 STACKS_WITHIN_S = 20.0
 NETWORK_S = 60.0
 EVENT_LIMIT_S = 30.0
-REQUESTED = "jobs.control"
+REQUESTED = "lockstep.jobs.control"
 """Who asked for a stop that RUN/control brought."""
 
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.process.signals import is_new, signals_counted
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from training.launch.signals import is_new, signals_counted
-from training.run.lineage import CheckpointRef
-from training.run.paths import RunPaths
+from lockstep.training.run.lineage import CheckpointRef
+from lockstep.training.run.paths import RunPaths
 
 EXIT_STOPPED = 75
 """Of a driver that was stopped in good order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from training.run.metrics import STRAGGLER
+from lockstep.training.run.metrics import STRAGGLER
 
 WINDOW = 20  # steps of a rank whose median and mean count
 LEAST = 10  # steps of each rank before they are compared
@@ -202,7 +202,7 @@ class _Found:
 
 
 class Stragglers:
-    """Follows the ranks of one generation by their rows {kind: pace} (training.rank.metrics.StepClock)."""
+    """Follows the ranks of one generation by their rows {kind: pace} (lockstep.training.rank.metrics.StepClock)."""
 
     def __init__(self, rows: Sequence[int], now: Callable[[], float] = time.monotonic) -> None:
         """`rows[rank]` are its rows of a global batch."""

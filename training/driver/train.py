@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.features.schema.schema import Schema
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import (
@@ -24,33 +25,32 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
-from training.comm.options import CommOptions
-from training.config import TrainConfig, lane_groups
-from training.control.failures import MemoryKillError, PreemptedError
-from training.control.protocol import is_final
-from training.control.task import Limits, RankTask
-from training.driver.balance import Balancer
-from training.driver.commit import CommitHandler, RunHandler
-from training.driver.elastic import Slots
-from training.driver.live import OnTerminal, RunProgress
-from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
-from training.driver.preflight import CheckedRun, preflight
-from training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
-from training.driver.retention import drop_stagings, empty_trash, take_over
-from training.driver.status import Board, OnEvent
-from training.driver.stop import EndedByCallerError, StopRequest, write_stopped
-from training.launch.executors import ExecutorMemory
-from training.launch.session import Launch, Launches, SessionLauncher
-from training.launch.signals import ended_in_order
-from training.models import may_follow_length
-from training.plan.client_plan import RunPlan
-from training.plan.epoch_plan import EpochPlan
-from training.plan.mixture import MixedPlan, steps_asked
-from training.plan.privacy import privacy_of
-from training.run import notes
-from training.run.comm_plans import read_plans
-from training.run.epochs import epochs_trained, steps_in_epoch
-from training.run.lineage import (
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.failures import MemoryKillError, PreemptedError
+from lockstep.training.control.protocol import is_final
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.balance import Balancer
+from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.elastic import Slots
+from lockstep.training.driver.live import OnTerminal, RunProgress
+from lockstep.training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
+from lockstep.training.driver.preflight import CheckedRun, preflight
+from lockstep.training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
+from lockstep.training.driver.retention import drop_stagings, empty_trash, take_over
+from lockstep.training.driver.status import Board, OnEvent
+from lockstep.training.driver.stop import EndedByCallerError, StopRequest, write_stopped
+from lockstep.training.launch.executors import ExecutorMemory
+from lockstep.training.launch.session import Launch, Launches, SessionLauncher
+from lockstep.training.models import may_follow_length
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.mixture import MixedPlan, steps_asked
+from lockstep.training.plan.privacy import privacy_of
+from lockstep.training.run import notes
+from lockstep.training.run.comm_plans import read_plans
+from lockstep.training.run.epochs import epochs_trained, steps_in_epoch
+from lockstep.training.run.lineage import (
     Checkpoint,
     CheckpointRef,
     Claim,
@@ -60,13 +60,13 @@ from training.run.lineage import (
     find_tip,
     read_claims,
 )
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.run.run_json import open_run
-from training.run.weights_source import located
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.run.run_json import open_run
+from lockstep.training.run.weights_source import located
 
 log = logging.getLogger(__name__)
-ENTRY = "training.rank.runtime:main"
+ENTRY = "lockstep.training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
 
 
@@ -121,7 +121,7 @@ class Hooks:
     progress: Callable[[TrainConfig, int], RunProgress] = OnTerminal
     """Shows the run, of so many steps, while it trains."""
     model_function: str | None = None
-    """The model's function for ranks that cannot import it (training.launch.model_function)."""
+    """The model's function for ranks that cannot import it (lockstep.training.launch.model_function)."""
     on_event: str | None = None
     """The command of --on-event."""
     on_epoch: Callable[[dict[str, Any]], None] = lambda row: None
@@ -148,7 +148,8 @@ def train(
     twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
     more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
     SupersededError if another driver has taken the run over; what `hooks.ended` returns. After SIGTERM or Ctrl-C the
-    ranks have `config.stop_grace_s` to write a checkpoint; then SystemExit or StoppedRun (training.driver.stop).
+    ranks have `config.stop_grace_s` to write a checkpoint; then SystemExit or StoppedRun
+    (lockstep.training.driver.stop).
     """
     hooks = hooks or Hooks()
     on_event = OnEvent(hooks.on_event, config.run)

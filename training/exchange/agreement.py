@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import DataError
-from training.comm.base import Communicator
-from training.exchange.compare_ranks import everyones
+from lockstep.training.comm.base import Communicator
+from lockstep.training.exchange.compare_ranks import everyones
 
 FLAGS = ("stop", "checkpoint", "busy", "leave")
 CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
@@ -44,7 +44,9 @@ class Agreement:
     losses: tuple[float, ...] = ()
     """Of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
     agreed: bool = True
-    """Whether this is of all ranks; else of this rank, which trains by itself (training.strategies.local_steps)."""
+    """Whether this is of all ranks; else of this rank, which trains by itself
+    (lockstep.training.strategies.local_steps).
+    """
     equal: bool = True
     """Whether all ranks have equal weights."""
 

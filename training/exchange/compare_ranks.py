@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.storage.documents import canonical_bytes, parse_canonical
 from lockstep.storage.errors import ConfigError, LockstepError
-from training.comm.base import Communicator
+from lockstep.training.comm.base import Communicator
 
 _LAYER = re.compile(r"([\w.-]+?)(?:_([0-9]+))?(?=/)")  # a part of a path, with the number that Keras gave it
 log = logging.getLogger(__name__)

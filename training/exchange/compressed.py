@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from training.comm.base import Communicator
-from training.compression.bucket_sum import Array, BucketSum, Tensors
-from training.compression.choose import bucket_sum, measure
-from training.compression.method import Compression
-from training.exchange.buckets import Layout
+from lockstep.training.comm.base import Communicator
+from lockstep.training.compression.bucket_sum import Array, BucketSum, Tensors
+from lockstep.training.compression.choose import bucket_sum, measure
+from lockstep.training.compression.method import Compression
+from lockstep.training.exchange.buckets import Layout
 
 KIND = "compression"
 KEPT, COMMON, CHOSEN = f"{KIND}/kept/", f"{KIND}/common/", f"{KIND}/chosen"

@@ -1,7 +1,7 @@
 """The exchange of one step: a thread reduces buckets of gradients while later gradients are still computed.
 
-No TensorFlow here: `training.steps.reduction` calls `post`, `post_rows` and `finish` from the graph, with NumPy arrays.
-docs/decisions/041-keras-on-ranks.md.
+No TensorFlow here: `lockstep.training.steps.reduction` calls `post`, `post_rows` and `finish` from the graph, with
+NumPy arrays. docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator, LinkUse
-from training.compression.bucket_sum import Tensors
-from training.compression.method import NONE, Compression
-from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
-from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
-from training.exchange.compare_ranks import compare_tensors
-from training.exchange.compressed import CompressedBuckets
-from training.exchange.sparse import Rows, Table, sum_rows
+from lockstep.training.comm.base import Communicator, LinkUse
+from lockstep.training.compression.bucket_sum import Tensors
+from lockstep.training.compression.method import NONE, Compression
+from lockstep.training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
+from lockstep.training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
+from lockstep.training.exchange.compare_ranks import compare_tensors
+from lockstep.training.exchange.compressed import CompressedBuckets
+from lockstep.training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
 

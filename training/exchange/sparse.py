@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.comm.base import Communicator
+from lockstep.training.comm.base import Communicator
 
 Array = NDArray[Any]
 ROWS_FROM_BYTES = 256 << 10  # a smaller tensor is sent whole in a bucket: three messages of its own would cost more

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from training.control.failures import ApplicationEndedError
-from training.launch.executors import first_line
+from lockstep.training.control.failures import ApplicationEndedError
+from lockstep.training.launch.executors import first_line
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.spark.java_signals import signals_of_java
 from lockstep.storage.errors import ConfigError
-from training.control.failures import (
+from lockstep.training.control.failures import (
     LauncherError,
     LauncherGoneError,
     MemoryKillError,
@@ -22,11 +23,11 @@ from training.control.failures import (
     RankFailedError,
     RankState,
 )
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.devices import of_runs, shares_of_host
-from training.launch.application import ENDS_S, check_application
-from training.launch.executors import (
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.devices import of_runs, shares_of_host
+from lockstep.training.launch.application import ENDS_S, check_application
+from lockstep.training.launch.executors import (
     EXECUTOR_GPUS,
     GPU,
     RANK_MIB,
@@ -42,11 +43,10 @@ from training.launch.executors import (
     slots_outside,
     task_host,
 )
-from training.launch.process import SupervisorSpec
-from training.launch.session import Session, SessionLauncher
-from training.launch.signals import signals_of_java
-from training.launch.spares import Spare, close_all
-from training.launch.supervisor import supervise
+from lockstep.training.launch.process import SupervisorSpec
+from lockstep.training.launch.session import Session, SessionLauncher
+from lockstep.training.launch.spares import Spare, close_all
+from lockstep.training.launch.supervisor import supervise
 
 if TYPE_CHECKING:
     from pyspark import RDD, SparkContext

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
-from training.control.failures import LauncherError, RankFailedError, Weight
+from lockstep.training.control.failures import LauncherError, RankFailedError, Weight
 
 if TYPE_CHECKING:
     from pyspark import SparkConf, SparkContext

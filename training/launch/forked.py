@@ -1,7 +1,7 @@
 """Ranks that a zygote forks: the first one of this Python process waits for TensorFlow's import, the others do not.
 
 Trials of a search, folds, restarts and evaluations start in milliseconds. Where ranks see GPUs, where their entry is
-the user's and where a container counts memory, each rank is a process of its own (`training.launch.process`).
+the user's and where a container counts memory, each rank is a process of its own (`lockstep.training.launch.process`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from training.control.task import MARK
+from lockstep.training.control.task import MARK
 
 START_S = 120.0  # for the import of TensorFlow from a slow disk
 END_S = 5.0
@@ -100,7 +100,7 @@ class _Zygote:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "training.rank.zygote", str(its.fileno())],
+                [sys.executable, "-P", "-m", "lockstep.training.rank.zygote", str(its.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a rank of its own says why TensorFlow cannot be imported

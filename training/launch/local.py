@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.storage.errors import ConfigError, LockstepError
-from training import devices
-from training.control.failures import LauncherError
-from training.control.task import Limits, RankTask
-from training.launch.process import SupervisorSpec
-from training.launch.session import Session, SessionLauncher
-from training.launch.supervisor import supervise
+from lockstep.training import devices
+from lockstep.training.control.failures import LauncherError
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.process import SupervisorSpec
+from lockstep.training.launch.session import Session, SessionLauncher
+from lockstep.training.launch.supervisor import supervise
 
 LOOPBACK = "127.0.0.1"
 

@@ -1,7 +1,7 @@
 """A model's function that ranks cannot import, such as one of a notebook's cell, as text that the driver sends them.
 
 The text is base64 of a pickle by PySpark's cloudpickle. It goes to the ranks only, in the authenticated order of each
-launch, as a script of jobs.launch does; no file keeps it. `training.models` loads it.
+launch, as a script of lockstep launch does; no file keeps it. `lockstep.training.models` loads it.
 """
 
 from __future__ import annotations

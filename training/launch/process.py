@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.storage.tokens import VARIABLE, held
-from training.comm.tls import Credentials
-from training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
-from training.launch.forked import ForkedRank, fork_rank
-from training.world import World
+from lockstep.training.comm.tls import Credentials
+from lockstep.training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask, scratch_folder
+from lockstep.training.launch.forked import ForkedRank, fork_rank
+from lockstep.training.world import World
 
-OURS = "training.rank."  # entries that set no variable which TensorFlow and Keras read when they are imported
+OURS = "lockstep.training.rank."  # entries that set no variable which TensorFlow and Keras read when they are imported
 _PASSES = 5  # a process may start another one during the search
 _BETWEEN_S = 0.02
 
@@ -89,7 +89,7 @@ class Order:
     key: bytes = field(repr=False)
     limits: Limits
     devices: tuple[str, ...] = ()
-    """The only GPUs that the rank sees (training.devices)."""
+    """The only GPUs that the rank sees (lockstep.training.devices)."""
     tls: Credentials | None = None
     """The rank's certificate for ranks on other hosts; None: without encryption."""
     mark: str = field(default_factory=new_mark)
@@ -157,10 +157,10 @@ def start_rank(order: Order, last_words: int, stacks: int) -> RankProcess:
 def start_process(
     arguments: Sequence[str], mark: str, ranks_per_node: int, last_words: int, stacks: int
 ) -> subprocess.Popen[bytes]:
-    """Start `training.rank` with this process' import path; it waits for its order (`give_order`)."""
+    """Start `lockstep.training.rank` with this process' import path; it waits for its order (`give_order`)."""
     remove_abandoned_folders()
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "training.rank", *arguments],
+        [sys.executable, "-P", "-m", "lockstep.training.rank", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundError, require
 from lockstep.storage.urls import join, several
-from training.comm.options import Algorithm, Backend, CommOptions
-from training.control.failures import MemoryKillError, RankFailedError
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.output import OutputPrinter, Which
-from training.launch.script_rank import Script
-from training.launch.session import Launch, Launches
-from training.launch.signals import ended_in_order
+from lockstep.training.comm.options import Algorithm, Backend, CommOptions
+from lockstep.training.control.failures import MemoryKillError, RankFailedError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.output import OutputPrinter, Which
+from lockstep.training.launch.script_rank import Script
+from lockstep.training.launch.session import Launch, Launches
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ScriptConfig:
                     f"there is no file {path}",
                     got="a folder" if Path(path).is_dir() else "nothing at this path",
                     allowed="the script after the flags, and files of this host after --files",
-                    next_step="Correct the path; flags of jobs.launch precede the script, its arguments follow it.",
+                    next_step="Correct the path; flags of lockstep launch precede the script, its arguments follow it.",
                 )
         names = [Path(path).name for path in self.files]
         allowed = "files of different names: they come into one folder"
@@ -128,7 +128,7 @@ class ScriptHandler(Handler):
             f"rank {rank} asked for `{kind}`",
             got=kind,
             allowed="rendezvous",
-            next_step="Start a training of Lockstep by jobs.train.",
+            next_step="Start a training of Lockstep by lockstep train.",
         )
 
 
@@ -146,7 +146,9 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
     with ended_in_order(), Launches(launch, config.num_ranks, config.limits) as launches:
         for generation in range(1, config.max_restarts + 2):
             logs = join(config.logs, f"g{generation:04d}") if config.logs else None
-            task = RankTask("training.launch.script_rank:main", payload, hadoop or {}, logs, True, config.tls == "on")
+            task = RankTask(
+                "lockstep.training.launch.script_rank:main", payload, hadoop or {}, logs, True, config.tls == "on"
+            )
             try:
                 with OutputPrinter(config.output) as printer:
                     launches.run(task, generation, ScriptHandler(printer))

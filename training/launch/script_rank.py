@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.storage.errors import CommunicationError, LockstepError, TrainingFailedError
-from training.comm.hosts import local_addresses
-from training.control import context
-from training.control import context as current
-from training.control.client import ControlClient
-from training.control.context import RankContext
-from training.control.protocol import SCRIPT, Tag, error_to_json
-from training.launch.keras_fit import mend_keras_when_imported
-from training.world import World
+from lockstep.training.comm.hosts import local_addresses
+from lockstep.training.control import context
+from lockstep.training.control import context as current
+from lockstep.training.control.client import ControlClient
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import SCRIPT, Tag, error_to_json
+from lockstep.training.launch.keras_fit import mend_keras_when_imported
+from lockstep.training.world import World
 
 
 class ScriptFailedError(TrainingFailedError):
@@ -115,7 +115,7 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
     if isinstance(cause, LockstepError) and cause is not error:
         print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
         error = cause
-    vars(error)["quiet"] = True  # what training.rank asks before it prints a trace
+    vars(error)["quiet"] = True  # what lockstep.training.rank asks before it prints a trace
     return error
 
 
@@ -285,7 +285,9 @@ def _run(path: str, script: Script, control: ControlClient) -> None:
         raised = error
 
     def report(error: BaseException) -> None:
-        with contextlib.suppress(CommunicationError):  # training.rank reports the loss of the driver at the end
+        with contextlib.suppress(
+            CommunicationError
+        ):  # lockstep.training.rank reports the loss of the driver at the end
             control.send(Tag.ERROR, {"error": error_to_json(error)})
 
     end_script(begun, raised, path, Path(script.name).name, report)

@@ -13,15 +13,15 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.storage.errors import ConfigError
-from training.comm.tls import issue
-from training.control.failures import LauncherError, RankState
-from training.control.protocol import new_key
-from training.control.roster import Roster
-from training.control.server import ControlServer, Handler, not_begun
-from training.control.task import Limits, RankTask
-from training.launch.executors import FAILURES, ExecutorMemory, HostFailures, failed_host
-from training.launch.process import order_to_json
-from training.run.result import IN_PLACE, NEW_SUPERVISORS, restart_words
+from lockstep.training.comm.tls import issue
+from lockstep.training.control.failures import LauncherError, RankState
+from lockstep.training.control.protocol import new_key
+from lockstep.training.control.roster import Roster
+from lockstep.training.control.server import ControlServer, Handler, not_begun
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.executors import FAILURES, ExecutorMemory, HostFailures, failed_host
+from lockstep.training.launch.process import order_to_json
+from lockstep.training.run.result import IN_PLACE, NEW_SUPERVISORS, restart_words
 
 LOOK_S = 0.2  # between two looks for a reason to end a wait
 IDLE_S = 10.0  # for a supervisor to report that its rank has ended; it writes the last part of the log first
@@ -59,7 +59,9 @@ class Session(ABC):
         self.avoid: frozenset[str] = frozenset()
         """Hosts whose slots are used last, by supervisors that are started from now on."""
         self.spares = 0
-        """How many executors are kept ready for ranks that lose theirs (training.launch.spares); set before `run`."""
+        """How many executors are kept ready for ranks that lose theirs (lockstep.training.launch.spares); set before
+        `run`.
+        """
         self._heard_out = True  # whether every supervisor has reported the end of its last rank
         self._lock = threading.Lock()
 
@@ -192,7 +194,8 @@ class SessionLauncher(ABC):
     def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:
         """Launchers for `runs` runs at once, of `num_ranks` ranks each, with GPUs of their own.
 
-        Raises ConfigError if ranks are processes of this host, and it has GPUs but too few (training.devices.of_runs).
+        Raises ConfigError if ranks are processes of this host, and it has GPUs but too few
+        (lockstep.training.devices.of_runs).
         """
         return [self] * runs
 

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from training.control.client import RosterClient
-from training.control.last_words import new_page
-from training.control.protocol import new_key
-from training.control.roster import Roster
-from training.control.stacks import new_stacks
-from training.control.task import Limits
-from training.launch.executors import GPU, first_line, rank_profile
-from training.launch.process import OURS, end_left, new_mark, start_process
+from lockstep.training.control.client import RosterClient
+from lockstep.training.control.last_words import new_page
+from lockstep.training.control.protocol import new_key
+from lockstep.training.control.roster import Roster
+from lockstep.training.control.stacks import new_stacks
+from lockstep.training.control.task import Limits
+from lockstep.training.launch.executors import GPU, first_line, rank_profile
+from lockstep.training.launch.process import OURS, end_left, new_mark, start_process
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -17,16 +17,16 @@ from functools import partial
 from typing import IO
 
 from lockstep.storage.tokens import hold
-from training.control.client import RosterClient, SupervisorClient, open_channel
-from training.control.last_words import LastWords, new_page
-from training.control.protocol import Role, Tag
-from training.control.stacks import Stacks, new_stacks
-from training.control.task import RankTask, is_stopped
-from training.launch import spares
-from training.launch.output import LineBuffer, read_lines
-from training.launch.process import Order, RankProcess, SupervisorSpec, end_left, give_order, start_rank
-from training.run.metrics import PartWriter
-from training.run.paths import rank_name
+from lockstep.training.control.client import RosterClient, SupervisorClient, open_channel
+from lockstep.training.control.last_words import LastWords, new_page
+from lockstep.training.control.protocol import Role, Tag
+from lockstep.training.control.stacks import Stacks, new_stacks
+from lockstep.training.control.task import RankTask, is_stopped
+from lockstep.training.launch import spares
+from lockstep.training.launch.output import LineBuffer, read_lines
+from lockstep.training.launch.process import Order, RankProcess, SupervisorSpec, end_left, give_order, start_rank
+from lockstep.training.run.metrics import PartWriter
+from lockstep.training.run.paths import rank_name
 
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 2000  # so that the last lines always fit into one frame

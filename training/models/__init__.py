@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, nearest
-from training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready_model
+from lockstep.training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready_model
 
 if TYPE_CHECKING:
     import keras
@@ -86,7 +86,7 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
 
 
 def receive(name: str, text: str) -> None:
-    """Have `name` mean the function in `text`, as training.launch.model_function made it, in this process."""
+    """Have `name` mean the function in `text`, as lockstep.training.launch.model_function made it, in this process."""
     _sent[name] = text
 
 
@@ -106,7 +106,7 @@ def check_name(name: str, extra: Mapping[str, Any] | None = None, *, here: bool 
             got=name,
             allowed=", ".join(NAMES),
             next_step=(f"Did you mean `{near}`? " if near else "")
-            + "Correct --model; `python -m jobs.models` lists them. A ResNet's depth is 6n + 2, as in resnet20.",
+            + "Correct --model; `lockstep models` lists them. A ResNet's depth is 6n + 2, as in resnet20.",
         )
     if here and (missing := _missing(module)) is not None:
         raise ConfigError(
@@ -148,7 +148,7 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     """The function of a model's name; raises ConfigError listing the known names."""
     if (known := ready_model(name)) is not None:
         module, _, function = known.function.partition(":")
-        build_it = getattr(importlib.import_module(f"training.models.{module}"), function)
+        build_it = getattr(importlib.import_module(f"lockstep.training.models.{module}"), function)
         return partial(build_it, depth=depth) if (depth := depth_of(name)) else build_it
     check_name(name)
     module, _, function = name.partition(":")

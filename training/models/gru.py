@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
-from training.models.inputs import ids_of, inputs_of, last_of, pairs_of, sequence_of
-from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of, units_of
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import ids_of, inputs_of, last_of, pairs_of, sequence_of
+from lockstep.training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of, units_of
+from lockstep.training.models.ready import settings_of
 
 # Next page (conf/next_page.toml), hit@10 less that of a table of pairs on splits by visitor of its training rows, one
 # seed: 0.007 after 10 epochs, 0.001 without the pairs; with Keras' first values, a rate of 0.005 and neither pairs nor

@@ -14,8 +14,8 @@ from keras.config import floatx
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.models import ModelOptions
-from training.strategies.sharded_embedding import ShardedEmbedding
+from lockstep.training.models import ModelOptions
+from lockstep.training.strategies.sharded_embedding import ShardedEmbedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import keras
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.models import ModelOptions
-from training.models.inputs import ids_of, inputs_of, weighted_sum
-from training.models.outputs import YES_NO, compile_for
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import ids_of, inputs_of, weighted_sum
+from lockstep.training.models.outputs import YES_NO, compile_for
+from lockstep.training.models.ready import settings_of
 
 # The demo's web log (9,702 rows, global batch 128), exact test AUC after 6 epochs, two seeds: 0.001 0.709 and 0.710,
 # 0.003 0.712 and 0.712, 0.01 0.703 and 0.704 (it overfits), 0.03 0.687 and 0.695; each +- 0.025 (95 %).

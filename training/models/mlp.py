@@ -6,10 +6,10 @@ from __future__ import annotations
 import keras
 
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
-from training.models.inputs import dense_layers, embedded, ids_of, inputs_of
-from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import dense_layers, embedded, ids_of, inputs_of
+from lockstep.training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of
+from lockstep.training.models.ready import settings_of
 
 LEARNING_RATE = 0.001
 

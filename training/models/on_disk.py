@@ -27,13 +27,13 @@ from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, file_digest, lost_write, read_back, write_stream
 from lockstep.storage.urls import join, parent
-from training import models
-from training.config import TrainConfig, lane_groups
-from training.models import ModelOptions
-from training.plan.datasets import what_differs
-from training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
-from training.run.checkpoint_division import read_whole
-from training.run.weights_source import (
+from lockstep.training import models
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.models import ModelOptions
+from lockstep.training.plan.datasets import what_differs
+from lockstep.training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
+from lockstep.training.run.checkpoint_division import read_whole
+from lockstep.training.run.weights_source import (
     FITTED_PREFIX,
     MODEL_FILE,
     SCHEMA_FILE,
@@ -42,12 +42,12 @@ from training.run.weights_source import (
     checked_model,
     weights_at,
 )
-from training.steps import model_state
-from training.steps.batchnorm import GhostBatchNormalization
-from training.steps.distribute import own_class
-from training.steps.optimizers import CorrectedSGD, WarmUp
-from training.steps.patching import swapped
-from training.strategies.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
+from lockstep.training.steps import model_state
+from lockstep.training.steps.batchnorm import GhostBatchNormalization
+from lockstep.training.steps.distribute import own_class
+from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp
+from lockstep.training.steps.patching import swapped
+from lockstep.training.strategies.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
@@ -120,7 +120,7 @@ def plain_layers(model: keras.Model) -> Iterator[None]:
 
 @contextmanager
 def _plain_optimizer(model: keras.Model) -> Iterator[None]:
-    """While the model is saved, its optimizer has no class of `training.steps.optimizers`."""
+    """While the model is saved, its optimizer has no class of `lockstep.training.steps.optimizers`."""
     optimizer = getattr(model, "optimizer", None)  # the mean of several models was never compiled
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = own_class(inner)
@@ -230,7 +230,7 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def load_initial(model: keras.Model, url: str) -> None:
-    """Load the weights at `url` (training.run.weights_source) into a built model; all of them or none.
+    """Load the weights at `url` (lockstep.training.run.weights_source) into a built model; all of them or none.
 
     This runs no code from the model's file: layers are the model's own. Raises ConfigError for weights of another
     model, CorruptionError for a file that cannot be read.

@@ -33,7 +33,7 @@ def label_of(model: str, signature: Signature, *allowed: str) -> str:
             f"the model {model} does not take this label",
             got=found,
             allowed="; or ".join(f"{kind} ({DECLARED[kind]})" for kind in allowed),
-            next_step="Declare the label so in the schema, or choose another of the models that jobs.models lists.",
+            next_step="Declare the label so in the schema, or choose another of the models that lockstep models lists.",
         )
     return found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.storage.errors import ConfigError, nearest
-from training.config import Value
+from lockstep.training.config import Value
 
 _RESNET = re.compile(r"resnet(\d{1,4})")
 RESNET = "resnet{6n+2}"
@@ -67,7 +67,7 @@ class Ready:
     """A model that `--model NAME` builds."""
 
     function: str
-    """MODULE:FUNCTION below training.models."""
+    """MODULE:FUNCTION below lockstep.training.models."""
     help: str
     """What it is and which labels it takes, in one line."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -177,7 +177,7 @@ def settings_of(name: str, given: Mapping[str, Value]) -> dict[str, Any]:
                 f"the model {name} has no setting `{setting}`",
                 got=f"--set {setting}={value}{nearest(setting, known)}",
                 allowed=", ".join(known),
-                next_step="Correct --set; `python -m jobs.models` lists the settings of each model.",
+                next_step="Correct --set; `lockstep models` lists the settings of each model.",
             )
         if not known[setting].fits(value):
             raise ConfigError(

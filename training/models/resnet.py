@@ -8,11 +8,11 @@ import keras
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.models import ModelOptions
-from training.models.inputs import penalty_of
-from training.models.outputs import CLASSES, compile_for, output_of
-from training.models.ready import settings_of
-from training.steps.batchnorm import GhostBatchNormalization
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import penalty_of
+from lockstep.training.models.outputs import CLASSES, compile_for, output_of
+from lockstep.training.models.ready import settings_of
+from lockstep.training.steps.batchnorm import GhostBatchNormalization
 
 # Fashion-MNIST, 10,000 images, global batch 128, 2 epochs, ghost of 16 rows, one seed, accuracy on 2,000 test images:
 # SGD 0.1 with warm-up and cosine 0.861, 0.2 0.860; constant SGD 0.05 0.804; Adam 1e-3 0.839, 3e-3 with cosine 0.852.
@@ -37,7 +37,7 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
             f"the model resnet{depth} needs one image and one class",
             got=f"features {', '.join(f'{key} {s.shape}' for key, s in signature.features.items())}, label {label}",
             allowed="one feature (height, width, channels) and an int64 label with num_classes",
-            next_step="Build the dataset with jobs.etl_images, or use another model.",
+            next_step="Build the dataset with lockstep etl_images, or use another model.",
         )
     chosen = settings_of(f"resnet{depth}", options.extra)
     penalty = penalty_of(chosen["decay"])

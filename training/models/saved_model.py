@@ -27,9 +27,9 @@ from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import LockstepError
-from training.models.on_disk import plain_layers, upload
-from training.models.saved_images import decoded
-from training.steps.patching import swapped
+from lockstep.training.models.on_disk import plain_layers, upload
+from lockstep.training.models.saved_images import decoded
+from lockstep.training.steps.patching import swapped
 
 Encode = Callable[[tf.Tensor, tf.Tensor | None], tf.Tensor]
 """From values (n, ...) and whether each is null (n,), or None, to the model's input."""

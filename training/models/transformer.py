@@ -10,10 +10,10 @@ import numpy as np
 from keras import ops
 
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
-from training.models.inputs import ids_of, inputs_of, last_of, pairs_of, sequence_of
-from training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of, units_of
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import ids_of, inputs_of, last_of, pairs_of, sequence_of
+from lockstep.training.models.outputs import CLASSES, NUMBER, YES_NO, compile_for, label_of, output_of, units_of
+from lockstep.training.models.ready import settings_of
 
 LEARNING_RATE = 0.003
 

@@ -7,10 +7,10 @@ import keras
 from keras import ops
 
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
-from training.models.inputs import Sharding, column_of, ids_and_any_of, inputs_of, table_of, vectors
-from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import Sharding, column_of, ids_and_any_of, inputs_of, table_of, vectors
+from lockstep.training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
+from lockstep.training.models.ready import settings_of
 
 LEARNING_RATE = 0.003
 START = keras.initializers.RandomNormal(stddev=0.05)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 
 from lockstep.features.schema.signature import Signature
-from training.models import ModelOptions
-from training.models.inputs import Sharding, dense_layers, embedded, ids_and_any_of, inputs_of, weighted_sum
-from training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
-from training.models.ready import settings_of
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.inputs import Sharding, dense_layers, embedded, ids_and_any_of, inputs_of, weighted_sum
+from lockstep.training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
+from lockstep.training.models.ready import settings_of
 
 LEARNING_RATE = 0.001
 

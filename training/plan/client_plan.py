@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError, differences
-from training.config import TrainConfig
-from training.plan.datasets import split_of
-from training.plan.permutation import derive_key, shuffled
+from lockstep.training.config import TrainConfig
+from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.permutation import derive_key, shuffled
 
 CLIENT_PLAN_VERSION = 1
 I64 = npt.NDArray[np.int64]

@@ -15,10 +15,18 @@ import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, require
-from training.plan.datasets import split_of
-from training.plan.lane_count import check_lanes, check_shares, default_lanes, largest_divisor
-from training.plan.order import BlockTable, CacheGroups, EveryOrder, InterleavedLanes, Orders, Run, check_cache_groups
-from training.plan.permutation import derive_key, shuffled, shuffled_each
+from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.lane_count import check_lanes, check_shares, default_lanes, largest_divisor
+from lockstep.training.plan.order import (
+    BlockTable,
+    CacheGroups,
+    EveryOrder,
+    InterleavedLanes,
+    Orders,
+    Run,
+    check_cache_groups,
+)
+from lockstep.training.plan.permutation import derive_key, shuffled, shuffled_each
 
 PLAN_VERSION = 1
 MOST = 1 << 63  # run.json and checkpoints can store numbers below it
@@ -79,9 +87,12 @@ class EpochPlan:
     window_records: int
     """W: the samples of the window in which a lane shuffles."""
     cache_groups: int | None = None
-    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.order); None is no groups."""
+    """C: blocks stay in C groups, each read by L / C neighbouring lanes (lockstep.training.plan.order); None is no
+    groups.
+    """
     interleave: int | None = None
-    """B, from 2 up: a lane reads B parts of its span in turns (training.plan.order); None reads it in order."""
+    """B, from 2 up: a lane reads B parts of its span in turns (lockstep.training.plan.order); None reads it in order.
+    """
     version: int = PLAN_VERSION
     """Version of the rules below; another version makes other batches."""
     total: int = field(init=False, compare=False)

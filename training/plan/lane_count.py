@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lockstep.storage.errors import ConfigError
-from training.config import TrainConfig
+from lockstep.training.config import TrainConfig
 
 MAX_DEFAULT_LANES = 64
 MOST = 1 << 31  # samples of a global batch stay below it

@@ -8,9 +8,9 @@ from typing import Any
 from lockstep.storage import documents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, differences
-from training.plan.datasets import MixedManifest, split_of
-from training.plan.epoch_plan import LATER_KEYS, EpochPlan
-from training.plan.mixture import MixedPlan, Plan
+from lockstep.training.plan.datasets import MixedManifest, split_of
+from lockstep.training.plan.epoch_plan import LATER_KEYS, EpochPlan
+from lockstep.training.plan.mixture import MixedPlan, Plan
 
 NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # and the least that each can be
 

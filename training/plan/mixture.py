@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
-from training.plan.client_plan import RunPlan
-from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES, EpochPlan
-from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.epoch_plan import DEFAULT_WINDOW_BYTES, EpochPlan
+from lockstep.training.plan.lane_count import check_lanes, default_lanes, largest_divisor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.storage.errors import ConfigError
-from training.plan.lane_count import largest_divisor
-from training.plan.permutation import BlockPermutation, derive_key
+from lockstep.training.plan.lane_count import largest_divisor
+from lockstep.training.plan.permutation import BlockPermutation, derive_key
 
 I64 = npt.NDArray[np.int64]
 

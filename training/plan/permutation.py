@@ -93,7 +93,7 @@ def shuffled(key: bytes, count: int) -> npt.NDArray[np.int64]:
 
 def shuffled_each(keys: Sequence[bytes], count: int) -> npt.NDArray[np.int64]:
     """The order of `shuffled` for each of n keys: (n, count) int64, computed by a kernel."""
-    from training.plan.permutation_kernel import orders  # here, so that making a plan does not load Numba
+    from lockstep.training.plan.permutation_kernel import orders  # here, so that making a plan does not load Numba
 
     found = np.empty((len(keys), count), dtype=np.int64)
     orders(_starts(keys), found)

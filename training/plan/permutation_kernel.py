@@ -1,4 +1,4 @@
-"""Computes the orders of windows as training.plan.permutation does, without the cost of NumPy's sort."""
+"""Computes the orders of windows as lockstep.training.plan.permutation does, without the cost of NumPy's sort."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.features.schema.encodings import fitted_part
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
-from training.config import TrainConfig
+from lockstep.training.config import TrainConfig
 
 
 def check_accountant(config: TrainConfig) -> None:

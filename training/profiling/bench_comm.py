@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError, require
-from training.comm.comm_plan import HIERARCHICAL
-from training.comm.cost import COUNTS
-from training.comm.options import ALGORITHMS_OF, CommOptions
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
+from lockstep.training.comm.comm_plan import HIERARCHICAL
+from lockstep.training.comm.cost import COUNTS
+from lockstep.training.comm.options import ALGORITHMS_OF, CommOptions
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
 
 if TYPE_CHECKING:
-    from training.comm.base import Communicator
-    from training.control.context import RankContext
-    from training.launch.session import Launch
+    from lockstep.training.comm.base import Communicator
+    from lockstep.training.control.context import RankContext
+    from lockstep.training.launch.session import Launch
 
-ENTRY = "training.profiling.bench_comm:main"
+ENTRY = "lockstep.training.profiling.bench_comm:main"
 DTYPE = np.dtype(np.float32)
 MAX_BYTES = 1 << 31
 MAX_CALLS = 2000  # of one round, for tiny buffers

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.features.encode.encoder import Encoder
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.errors import require
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
-from training.comm.options import UNAUTHENTICATED, CommOptions
-from training.config import OF_TENSORFLOW, TrainConfig
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver.preflight import open_and_plan
-from training.driver.train import limits_of
-from training.launch.session import SessionLauncher
-from training.launch.signals import ended_in_order
-from training.profiling.verdict import (
+from lockstep.training.comm.options import UNAUTHENTICATED, CommOptions
+from lockstep.training.config import OF_TENSORFLOW, TrainConfig
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.preflight import open_and_plan
+from lockstep.training.driver.train import limits_of
+from lockstep.training.launch.session import SessionLauncher
+from lockstep.training.profiling.verdict import (
     CACHED,
     COLD,
     PARTS,
@@ -35,13 +35,13 @@ from training.profiling.verdict import (
     judge,
     put_together,
 )
-from training.rank import runtime
+from lockstep.training.rank import runtime
 
 if TYPE_CHECKING:
-    from training.control.context import RankContext
-    from training.launch.session import Launch
+    from lockstep.training.control.context import RankContext
+    from lockstep.training.launch.session import Launch
 
-ENTRY = "training.profiling.profile:main"
+ENTRY = "lockstep.training.profiling.profile:main"
 ROUNDS = 5
 NO_RUN = "/dev/null/no-run"
 """The run of a configuration that is only measured; nothing can be written there."""
@@ -128,7 +128,9 @@ def main(context: RankContext) -> dict[str, Any]:
     runtime.configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
-    from training.profiling.profile_rank import ProfileRank  # here, since it imports TensorFlow, which is set up now
+    from lockstep.training.profiling.profile_rank import (
+        ProfileRank,
+    )  # here, since it imports TensorFlow, which is set up now
 
     with ended_in_order(), ProfileRank(context, config) as rank:  # removes its folder on SIGTERM too
         return rank.run()

@@ -1,4 +1,5 @@
-"""A rank's part of jobs.profile_run: measures one compiled step on three kinds of data in turn, and the input only."""
+"""A rank's part of lockstep profile_run: measures one compiled step on three kinds of data in turn, and the input only.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import split_url
-from training.batches.augmenting import augmentation_of, labels_of
-from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, pipeline_options
-from training.batches.training_set import Feed, TrainingSet
-from training.config import TrainConfig, lane_groups
-from training.control.client import ControlClient
-from training.control.context import RankContext
-from training.control.protocol import OPENING
-from training.exchange.agreement import NonFinitePolicy
-from training.exchange.exchange import Exchange
-from training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
-from training.rank.callbacks import RunCallbacks
-from training.rank.metrics import StepClock
-from training.rank.prepare import RankModel, agreement_on
-from training.reading.reader import ReadOptions
-from training.run.checkpoint import HostBuffer
-from training.run.metrics import PARTS
-from training.steps import model_state
-from training.world import World
+from lockstep.training.batches.augmenting import augmentation_of, labels_of
+from lockstep.training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, pipeline_options
+from lockstep.training.batches.training_set import Feed, TrainingSet
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.client import ControlClient
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import OPENING
+from lockstep.training.exchange.agreement import NonFinitePolicy
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
+from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.rank.metrics import StepClock
+from lockstep.training.rank.prepare import RankModel, agreement_on
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.run.checkpoint import HostBuffer
+from lockstep.training.run.metrics import PARTS
+from lockstep.training.steps import model_state
+from lockstep.training.world import World
 
 
 class ProfileLoop:

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import require
-from training.config import TrainConfig
-from training.launch.local import OnHost
-from training.profiling.profile import ROUNDS, Profile, profile
-from training.profiling.verdict import PARTS, WORDS, Part
+from lockstep.training.config import TrainConfig
+from lockstep.training.launch.local import OnHost
+from lockstep.training.profiling.profile import ROUNDS, Profile, profile
+from lockstep.training.profiling.verdict import PARTS, WORDS, Part
 
 if TYPE_CHECKING:
-    from training.launch.session import Launch
+    from lockstep.training.launch.session import Launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

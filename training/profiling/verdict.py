@@ -61,12 +61,14 @@ class Measured:
     input_cpu_s: float
     """CPU time of a batch of `cached_alone`, of all threads."""
     waiting: dict[str, float]
-    """By kind: the share of a step for which the rank that waits most waited for its batch (training.rank.metrics)."""
+    """By kind: the share of a step for which the rank that waits most waited for its batch
+    (lockstep.training.rank.metrics).
+    """
 
 
 def put_together(ranks: Sequence[Mapping[str, Any]]) -> Measured:
-    """Combine the results of training.profiling.profile_rank from all ranks: {rounds: [{kind: {seconds, steps, ...}}]},
-    with the same number of rounds on each rank.
+    """Combine the results of lockstep.training.profiling.profile_rank from all ranks: {rounds: [{kind: {seconds, steps,
+    ...}}]}, with the same number of rounds on each rank.
     """
     rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))  # of each round, all ranks
 
@@ -250,7 +252,7 @@ def _storage(measured: Measured, setting: Setting) -> Iterator[str]:
             "faster disk."
         )
     if not setting.local:
-        yield "Run ranks on hosts that hold the blocks, on more hosts, or look at the DataNodes (jobs.doctor)."
+        yield "Run ranks on hosts that hold the blocks, on more hosts, or look at the DataNodes (lockstep doctor)."
 
 
 def _input(measured: Measured, setting: Setting) -> Iterator[str]:
@@ -263,7 +265,7 @@ def _input(measured: Measured, setting: Setting) -> Iterator[str]:
             "and arithmetic adapt to the cores."
         )
     if setting.decodes:
-        yield "Store images decoded and in the size that the model takes (jobs.etl_images --store pixels), or smaller."
+        yield "Store images decoded and as large as the model takes (lockstep etl_images --store pixels), or smaller."
     if setting.augment:
         yield f"Fewer or cheaper operations than --augment {setting.augment}."
     if setting.wide:
@@ -286,7 +288,7 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
         "depend on the batch; with --micro-batches it needs no more memory."
     )
     yield (
-        f"python -m jobs.bench_comm --num-ranks {setting.num_ranks}: checks the speed of the network; fewer hosts with "
+        f"lockstep bench_comm --num-ranks {setting.num_ranks}: checks the speed of the network; fewer hosts with "
         "more ranks each send less."
     )
 

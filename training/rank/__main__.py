@@ -1,4 +1,4 @@
-"""One rank's process: `python -m training.rank`, started by a supervisor.
+"""One rank's process: `python -m lockstep.training.rank`, started by a supervisor.
 
 Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
 supervisor is gone. With an argument, the GPUs that it may see, it is a spare: it imports TensorFlow before its order.
@@ -26,16 +26,16 @@ from typing import Any, NoReturn
 
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
-from training import devices
-from training.comm.hosts import route_address
-from training.comm.tls import Credentials
-from training.control.client import ControlClient, open_channel
-from training.control.context import RankContext
-from training.control.last_words import LastWords
-from training.control.protocol import Role, Tag, error_to_json, is_final
-from training.control.stacks import answer_with_stacks
-from training.control.task import RankTask, is_stopped
-from training.world import World
+from lockstep.training import devices
+from lockstep.training.comm.hosts import route_address
+from lockstep.training.comm.tls import Credentials
+from lockstep.training.control.client import ControlClient, open_channel
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.last_words import LastWords
+from lockstep.training.control.protocol import Role, Tag, error_to_json, is_final
+from lockstep.training.control.stacks import answer_with_stacks
+from lockstep.training.control.task import RankTask, is_stopped
+from lockstep.training.world import World
 
 PARENT_LOOK_S = 1.0
 
@@ -123,8 +123,8 @@ def main(files: Mapping[str, int]) -> int:
 def _import_early(gpus: str) -> None:
     with contextlib.suppress(ConfigError):  # of GPUs that cannot be used: it comes again with the order
         devices.expose(devices.listed({devices.VISIBLE: gpus}) or (), os.environ, socket.gethostname())
-        importlib.import_module("training.rank.runtime").import_tensorflow()
-        importlib.import_module("training.rank.fit")
+        importlib.import_module("lockstep.training.rank.runtime").import_tensorflow()
+        importlib.import_module("lockstep.training.rank.fit")
 
 
 def _order() -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
-from training.run.checkpoint import Tensors
+from lockstep.training.run.checkpoint import Tensors
 
 KIND = "callbacks"
 MAX_STATE_BYTES = 256 << 10  # it is sent to the driver in one frame

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import keras
 
-from training.steps.model_state import as_floats
+from lockstep.training.steps.model_state import as_floats
 
 
 class Loop(Protocol):

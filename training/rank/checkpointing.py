@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from training.config import TrainConfig
-from training.control.client import ControlClient
-from training.exchange.agreement import Agreement, NonFiniteError
-from training.exchange.compare_ranks import WeightCheck
-from training.exchange.exchange import Exchange
-from training.rank.metrics import Saved, StepClock, StepReports
-from training.rules import CheckpointEvery
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.client import ControlClient
+from lockstep.training.exchange.agreement import Agreement, NonFiniteError
+from lockstep.training.exchange.compare_ranks import WeightCheck
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.rank.metrics import Saved, StepClock, StepReports
+from lockstep.training.rules import CheckpointEvery
 
 if TYPE_CHECKING:
-    from training.rank.saver import Progress, Saver
+    from lockstep.training.rank.saver import Progress, Saver
 
 # A cautious guess for a shared cluster, where executors are preempted and nodes drained. It need not be good: a mean
 # time that is 6 times off, either way, makes the cost of checkpoints and lost steps 1.43 times the least, which itself

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lockstep.storage.errors import require
-from training.rules import StopRule, check_metric, of_validation
+from lockstep.training.rules import StopRule, check_metric, of_validation
 
 
 class EarlyStop(keras.callbacks.Callback):

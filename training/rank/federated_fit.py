@@ -12,19 +12,19 @@ import tensorflow as tf
 from lockstep.features.encode.encoder import Encoded
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.batches.audit_log import AuditLog
-from training.batches.clients import ClientRows, check_client_field, read_table
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.plan.client_plan import ClientPlan, RunPlan
-from training.rank.fit import Fit
-from training.rank.metrics import reading_row
-from training.rank.prepare import JoinedModel
-from training.rank.validation import Beats
-from training.steps.draws import draws_of_step
-from training.steps.model_state import as_floats, derive_seeds
-from training.strategies.federated import Federated, check_normalisation
-from training.strategies.local_steps import LocalExchange
+from lockstep.training.batches.audit_log import AuditLog
+from lockstep.training.batches.clients import ClientRows, check_client_field, read_table
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.plan.client_plan import ClientPlan, RunPlan
+from lockstep.training.rank.fit import Fit
+from lockstep.training.rank.metrics import reading_row
+from lockstep.training.rank.prepare import JoinedModel
+from lockstep.training.rank.validation import Beats
+from lockstep.training.steps.draws import draws_of_step
+from lockstep.training.steps.model_state import as_floats, derive_seeds
+from lockstep.training.strategies.federated import Federated, check_normalisation
+from lockstep.training.strategies.local_steps import LocalExchange
 
 MEMORY_SHARE = 0.25
 """Of the free memory of a host, for the samples of its ranks' clients; while they are read they take it twice."""

@@ -16,35 +16,35 @@ from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.batches.audit_log import AuditLog, sample_hex
-from training.batches.augmenting import augmentation_of, labels_of
-from training.batches.feed import Batch
-from training.batches.tf_dataset import FeedPipeline
-from training.batches.training_set import TrainingSet
-from training.comm.base import Communicator, SoloCommunicator
-from training.config import TrainConfig, lane_groups
-from training.control.context import RankContext
-from training.control.protocol import OPENING, json_safe
-from training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
-from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
-from training.models.on_disk import export, load_initial, plain_model
-from training.plan.client_plan import RunPlan
-from training.plan.mixture import Plan, steps_asked
-from training.rank.callbacks import RunCallbacks
-from training.rank.checkpointing import Checkpoints
-from training.rank.early_stop import EarlyStop
-from training.rank.metrics import StepClock, StepReports, reading_row
-from training.rank.prepare import JoinedModel, RankModel, agreement_on
-from training.rank.saver import Progress, Saver
-from training.rank.validation import Validation
-from training.reading.bad_records import BadRecords
-from training.reading.open import OpenSplit, verify_share
-from training.reading.reader import ReadOptions
-from training.rules import StopRule, of_validation
-from training.run.metrics import BAD_RECORD
-from training.run.paths import staged_model
-from training.steps.distribute_checks import compare_start
-from training.steps.model_state import (
+from lockstep.training.batches.audit_log import AuditLog, sample_hex
+from lockstep.training.batches.augmenting import augmentation_of, labels_of
+from lockstep.training.batches.feed import Batch
+from lockstep.training.batches.tf_dataset import FeedPipeline
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.comm.base import Communicator, SoloCommunicator
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import OPENING, json_safe
+from lockstep.training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
+from lockstep.training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
+from lockstep.training.models.on_disk import export, load_initial, plain_model
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.mixture import Plan, steps_asked
+from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.rank.checkpointing import Checkpoints
+from lockstep.training.rank.early_stop import EarlyStop
+from lockstep.training.rank.metrics import StepClock, StepReports, reading_row
+from lockstep.training.rank.prepare import JoinedModel, RankModel, agreement_on
+from lockstep.training.rank.saver import Progress, Saver
+from lockstep.training.rank.validation import Validation
+from lockstep.training.reading.bad_records import BadRecords
+from lockstep.training.reading.open import OpenSplit, verify_share
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.rules import StopRule, of_validation
+from lockstep.training.run.metrics import BAD_RECORD
+from lockstep.training.run.paths import staged_model
+from lockstep.training.steps.distribute_checks import compare_start
+from lockstep.training.steps.model_state import (
     METRICS,
     WEIGHTS,
     as_floats,
@@ -53,9 +53,9 @@ from training.steps.model_state import (
     tensors_of,
     variables_of,
 )
-from training.steps.other_optimizers import others_of
-from training.steps.own_fit import of_all_ranks, only_on_leader
-from training.strategies.sharded_embedding import Tables, check_fits
+from lockstep.training.steps.other_optimizers import others_of
+from lockstep.training.steps.own_fit import of_all_ranks, only_on_leader
+from lockstep.training.strategies.sharded_embedding import Tables, check_fits
 
 log = logging.getLogger(__name__)
 

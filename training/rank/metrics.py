@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from training.comm.base import LinkUse
-from training.control.client import ControlClient
-from training.reading.reader import SplitReader
-from training.run.metrics import PACE, PARTS, READING
+from lockstep.training.comm.base import LinkUse
+from lockstep.training.control.client import ControlClient
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.run.metrics import PACE, PARTS, READING
 
 ROW_EVERY_S = 1.0  # at most one row in this time, so that rows do not slow down steps
 PACE_STEPS = 10  # a row of their times after so many, or after ROW_EVERY_S: a slow rank is named within 50 steps

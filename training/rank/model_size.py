@@ -1,19 +1,19 @@
-"""What a model is and needs on a rank, before any run: the entry that `jobs.train --dry-run` starts as one rank."""
+"""What a model is and needs on a rank, before any run: the entry that `lockstep train --dry-run` starts as one rank."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from training.batches.augmenting import labels_of
-from training.batches.training_set import TrainingSet
-from training.config import TrainConfig, lane_groups
-from training.models import receive
-from training.rank.metrics import resident_bytes
-from training.rank.runtime import configure
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.models import receive
+from lockstep.training.rank.metrics import resident_bytes
+from lockstep.training.rank.runtime import configure
 
 if TYPE_CHECKING:
-    from training.control.context import RankContext
+    from lockstep.training.control.context import RankContext
 
 
 def main(context: RankContext) -> dict[str, Any]:
@@ -27,8 +27,8 @@ def main(context: RankContext) -> dict[str, Any]:
     if text := context.payload.get("model_function"):
         receive(config.model, text)
     configure(replace(context.world, num_ranks=1), precision=config.precision, seed=config.seed)
-    from training.rank.memory import reckoned_bytes, variable_bytes
-    from training.rank.prepare import check_metrics, metric_names, prepare
+    from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
+    from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
     data = TrainingSet.at(config.datasets, config.split, config.mix)
     signature = labels_of(config, data.encoder.signature)

@@ -13,43 +13,43 @@ import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, LockstepError
-from training.batches.tf_dataset import FeedPipeline, to_device
-from training.comm.base import Communicator
-from training.comm.tree_sums import TreeSums
-from training.compression.method import NONE, Compression
-from training.config import OF_TENSORFLOW, TrainConfig, lane_groups
-from training.control.context import RankContext
-from training.exchange.agreement import Agreement, NonFinitePolicy
-from training.exchange.compare_ranks import view_of
-from training.exchange.exchange import Exchange
-from training.models import ModelOptions, build
-from training.models.ready import ready_model
-from training.plan.client_plan import RunPlan
-from training.plan.lane_count import units_of
-from training.plan.mixture import Plan
-from training.rank.callbacks import RunCallbacks
-from training.rank.memory import arena_bytes, reckoned_bytes
-from training.rank.metrics import resident_bytes
-from training.rules import VALIDATION, CheckpointEvery, StopRule, check_metric
-from training.scoring.score_split import DATA_LOSS
-from training.scoring.scores import BINARY, CLASSES
-from training.steps.batchnorm import normalisations, statistics_of
-from training.steps.canonical import CanonicalStep
-from training.steps.distribute import distribute, exchange_of, finalize, steps_of
-from training.steps.metric_sums import check_metric_sums
-from training.steps.model_state import build_all, zeros_of
-from training.steps.optimizers import Scaled, scale_learning_rate
-from training.steps.other_optimizers import build_others, optimizers_of, others_of
-from training.steps.rank_step import RankStep
-from training.steps.reduction import exchange_for
-from training.steps.row_means import Steps, check_row_means, some_rows
-from training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
-from training.strategies.delay import Delayed, DelayedExchange
-from training.strategies.every_step import EveryStep
-from training.strategies.local_steps import LocalExchange, LocalSteps
-from training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
-from training.strategies.parameter_server import ServedExchange, ServedSteps
-from training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
+from lockstep.training.batches.tf_dataset import FeedPipeline, to_device
+from lockstep.training.comm.base import Communicator
+from lockstep.training.comm.tree_sums import TreeSums
+from lockstep.training.compression.method import NONE, Compression
+from lockstep.training.config import OF_TENSORFLOW, TrainConfig, lane_groups
+from lockstep.training.control.context import RankContext
+from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.models import ModelOptions, build
+from lockstep.training.models.ready import ready_model
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.lane_count import units_of
+from lockstep.training.plan.mixture import Plan
+from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.rank.memory import arena_bytes, reckoned_bytes
+from lockstep.training.rank.metrics import resident_bytes
+from lockstep.training.rules import VALIDATION, CheckpointEvery, StopRule, check_metric
+from lockstep.training.scoring.score_split import DATA_LOSS
+from lockstep.training.scoring.scores import BINARY, CLASSES
+from lockstep.training.steps.batchnorm import normalisations, statistics_of
+from lockstep.training.steps.canonical import CanonicalStep
+from lockstep.training.steps.distribute import distribute, exchange_of, finalize, steps_of
+from lockstep.training.steps.metric_sums import check_metric_sums
+from lockstep.training.steps.model_state import build_all, zeros_of
+from lockstep.training.steps.optimizers import Scaled, scale_learning_rate
+from lockstep.training.steps.other_optimizers import build_others, optimizers_of, others_of
+from lockstep.training.steps.rank_step import RankStep
+from lockstep.training.steps.reduction import exchange_for
+from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
+from lockstep.training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
+from lockstep.training.strategies.delay import Delayed, DelayedExchange
+from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.local_steps import LocalExchange, LocalSteps
+from lockstep.training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
+from lockstep.training.strategies.parameter_server import ServedExchange, ServedSteps
+from lockstep.training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 
 
 @dataclass(frozen=True, slots=True)

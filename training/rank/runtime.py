@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
-from training.comm.options import UNAUTHENTICATED
-from training.config import TrainConfig
-from training.control.task import MARK, SCRATCH_LOCK, scratch_folder
-from training.devices import listed
-from training.models import receive
-from training.rank.usage import Usage
-from training.strategies.server import Server
-from training.world import World
+from lockstep.training.comm.options import UNAUTHENTICATED
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import MARK, SCRATCH_LOCK, scratch_folder
+from lockstep.training.devices import listed
+from lockstep.training.models import receive
+from lockstep.training.rank.usage import Usage
+from lockstep.training.strategies.server import Server
+from lockstep.training.world import World
 
 if TYPE_CHECKING:
-    from training.control.context import RankContext
-    from training.rank.fit import Fit
+    from lockstep.training.control.context import RankContext
+    from lockstep.training.rank.fit import Fit
 
 # Set before the first import of TensorFlow, which reads them once. Level 3 logs only fatal errors; other errors reach
 # Python as exceptions.
@@ -178,7 +178,7 @@ def main(context: RankContext) -> dict[str, Any]:
 
 def fit_of(config: TrainConfig) -> type[Fit]:
     """What trains a rank of `config`. Imports TensorFlow, which must be set up before."""
-    from training.rank.federated_fit import FederatedFit
-    from training.rank.fit import Fit
+    from lockstep.training.rank.federated_fit import FederatedFit
+    from lockstep.training.rank.fit import Fit
 
     return FederatedFit if config.is_federated else Fit

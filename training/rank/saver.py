@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join, split_url
-from training.batches.audit_log import AuditLog
-from training.comm.base import Communicator
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.protocol import json_safe
-from training.exchange.exchange import Exchange
-from training.rank import callback_state
-from training.rank.early_stop import EarlyStop
-from training.rank.metrics import Saved
-from training.run import checkpoint_division
-from training.run.checkpoint import (
+from lockstep.training.batches.audit_log import AuditLog
+from lockstep.training.comm.base import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import json_safe
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.rank import callback_state
+from lockstep.training.rank.early_stop import EarlyStop
+from lockstep.training.rank.metrics import Saved
+from lockstep.training.run import checkpoint_division
+from lockstep.training.run.checkpoint import (
     HostBuffer,
     Tensors,
     TensorSpec,
@@ -46,12 +46,12 @@ from training.run.checkpoint import (
     upload,
     write_bytes,
 )
-from training.run.checkpoint_division import Piece, read_parts, read_parts_and_own, whole_tensors
-from training.run.late_copy import LateCopy
-from training.run.paths import RunPaths, staged_checkpoint
-from training.steps import model_state
-from training.strategies.every_step import EveryStep
-from training.strategies.sharded_embedding import TABLES, Tables
+from lockstep.training.run.checkpoint_division import Piece, read_parts, read_parts_and_own, whole_tensors
+from lockstep.training.run.late_copy import LateCopy
+from lockstep.training.run.paths import RunPaths, staged_checkpoint
+from lockstep.training.steps import model_state
+from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.sharded_embedding import TABLES, Tables
 
 CLASS_COUNTS = "class_counts/epoch"
 MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer
@@ -243,7 +243,9 @@ class Saver:
             self._metrics = partial(model_state.load_metrics, self._model, mine, url, takes_sums=takes)
         self._exchange.restore_compression(parts, divide=not same)
         self.last_step = int(found.manifest["step"])
-        by_rule = rule is not None and rule["reason"] is not None  # training.rank.fit asks the rule of this call
+        by_rule = (
+            rule is not None and rule["reason"] is not None
+        )  # lockstep.training.rank.fit asks the rule of this call
         stopped = bool(saved["stopped"]) and not by_rule and self._config.epochs <= int(saved["epochs"])
         counts = [part[CLASS_COUNTS] for part in parts if takes_sums and CLASS_COUNTS in part]
         return Progress(

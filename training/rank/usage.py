@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from lockstep.storage.errors import LockstepError
-from training.control.client import ControlClient
-from training.devices import listed
-from training.run.metrics import USAGE
+from lockstep.training.control.client import ControlClient
+from lockstep.training.devices import listed
+from lockstep.training.run.metrics import USAGE
 
 SAMPLE_EVERY_S = 5.0
 CHILDREN_EVERY = 6  # samples: to look for children takes four times as long as the rest, with 60 threads

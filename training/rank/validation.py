@@ -13,18 +13,18 @@ import keras
 import tensorflow as tf
 
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
-from training.batches.augmenting import labels_of
-from training.comm.base import Communicator
-from training.config import TrainConfig
-from training.control.client import ControlClient
-from training.rank.callbacks import RunCallbacks
-from training.reading.open import OpenSplit
-from training.rules import VALIDATION
-from training.scoring.score_split import Outputs, score
-from training.scoring.scores import BATCH_ROWS
-from training.steps.model_state import METRICS, SEEDS, variables_of
-from training.steps.patching import swapped
-from training.strategies.sharded_embedding import Tables
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.comm.base import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.client import ControlClient
+from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.rules import VALIDATION
+from lockstep.training.scoring.score_split import Outputs, score
+from lockstep.training.scoring.scores import BATCH_ROWS
+from lockstep.training.steps.model_state import METRICS, SEEDS, variables_of
+from lockstep.training.steps.patching import swapped
+from lockstep.training.strategies.sharded_embedding import Tables
 
 BEAT_EVERY_S = 1.0
 
@@ -62,8 +62,8 @@ class Validation:
         """Of all validations since this process began."""
 
     def after(self, step: int) -> Validated:
-        """Score the split with the model after optimizer step `step`, as jobs.evaluate scores its checkpoint, and call
-        the callbacks' test hooks. A collective.
+        """Score the split with the model after optimizer step `step`, as lockstep evaluate scores its checkpoint, and
+        call the callbacks' test hooks. A collective.
         """
         began = time.monotonic()
         beat = Beats(self._control, step)

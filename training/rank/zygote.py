@@ -1,6 +1,7 @@
-"""A process that has imported TensorFlow and forks ranks: `python -m training.rank.zygote FD`, started by a supervisor.
+"""A process that has imported TensorFlow and forks ranks: `python -m lockstep.training.rank.zygote FD`, started by a
+supervisor.
 
-FD is a socket on which the files of each new rank come (training.launch.forked). No session of TensorFlow, no
+FD is a socket on which the files of each new rank come (lockstep.training.launch.forked). No session of TensorFlow, no
 communicator and no code of the user's is here before a fork, so a forked rank begins as any other does. It ends when
 the socket is closed and its ranks have ended, or when no rank has come for KEPT_S.
 """
@@ -17,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
-from training.rank import __main__ as rank
+from lockstep.training.rank import __main__ as rank
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_S = 600.0  # a notebook, whose next run may be an hour away, gets its memory back
@@ -37,8 +38,8 @@ def main() -> None:
     # Batch systems send these to every process of a job. It ends with its supervisor: ranks that leave need it so long.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
-    importlib.import_module("training.rank.runtime").import_tensorflow()
-    importlib.import_module("training.rank.fit")
+    importlib.import_module("lockstep.training.rank.runtime").import_tensorflow()
+    importlib.import_module("lockstep.training.rank.fit")
     children: dict[int, Child] = {}
     opened = True
     while opened or children:

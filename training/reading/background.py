@@ -96,7 +96,7 @@ class ReadAhead(Generic[T]):
                 f"no samples came for {self._deadline_s:g} s",
                 got=f"still waiting for {self._waiting_for()}",
                 allowed=f"the next batch within {self._deadline_s:g} s",
-                next_step="Look at the file system's health (`python -m jobs.doctor`), then start the run again.",
+                next_step="Look at the file system's health (`lockstep doctor`), then start the run again.",
             ) from None
         if isinstance(answer, tuple):
             return answer[0]

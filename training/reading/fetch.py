@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Protocol
 
 from lockstep.storage.errors import LockstepError, StorageError, StorageTimeoutError
-from training.config import READ_AHEAD_BYTES
-from training.reading.background import JOIN_S, end_at_exit
+from lockstep.training.config import READ_AHEAD_BYTES
+from lockstep.training.reading.background import JOIN_S, end_at_exit
 
 Buffer = bytes | memoryview
 
@@ -368,7 +368,7 @@ class BlockFetcher:
                     f"bytes {start} to {stop} of {self._name_of(shard)} were not read within {self._deadline_s:g} s",
                     got="a read that still runs" if found is not None else f"{len(self._ranges)} reads before it",
                     allowed=f"a range of {self.range_bytes} bytes within {self._deadline_s:g} s",
-                    next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
+                    next_step="Look at the file system's health (`lockstep doctor`), then start again.",
                 )
 
     def _start(self) -> None:

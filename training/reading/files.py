@@ -15,8 +15,8 @@ import numpy as np
 
 from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
-from training.reading.buffer_pool import Slabs
-from training.reading.cache import BlockCache, BlockId
+from lockstep.training.reading.buffer_pool import Slabs
+from lockstep.training.reading.cache import BlockCache, BlockId
 
 MOST_OPEN = 64  # idle files; an HDFS file keeps the locations of its blocks, a local one a descriptor
 
@@ -181,7 +181,7 @@ class CachedBytes:
                         f"a block of {self._files.url(shard)} was not read within {_WAIT_S:g} s",
                         got="a read by another thread still runs",
                         allowed="the block",
-                        next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
+                        next_step="Look at the file system's health (`lockstep doctor`), then start again.",
                     )
             self._under_way |= keys
 

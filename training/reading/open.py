@@ -16,9 +16,9 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
-from training.plan.datasets import held_out, open_parts
-from training.reading.bad_records import Skipped
-from training.reading.reader import ReadOptions, SplitReader
+from lockstep.training.plan.datasets import held_out, open_parts
+from lockstep.training.reading.bad_records import Skipped
+from lockstep.training.reading.reader import ReadOptions, SplitReader
 
 
 def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | None = None) -> Encoder:
@@ -89,8 +89,8 @@ class OpenSplit:
         training: bool = False,
         options: ReadOptions | None = None,
     ) -> Self:
-        """Open a split of one dataset, or of several as training.plan.datasets joins them, with all checks that are
-        made at the start. `training` chooses the statistics for training among those fitted for each fold.
+        """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
+        that are made at the start. `training` chooses the statistics for training among those fitted for each fold.
         """
         parts, manifest = open_parts(datasets, split)
         first = parts[0]

@@ -23,16 +23,16 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from training.config import READ_AHEAD_BYTES, TrainConfig
-from training.plan.datasets import split_of
-from training.plan.order import BlockTable, Run
-from training.reading.background import end_in_thread
-from training.reading.bad_records import BadRecords, Skipped, blocks_near, with_ids
-from training.reading.cache import BlockCache, CacheCounts
-from training.reading.fetch import BlockFetcher, Buffer, FetchCounts
-from training.reading.files import CachedBytes, CachedShard, ShardFiles
-from training.reading.parquet_shard import ParquetShard
-from training.reading.shards import Shard, ShardOpener, TFRecordShard
+from lockstep.training.config import READ_AHEAD_BYTES, TrainConfig
+from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.order import BlockTable, Run
+from lockstep.training.reading.background import end_in_thread
+from lockstep.training.reading.bad_records import BadRecords, Skipped, blocks_near, with_ids
+from lockstep.training.reading.cache import BlockCache, CacheCounts
+from lockstep.training.reading.fetch import BlockFetcher, Buffer, FetchCounts
+from lockstep.training.reading.files import CachedBytes, CachedShard, ShardFiles
+from lockstep.training.reading.parquet_shard import ParquetShard
+from lockstep.training.reading.shards import Shard, ShardOpener, TFRecordShard
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Block:
     hinted: int = 0
     """Rows that hints have named since the block is kept and no run has read yet: it must be kept for them."""
     prepared: object = None
-    """What training.batches.decode made of the rows: it reads a block strip by strip, and makes it once."""
+    """What lockstep.training.batches.decode made of the rows: it reads a block strip by strip, and makes it once."""
 
 
 class SplitReader:
@@ -189,7 +189,7 @@ class SplitReader:
         return self._fetcher.counts
 
     def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
-        """Append the shards of another split; training.plan.datasets says which fit together."""
+        """Append the shards of another split; lockstep.training.plan.datasets says which fit together."""
         info = split_of(manifest, split)
         self._records += [shard.records for shard in info.shards]
         self._bytes += sum(shard.bytes for shard in info.shards)

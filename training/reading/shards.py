@@ -18,7 +18,7 @@ from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
-from training.reading.parquet_shard import ParquetShard
+from lockstep.training.reading.parquet_shard import ParquetShard
 
 _LINES = b"0123456789 \n"
 

@@ -1,6 +1,6 @@
 """Checks the audits of a run, along its chain of checkpoints: was each sample of each epoch used exactly once?
 
-`training.batches.audit_log` writes the files and describes their format.
+`lockstep.training.batches.audit_log` writes the files and describes their format.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
-from training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
-from training.batches.clients import read_table
-from training.batches.training_set import TrainingSet, sample_ids
-from training.config import LANE_GROUPS
-from training.plan.client_plan import ClientPlan
-from training.plan.epoch_plan import EpochPlan
-from training.plan.mixture import MixedPlan, Plan
-from training.plan.order import Run
-from training.reading.bad_records import BadRecords, Skipped
-from training.reading.reader import SplitReader
-from training.results.audit_clients import check_clients
-from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
-from training.run.metrics import BAD_RECORD, read_rows
-from training.run.paths import RunPaths, audit_step_of
-from training.run.run_json import read_run
+from lockstep.training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
+from lockstep.training.batches.clients import read_table
+from lockstep.training.batches.training_set import TrainingSet, sample_ids
+from lockstep.training.config import LANE_GROUPS
+from lockstep.training.plan.client_plan import ClientPlan
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.mixture import MixedPlan, Plan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.bad_records import BadRecords, Skipped
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.results.audit_clients import check_clients
+from lockstep.training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
+from lockstep.training.run.metrics import BAD_RECORD, read_rows
+from lockstep.training.run.paths import RunPaths, audit_step_of
+from lockstep.training.run.run_json import read_run
 
 _LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
 _MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
@@ -401,7 +401,7 @@ def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str
                 f"{paths.root} has no claim of generation {ref.generation}",
                 got=f"claims {sorted(claims)}",
                 allowed="a claim for each generation of the chain",
-                next_step=f"Run `python -m jobs.verify {paths.root}`.",
+                next_step=f"Run `lockstep verify {paths.root}`.",
             )
         found.append(_files_of(fs, paths, ref))
         ref = claims[ref.generation].parent

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from training.batches.audit_log import sample_hex
-from training.plan.client_plan import ClientPlan, ClientTable
+from lockstep.training.batches.audit_log import sample_hex
+from lockstep.training.plan.client_plan import ClientPlan, ClientTable
 
 if TYPE_CHECKING:
-    from training.results.audit import Part, Span
+    from lockstep.training.results.audit import Part, Span
 
 I64 = npt.NDArray[np.int64]
 

@@ -15,11 +15,11 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename, join
-from training.control.protocol import json_safe
-from training.results.pages import estimate
-from training.rules import is_error
-from training.run.paths import RunPaths
-from training.scoring.scores import (
+from lockstep.training.control.protocol import json_safe
+from lockstep.training.results.pages import estimate
+from lockstep.training.rules import is_error
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.scoring.scores import (
     OutputForm,
     RowMetric,
     output_columns,
@@ -60,8 +60,8 @@ def scores_of(
 def store(run: str, baseline: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Store a baseline's result with that of the run's model on the same rows; returns the URL.
 
-    `model` is a result of training.results.evaluate. The name follows from what was computed: the same baseline again
-    replaces its file.
+    `model` is a result of lockstep.training.results.evaluate. The name follows from what was computed: the same
+    baseline again replaces its file.
     """
     fs, scores = filesystem(run), ("metrics", "intervals", "class_counts")
     identity = sha256_hex(canonical_bytes({name: baseline[name] for name in baseline if name not in scores}))[:12]

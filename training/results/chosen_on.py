@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import LockstepError
-from training.rules import of_validation
+from lockstep.training.rules import of_validation
 
 
 def chosen_on(document: Mapping[str, Any], split: str, watching: Sequence[str] = ()) -> list[str]:

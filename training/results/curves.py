@@ -10,10 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from training.results.pages import DARK, FOLLOWED, LIGHT, OTHER, WIDTH, Line, axes_of, lines_of, svg
-from training.rules import VALIDATION
-from training.run.metrics import PARTS, History
-from training.run.summary import SMOOTHED_STEPS
+from lockstep.training.results.pages import DARK, FOLLOWED, LIGHT, OTHER, WIDTH, Line, axes_of, lines_of, svg
+from lockstep.training.rules import VALIDATION
+from lockstep.training.run.metrics import PARTS, History
+from lockstep.training.run.summary import SMOOTHED_STEPS
 
 TIME_WORDS = {
     "starting_s": "starting (tracing, compiling, the first batch)",
@@ -28,7 +28,7 @@ _TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
 LOSS = "loss"
 SAME = 1e-5  # the relative difference of two curves that are one: metrics of a model are float32
 Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (training.results.follow)."""
+"""By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (lockstep.training.results.follow)."""
 
 
 def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:

@@ -15,24 +15,24 @@ from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, several
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.task import RankTask
-from training.launch.session import Launch
-from training.plan.datasets import held_out, open_mixture, open_parts, rows_of
-from training.rank import runtime
-from training.results.chosen_on import chosen_on, chosen_words, has_rows_of
-from training.results.export_run import Which, weights_of
-from training.run import notes
-from training.run.paths import RunPaths
-from training.run.result import find_result
-from training.run.run_json import read_run
-from training.run.weights_source import SCHEMA_FILE, checked_file
-from training.scoring.baseline import check_baseline
-from training.scoring.scores import BATCH_ROWS
-from training.scoring.slices import slices_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.task import RankTask
+from lockstep.training.launch.session import Launch
+from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, rows_of
+from lockstep.training.rank import runtime
+from lockstep.training.results.chosen_on import chosen_on, chosen_words, has_rows_of
+from lockstep.training.results.export_run import Which, weights_of
+from lockstep.training.run import notes
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.weights_source import SCHEMA_FILE, checked_file
+from lockstep.training.scoring.baseline import check_baseline
+from lockstep.training.scoring.scores import BATCH_ROWS
+from lockstep.training.scoring.slices import slices_of
 
-ENTRY = "training.results.evaluate:main"
+ENTRY = "lockstep.training.results.evaluate:main"
 SHOWN_CLASSES = 10  # in the line above the table, and of a confusion matrix
 SHOWN_METRICS = 3  # of a slice
 
@@ -71,7 +71,7 @@ class Scored:
         return {**kept, "config": self.config.to_json()}
 
     def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
-        """What chose it by these rows (training.results.chosen_on)."""
+        """What chose it by these rows (lockstep.training.results.chosen_on)."""
         if not has_rows_of(self.document, datasets):
             return []
         result = find_result(filesystem(self.run), RunPaths(self.run))
@@ -106,19 +106,20 @@ def evaluate(
     continues are evaluated too, and the result names them as `earlier`, nearest first. The rows of the datasets `more`
     follow.
 
-    With `pictures`, the result of one run has `misjudged` (training.scoring.misjudged) where rows have pictures.
+    With `pictures`, the result of one run has `misjudged` (lockstep.training.scoring.misjudged) where rows have
+    pictures.
 
     Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
-    training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
+    lockstep.training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
     have none), left_out ({samples, first}: with --bad-images skip, rows of images
     that cannot be decoded), metrics, intervals (95 %, of metrics that have one), class_counts (None if labels are not
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
-    (training.scoring.calibration; None where there is none), slices ({name:
-    training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such a result
-    of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run, and of each
-    two runs (training.scoring.scores.compared). Prints notes on doubtful numbers to standard error. Raises ConfigError
-    and NotFoundError, where possible before any rank is started.
+    (lockstep.training.scoring.calibration; None where there is none), slices ({name:
+    lockstep.training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such
+    a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
+    and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
+    error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """
     require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
     dataset = absolute(dataset)
@@ -386,7 +387,7 @@ def main(context: RankContext) -> dict[str, Any]:
     """Evaluate this rank's share; rank 0 returns a result of `evaluate` from `samples` on, other ranks {}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    from training.results.evaluate_rank import run  # here, since it imports TensorFlow, which is set up now
+    from lockstep.training.results.evaluate_rank import run  # here, since it imports TensorFlow, which is set up now
 
     return run(context, config)
 

@@ -10,20 +10,20 @@ import keras
 
 from lockstep.features.schema.schema import class_names_of
 from lockstep.features.schema.signature import Signature
-from training.batches.augmenting import labels_of
-from training.batches.training_set import TrainingSet
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.protocol import OPENING
-from training.models.on_disk import load_checkpoint, load_export
-from training.reading.open import OpenSplit
-from training.scoring.baseline import Baseline, NumberBaseline, baseline_of
-from training.scoring.ensemble import ensemble_of
-from training.scoring.misjudged import misjudged
-from training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
-from training.scoring.slices import slices_of
-from training.steps import model_state
-from training.steps.losses import weigh_tests
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import OPENING
+from lockstep.training.models.on_disk import load_checkpoint, load_export
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.scoring.baseline import Baseline, NumberBaseline, baseline_of
+from lockstep.training.scoring.ensemble import ensemble_of
+from lockstep.training.scoring.misjudged import misjudged
+from lockstep.training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
+from lockstep.training.scoring.slices import slices_of
+from lockstep.training.steps import model_state
+from lockstep.training.steps.losses import weigh_tests
 
 SHOWN_BATCH_ROWS = 8  # rows of the batch of zeros that builds the metrics
 
@@ -42,7 +42,7 @@ class _Member:
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Evaluate each model without any collective, then combine the states and rows of all ranks.
 
-    Returns a result of training.results.evaluate from `samples` on, of several models that of their mean, with
+    Returns a result of lockstep.training.results.evaluate from `samples` on, of several models that of their mean, with
     `members`, or of a payload with `pooled` what Pool.result returns; {} on other ranks than 0.
     """
     payload, beat = context.payload, context.control.beat

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError, require
 from lockstep.storage.files.interface import FileSystem
@@ -17,23 +18,22 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, occupied, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent, several
-from training.batches.augmenting import labels_of
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.task import RankTask
-from training.driver.ownership import staging_folder
-from training.driver.preflight import open_dataset
-from training.launch.session import Launch
-from training.launch.signals import ended_in_order
-from training.plan.datasets import held_out
-from training.rank import runtime
-from training.reading.open import load_fitted
-from training.run.best import find_best
-from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
-from training.run.paths import RunPaths
-from training.run.weights_source import newest_of
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.task import RankTask
+from lockstep.training.driver.ownership import staging_folder
+from lockstep.training.driver.preflight import open_dataset
+from lockstep.training.launch.session import Launch
+from lockstep.training.plan.datasets import held_out
+from lockstep.training.rank import runtime
+from lockstep.training.reading.open import load_fitted
+from lockstep.training.run.best import find_best
+from lockstep.training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.weights_source import newest_of
 
-ENTRY = "training.results.export_run:main"
+ENTRY = "lockstep.training.results.export_run:main"
 FORMAT_VERSION = 1
 Which = int | Literal["last", "best"]
 Format = Literal["keras", "savedmodel"]
@@ -66,7 +66,7 @@ def export_run(
 
     `checkpoint` is `last`, `best` (by the run's --keep-best) or a step; None is the best of a run that keeps it, else
     the last. The whole checkpoint is read and checked first.
-    With the form `savedmodel`, the directory is a SavedModel too (training.models.saved_model).
+    With the form `savedmodel`, the directory is a SavedModel too (lockstep.training.models.saved_model).
     Raises ConfigError for a missing checkpoint or an output within the run, CorruptionError for a changed checkpoint,
     ExistsError if the output exists.
     """
@@ -175,7 +175,7 @@ def main(context: RankContext) -> dict[str, Any]:
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """The part of `main` that uses TensorFlow, which is set up now."""
-    from training.models.on_disk import export, load_checkpoint
+    from lockstep.training.models.on_disk import export, load_checkpoint
 
     manifest, encoder = open_dataset(config)
     signature = labels_of(config, encoder.signature)
@@ -188,15 +188,15 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         model = models[0]
         model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
     else:
-        from training.scoring.ensemble import saved_ensemble_of
-        from training.scoring.score_split import takes_logits
+        from lockstep.training.scoring.ensemble import saved_ensemble_of
+        from lockstep.training.scoring.score_split import takes_logits
 
         model = saved_ensemble_of(models, [takes_logits(one) for one in models], signature)
     directory = context.payload["directory"]
     files = export(model, directory, config.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}
     if context.payload["form"] == "savedmodel":
-        from training.models.saved_model import export_saved_model
+        from lockstep.training.models.saved_model import export_saved_model
 
         schema = raw_schema(Schema.from_json(manifest.schema))
         fold = held_out(manifest, config.split, training=True)
@@ -230,7 +230,7 @@ def chosen(
             f"{paths.root} has no checkpoint",
             got="none",
             allowed="a run that has written one",
-            next_step="Resume the run: `python -m jobs.train` with the same flags.",
+            next_step="Resume the run: `lockstep train` with the same flags.",
         )
     if which in ("best", None):
         best = find_best(fs, paths, config.keep)

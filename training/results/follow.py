@@ -21,10 +21,10 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import read_replaced, write_file
 from lockstep.storage.urls import absolute, basename, join
-from training.launch.session import Launch
-from training.results.evaluate import checked_dataset, evaluate, number
-from training.run.lineage import CheckpointRef, chain_of, newest_claimed
-from training.run.paths import RunPaths, checkpoint_of
+from lockstep.training.launch.session import Launch
+from lockstep.training.results.evaluate import checked_dataset, evaluate, number
+from lockstep.training.run.lineage import CheckpointRef, chain_of, newest_claimed
+from lockstep.training.run.paths import RunPaths, checkpoint_of
 
 LOOK_S = 5.0  # between two looks at the run; its lease is rewritten as often
 MAX_WAIT_S = 366 * 86400.0
@@ -165,6 +165,6 @@ def _read(fs: FileSystem, folder: str, ref: CheckpointRef) -> dict[str, Any]:
     try:
         document = unseal_as("evaluation", fs.read_bytes(url), url)
     except CorruptionError as error:
-        error.next_step = "Delete this file: `python -m jobs.evaluate --follow` evaluates the checkpoint again."
+        error.next_step = "Delete this file: `lockstep evaluate --follow` evaluates the checkpoint again."
         raise
     return {name: document[name] for name in ("step", "generation", "result")}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lockstep.storage.fs import filesystem
-from training.config import TrainConfig
-from training.models import SENT, check_name
-from training.run.paths import RunPaths
-from training.run.run_json import read_run
+from lockstep.training.config import TrainConfig
+from lockstep.training.models import SENT, check_name
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import read_run
 
 
 def check_importable(run: str, *, here: bool) -> None:

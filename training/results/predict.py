@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, require
@@ -20,23 +21,22 @@ from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent, several
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.failures import LauncherGoneError, RankFailedError
-from training.control.protocol import is_final
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver.ownership import staging_folder
-from training.launch.session import Launch, Launches
-from training.launch.signals import ended_in_order
-from training.plan.datasets import rows_of
-from training.rank import runtime
-from training.results.evaluate import Scored, check_alike
-from training.results.export_run import Which, check_output
-from training.run import notes
-from training.run.paths import RunPaths
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.failures import LauncherGoneError, RankFailedError
+from lockstep.training.control.protocol import is_final
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.ownership import staging_folder
+from lockstep.training.launch.session import Launch, Launches
+from lockstep.training.plan.datasets import rows_of
+from lockstep.training.rank import runtime
+from lockstep.training.results.evaluate import Scored, check_alike
+from lockstep.training.results.export_run import Which, check_output
+from lockstep.training.run import notes
+from lockstep.training.run.paths import RunPaths
 
-ENTRY = "training.results.predict:main"
+ENTRY = "lockstep.training.results.predict:main"
 FORMAT_VERSION = 1
 PART_ROWS = 1 << 18  # of a file; a failed rank repeats at most one
 MIN_PARTS = 32  # of a small split, so that each of a few ranks has some
@@ -205,6 +205,6 @@ def main(context: RankContext) -> dict[str, Any]:
     """Write this rank's files; returns {files}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    from training.results.predict_rank import run  # here, since it imports TensorFlow, which is set up now
+    from lockstep.training.results.predict_rank import run  # here, since it imports TensorFlow, which is set up now
 
     return run(context, config)

@@ -25,18 +25,18 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
-from training.batches.augmenting import labels_of
-from training.batches.feed import eval_batches, eval_rows
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.control.protocol import OPENING
-from training.models.on_disk import load_checkpoint, load_export, upload
-from training.reading.background import ReadAhead
-from training.reading.open import OpenSplit
-from training.results.predictor import prediction_column
-from training.run.notes import NAMED
-from training.scoring.ensemble import ensemble_of
-from training.scoring.score_split import open_split, takes_logits
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.batches.feed import eval_batches, eval_rows
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.protocol import OPENING
+from lockstep.training.models.on_disk import load_checkpoint, load_export, upload
+from lockstep.training.reading.background import ReadAhead
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.predictor import prediction_column
+from lockstep.training.run.notes import NAMED
+from lockstep.training.scoring.ensemble import ensemble_of
+from lockstep.training.scoring.score_split import open_split, takes_logits
 
 GROUP_BYTES = 8 << 20  # of a row group
 BAD_IMAGES = b"lockstep.bad_images"  # key in a file's footer
@@ -144,7 +144,9 @@ class _Carrying(Encoder):
 
 
 def columns_of(rows: Encoded, outputs: Any, form: Form) -> pa.RecordBatch:
-    """The columns of training.results.predict for one batch. Rows of bad images have no prediction and no class."""
+    """The columns of lockstep.training.results.predict for one batch. Rows of bad images have no prediction and no
+    class.
+    """
     columns: dict[str, Any] = {"sample_id": rows.sample_id}
     if isinstance(rows, Carried):
         columns |= {name: rows.stored.column(name) for name in rows.stored.schema.names}

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.settings import set_hadoop_settings, settings_for_tasks
-from training.rank import runtime
-from training.results.predictor import BATCH, ExportedModel, Predictor, prediction_column
+from lockstep.training.rank import runtime
+from lockstep.training.results.predictor import BATCH, ExportedModel, Predictor, prediction_column
 
 RETURNS = ("double", "array<float>")
 
@@ -22,7 +22,8 @@ def predict_udf(run: str, *, batch: int = BATCH, returns: str | None = None) -> 
     Its values are doubles, or arrays of floats for a label of classes; `returns` is `double` or `array<float>` for a
     model whose outputs do not follow from its label. `batch` is the rows that are computed at a time. A worker loads
     the model once. Raises ConfigError for a Spark before 4.1, NotFoundError for a run without a model. In a task it
-    raises ConfigError for missing columns and for outputs of another form, DataError as training.results.predictor.
+    raises ConfigError for missing columns and for outputs of another form, DataError as
+    lockstep.training.results.predictor.
     """
     import pyspark
     from pyspark.sql import functions
@@ -33,7 +34,7 @@ def predict_udf(run: str, *, batch: int = BATCH, returns: str | None = None) -> 
             "this Spark has no UDFs over Arrow data",
             got=f"Spark {pyspark.__version__}",
             allowed="Spark 4.1 and later",
-            next_step="Write the rows as a dataset and use `python -m jobs.predict`, or upgrade Spark.",
+            next_step="Write the rows as a dataset and use `lockstep predict`, or upgrade Spark.",
         )
     require(returns in (None, *RETURNS), "returns", repr(returns), " or ".join(RETURNS), "Correct returns.")
     # Looked up here: the run may have a newer model while the query runs.

@@ -24,12 +24,12 @@ from lockstep.storage.errors import ConfigError, DataError, nearest, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import absolute, join
-from training.config import TrainConfig
-from training.rank import runtime
-from training.run.paths import RunPaths
-from training.run.result import find_model
-from training.run.run_json import read_run
-from training.run.weights_source import FITTED_PREFIX, SCHEMA_FILE, SIGNATURE_FILE, checked_file
+from lockstep.training.config import TrainConfig
+from lockstep.training.rank import runtime
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_model
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.weights_source import FITTED_PREFIX, SCHEMA_FILE, SIGNATURE_FILE, checked_file
 
 BATCH = 512
 ENCODED_BYTES = 4 << 20  # encoded at a time
@@ -84,7 +84,7 @@ class ExportedModel:
         key = self.url, self.digest
         if key not in _loaded:
             runtime.import_tensorflow()
-            from training.models.on_disk import load_model
+            from lockstep.training.models.on_disk import load_model
 
             while len(_loaded) >= MOST_LOADED:
                 del _loaded[next(iter(_loaded))]
@@ -112,7 +112,7 @@ class ExportedModel:
                 f"the model {self.url} has several fitted files of {file}",
                 got=f"folds {', '.join(folds)}, trained on {self.split or 'unknown ones'}",
                 allowed="a run that left out one fold",
-                next_step="Name the run, or export the model again with `python -m jobs.export`.",
+                next_step="Name the run, or export the model again with `lockstep export`.",
             )
         return held_out_file(file, left[0])
 

@@ -12,13 +12,13 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, write_file
 from lockstep.storage.urls import absolute, basename, join
-from training.launch.session import Launch
-from training.results.chosen_on import chosen_words
-from training.results.evaluate import evaluate
-from training.rules import BEST, BEST_ALLOWED
-from training.run.paths import RunPaths
-from training.run.published import CURRENT, KIND, REFUSED, read_published
-from training.run.result import find_model
+from lockstep.training.launch.session import Launch
+from lockstep.training.results.chosen_on import chosen_words
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.rules import BEST, BEST_ALLOWED
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.published import CURRENT, KIND, REFUSED, read_published
+from lockstep.training.run.result import find_model
 
 FORMAT_VERSION = 1
 

@@ -17,10 +17,10 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
-from training.plan.datasets import open_mixture, open_parts
-from training.results import baselines
-from training.results.chosen_on import chosen_on, chosen_words
-from training.results.curves import (
+from lockstep.training.plan.datasets import open_mixture, open_parts
+from lockstep.training.results import baselines
+from lockstep.training.results.chosen_on import chosen_on, chosen_words
+from lockstep.training.results.curves import (
     Followed,
     calibration_plot,
     confusion_table,
@@ -29,10 +29,10 @@ from training.results.curves import (
     roc_plot,
     time_bars,
 )
-from training.results.evaluate import number, slice_table, span
-from training.results.follow import followed
-from training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
-from training.results.resources import (
+from lockstep.training.results.evaluate import number, slice_table, span
+from lockstep.training.results.follow import followed
+from lockstep.training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
+from lockstep.training.results.resources import (
     bad_record_rows,
     checkpoint_rows,
     reading_rows,
@@ -40,18 +40,18 @@ from training.results.resources import (
     time_rows,
     usage_rows,
 )
-from training.results.state import WORDS, read_stopped, state_of
-from training.rules import VALIDATION, metric_in
-from training.run import notes
-from training.run.command import command_of
-from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
-from training.run.lineage import Claim, chain_of, epochs_asked, read_claims
-from training.run.metrics import History
-from training.run.paths import RunPaths, generation_name
-from training.run.result import find_result, restart_words
-from training.run.run_json import read_run
-from training.run.status import STOPPED
-from training.run.summary import read_summary
+from lockstep.training.results.state import WORDS, read_stopped, state_of
+from lockstep.training.rules import VALIDATION, metric_in
+from lockstep.training.run import notes
+from lockstep.training.run.command import command_of
+from lockstep.training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
+from lockstep.training.run.lineage import Claim, chain_of, epochs_asked, read_claims
+from lockstep.training.run.metrics import History
+from lockstep.training.run.paths import RunPaths, generation_name
+from lockstep.training.run.result import find_result, restart_words
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.status import STOPPED
+from lockstep.training.run.summary import read_summary
 
 Rows = Sequence[tuple[str, object]]
 
@@ -59,9 +59,9 @@ Rows = Sequence[tuple[str, object]]
 def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
     """Write the report of the run at URL `run`, finished or not; returns the report's URL, in the newest generation.
 
-    `evaluation` is a result of training.results.evaluate, which later reports of this generation show too. An existing
-    report is replaced. Raises NotFoundError if there is no run or no generation has started, CorruptionError for a
-    damaged file of its metrics.
+    `evaluation` is a result of lockstep.training.results.evaluate, which later reports of this generation show too. An
+    existing report is replaced. Raises NotFoundError if there is no run or no generation has started, CorruptionError
+    for a damaged file of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
     history, document, claims = read_summary(run), read_run(fs, paths), read_claims(fs, paths)
@@ -70,7 +70,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
             f"{run} has nothing to report",
             got="a run without a generation",
             allowed="a run whose ranks were started",
-            next_step="Run jobs.train with this --run.",
+            next_step="Run lockstep train with this --run.",
         )
     newest, result = max(claims), find_result(fs, paths)
     done = result if result is not None and result["generation"] == newest else None
@@ -189,7 +189,8 @@ def render(
     restarts: Rows = (),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
-    the documents of training.results.baselines, `scores` those of training.results.follow, `document` run.json.
+    the documents of lockstep.training.results.baselines, `scores` those of lockstep.training.results.follow, `document`
+    run.json.
     """
     first = (("model", "state", "finished"), ("versions", "git revision"))
     state = [row for row in training if row[0] == "state"]
@@ -242,7 +243,7 @@ def _result_section(
     validation = "validation (chosen on: optimistic)" if chosen else "validation"
     body = table([("metric", "training", validation), *rows], head=True) if rows else Markup()
     if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
-        words = ["python", "-m", "jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
+        words = ["python", "-m", "lockstep.jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
         of_classes = any("auc" in name or "accuracy" in name for name in names)
         of_numbers = any("error" in name for name in names) and not of_classes
         call = shlex.join([*words, "--baseline", "mean" if of_numbers else "majority", "--report"])
@@ -302,7 +303,7 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
 
 
 def _misjudged(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(data URL, caption) of each picture that training.scoring.misjudged chose."""
+    """(data URL, caption) of each picture that lockstep.training.scoring.misjudged chose."""
     return [
         (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}")
         for one in evaluation.get("misjudged", [])
@@ -314,12 +315,12 @@ def _surely(confidence: float | None) -> str:
 
 
 def page_of(dataset: str) -> str:
-    """Where the page of jobs.describe about a dataset is looked for: DATASET.html."""
+    """Where the page of lockstep describe about a dataset is looked for: DATASET.html."""
     return f"{dataset.rstrip('/')}.html"
 
 
 def describe_page(dataset: str) -> str | None:
-    """The URL of the page of jobs.describe about a dataset, if one is stored next to it: DATASET.html."""
+    """The URL of the page of lockstep describe about a dataset, if one is stored next to it: DATASET.html."""
     url = page_of(dataset)
     try:
         return url if filesystem(url).exists(url) else None
@@ -328,11 +329,13 @@ def describe_page(dataset: str) -> str | None:
 
 
 def _dataset_links(datasets: Sequence[str], url: str) -> list[tuple[str, Markup]]:
-    """A row for each dataset: a link to its folder, and to its page or else the call of jobs.describe that makes it."""
+    """A row for each dataset: a link to its folder, and to its page or else the call of lockstep describe that makes
+    it.
+    """
     rows = []
     for dataset in datasets:
         found = describe_page(dataset)
-        call = f"python -m jobs.describe {shlex.quote(dataset)} --html {shlex.quote(page_of(dataset))}"
+        call = f"lockstep describe {shlex.quote(dataset)} --html {shlex.quote(page_of(dataset))}"
         described = Markup(", described in ") + link(url, found, basename(found)) if found is not None else Markup(
             ", not described yet: <code>{}</code>").format(call)  # fmt: skip
         rows.append(("dataset", link(url, dataset, basename(dataset) or dataset) + described))
@@ -402,7 +405,8 @@ def _best_words(rule: str, best: Mapping[str, Any]) -> str:
 
 
 def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:
-    """The last figures of each table without a number of rows (training.strategies.sharded_embedding.Tables)."""
+    """The last figures of each table without a number of rows (lockstep.training.strategies.sharded_embedding.Tables).
+    """
     return history.epochs[-1].get("tables", {}) if history.epochs else {}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from training.results.curves import TIME_WORDS
-from training.run.metrics import PARTS, History
-from training.run.notes import NAMED
+from lockstep.training.results.curves import TIME_WORDS
+from lockstep.training.run.metrics import PARTS, History
+from lockstep.training.run.notes import NAMED
 
 
 def time_rows(history: History) -> list[tuple[str, str]]:

@@ -14,19 +14,19 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
 from lockstep.storage.urls import absolute, basename, join, parent
-from training.driver.ownership import REWRITE_EVERY_S, read_lease
-from training.results.evaluate import aligned, number
-from training.results.pages import printable
-from training.results.report import reported_evaluation
-from training.results.state import ELSEWHERE, state_of, state_without_driver
-from training.rules import VALIDATION, is_error
-from training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
-from training.run.lineage import epochs_asked, read_claims
-from training.run.paths import RunPaths
-from training.run.result import find_result
-from training.run.run_json import read_run
-from training.run.status import TRAINING
-from training.run.summary import read_summary
+from lockstep.training.driver.ownership import REWRITE_EVERY_S, read_lease
+from lockstep.training.results.evaluate import aligned, number
+from lockstep.training.results.pages import printable
+from lockstep.training.results.report import reported_evaluation
+from lockstep.training.results.state import ELSEWHERE, state_of, state_without_driver
+from lockstep.training.rules import VALIDATION, is_error
+from lockstep.training.run.epochs import epochs_trained, epochs_words, steps_in_epoch
+from lockstep.training.run.lineage import epochs_asked, read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.status import TRAINING
+from lockstep.training.run.summary import read_summary
 
 MOST_DEPTH = 3  # folders below the one that was named: FOLDER/SEARCH/trials/0001
 LOOK_S = REWRITE_EVERY_S + 1.5  # in which a living driver of another host rewrites its lease
@@ -45,7 +45,7 @@ class ListedRun:
     """The path below the folder that was named."""
     state: str
     """`training` (its driver lives), `finished`, `stopped` (in good order), `failed` (its driver gave up),
-    `interrupted` (none of these: the same call of jobs.train resumes it), or `damaged`."""
+    `interrupted` (none of these: the same call of lockstep train resumes it), or `damaged`."""
     problem: str = ""
     """What is wrong with a damaged run."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class ListedRun:
     steps_asked: int | None = None
     steps_in_epoch: float | None = None
     epochs: float | None = None
-    """That were trained until now (training.run.epochs); those asked for are in `config`."""
+    """That were trained until now (lockstep.training.run.epochs); those asked for are in `config`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last epoch, or of a finished run's best checkpoint (--keep-best), `val_METRIC` of a validation among them,
     and SPLIT_METRIC of an evaluation in its report."""
@@ -96,7 +96,7 @@ class ListedRun:
 
 
 def read_runs(urls: Sequence[str], look_s: float = LOOK_S) -> list[ListedRun]:
-    """The runs at these URLs, each a run or a folder that holds runs (also a search of jobs.tune), oldest first.
+    """The runs at these URLs, each a run or a folder that holds runs (also a search of lockstep tune), oldest first.
 
     A run whose lease another host wrote is looked at again after `look_s` seconds, all such runs at once. A run that
     cannot be read is listed as damaged. Raises NotFoundError for a URL without a run.
@@ -148,7 +148,7 @@ def _none(root: str, got: str) -> NotFoundError:
         f"no run at {root}",
         got=got,
         allowed="a run, or a folder that holds runs",
-        next_step="Correct the path: it is what jobs.train got as --run, or a folder above it.",
+        next_step="Correct the path: it is what lockstep train got as --run, or a folder above it.",
     )
 
 

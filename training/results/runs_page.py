@@ -11,14 +11,14 @@ from markupsafe import Markup
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import basename
-from training.results.curves import LOSS, distinct, numbers, smoothed
-from training.results.pages import Line, Section, figures, lines_of, link, page, paragraph, table
-from training.results.report import describe_page
-from training.results.runs import DAMAGED, FINISHED, ListedRun, comparison, listing, short_digest
-from training.rules import VALIDATION
-from training.run.metrics import History
-from training.run.paths import RunPaths
-from training.run.summary import read_summary
+from lockstep.training.results.curves import LOSS, distinct, numbers, smoothed
+from lockstep.training.results.pages import Line, Section, figures, lines_of, link, page, paragraph, table
+from lockstep.training.results.report import describe_page
+from lockstep.training.results.runs import DAMAGED, FINISHED, ListedRun, comparison, listing, short_digest
+from lockstep.training.rules import VALIDATION
+from lockstep.training.run.metrics import History
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.summary import read_summary
 
 MOST_CURVES = 20  # runs with a colour and a mark of their own; more would look alike
 FIRST_SHOWN = 10  # of them, where a browser runs the script
@@ -252,7 +252,7 @@ def _lineage(runs: Sequence[ListedRun], url: str) -> Markup:
 
 
 def _datasets(run: ListedRun, url: str) -> Markup:
-    """The datasets' names, each with a link to its page of jobs.describe or else to its folder."""
+    """The datasets' names, each with a link to its page of lockstep describe or else to its folder."""
     links = [link(url, describe_page(one) or one, basename(one) or one) for one in run.datasets]
     return Markup("dataset ") + Markup(", ").join(links)
 

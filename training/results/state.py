@@ -8,18 +8,18 @@ from typing import Any
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
-from training.driver.ownership import driver_lives, read_lease
-from training.run.paths import RunPaths
-from training.run.status import FAILED, INTERRUPTED, STOPPED, TRAINING, RunStatus, read_status
+from lockstep.training.driver.ownership import driver_lives, read_lease
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import FAILED, INTERRUPTED, STOPPED, TRAINING, RunStatus, read_status
 
 ELSEWHERE = "training or interrupted"
 """Its driver is on another host: only a later look at its lease shows whether it lives."""
 WORDS = {
     TRAINING: "its driver lives",
-    STOPPED: "in good order; jobs.train with the same flags resumes it",
-    FAILED: "its driver gave up; jobs.status has the error, and jobs.train with the same flags tries again",
-    INTERRUPTED: "jobs.train with the same flags resumes it",
-    ELSEWHERE: "its driver is on another host; if it has died, jobs.train with the same flags resumes it",
+    STOPPED: "in good order; lockstep train with the same flags resumes it",
+    FAILED: "its driver gave up; lockstep status has the error, and lockstep train with the same flags tries again",
+    INTERRUPTED: "lockstep.jobs.train with the same flags resumes it",
+    ELSEWHERE: "its driver is on another host; if it has died, lockstep train with the same flags resumes it",
 }
 
 
@@ -53,5 +53,5 @@ def state_now(status: RunStatus, fs: FileSystem, paths: RunPaths, now: datetime.
 
 
 def read_stopped(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
-    """The document of training.driver.stop.write_stopped; None if there is none. Raises CorruptionError."""
+    """The document of lockstep.training.driver.stop.write_stopped; None if there is none. Raises CorruptionError."""
     return unseal_as("stopped", fs.read_bytes(paths.stopped), paths.stopped) if fs.exists(paths.stopped) else None

@@ -21,13 +21,13 @@ from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError,
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute, basename, join
-from training.rules import VALIDATION
-from training.run.epochs import epochs_words
-from training.run.metrics import PARTS, History, read_history
-from training.run.paths import RunPaths
-from training.run.result import find_result
-from training.run.run_json import read_run
-from training.run.status import FAILED, FINISHED, STOPPED, RunStatus, read_status
+from lockstep.training.rules import VALIDATION
+from lockstep.training.run.epochs import epochs_words
+from lockstep.training.run.metrics import PARTS, History, read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.status import FAILED, FINISHED, STOPPED, RunStatus, read_status
 
 STATE = "lockstep.json"
 RUN_TAG, SENT_TAG = "lockstep.run", "lockstep.sent"

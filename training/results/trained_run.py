@@ -8,12 +8,12 @@ from typing import Any, Self
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import Shown, short
-from training.launch.session import Launch
-from training.results.evaluate import evaluate, summary
-from training.results.predictor import BATCH, ExportedModel
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.run.run_json import read_run
+from lockstep.training.launch.session import Launch
+from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.predictor import BATCH, ExportedModel
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.run.run_json import read_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from lockstep.storage.errors import DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
-from training.rules import Keep, metric_in
-from training.run.checkpoint import read_manifest
-from training.run.lineage import CheckpointRef, base_ref, checkpoints, lineage, read_checkpoint, read_claims
-from training.run.paths import RunPaths
+from lockstep.training.rules import Keep, metric_in
+from lockstep.training.run.checkpoint import read_manifest
+from lockstep.training.run.lineage import CheckpointRef, base_ref, checkpoints, lineage, read_checkpoint, read_claims
+from lockstep.training.run.paths import RunPaths
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from lockstep.storage.formats.safetensors import DTYPES, LENGTH_BYTES, head_byte
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, lost_write, read_back, write_file, write_stream
 from lockstep.storage.urls import join, parent
-from training.run.paths import checkpoint_name, rank_name
+from lockstep.training.run.paths import checkpoint_name, rank_name
 
 ALIGN_BYTES = 64
 CHUNK_BYTES = 1 << 20
@@ -139,7 +139,7 @@ Tensors = dict[str, NDArray[Any]]
 # 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`;
 # 3: of tables, the files hold what has changed since the `base`, a checkpoint of version 2 in the same folder.
 FORMAT_VERSIONS = (1, 2, 3)
-# Of the manifest's `state`, from rank 0; `early_stop` is training.rank.early_stop's, None without the rule.
+# Of the manifest's `state`, from rank 0; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
 EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 

@@ -17,8 +17,8 @@ from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.safetensors import Divided, check_whole, part_name, read_divided
 from lockstep.storage.urls import join
-from training.comm.base import Communicator
-from training.run.checkpoint import (
+from lockstep.training.comm.base import Communicator
+from lockstep.training.run.checkpoint import (
     HostBuffer,
     Tensors,
     TensorSpec,

@@ -11,9 +11,9 @@ from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import CommunicationError, DataError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from training.comm.comm_plan import CommPlan
-from training.run.lineage import check_newest
-from training.run.paths import RunPaths, comm_plan_name, is_comm_plan_of
+from lockstep.training.comm.comm_plan import CommPlan
+from lockstep.training.run.lineage import check_newest
+from lockstep.training.run.paths import RunPaths, comm_plan_name, is_comm_plan_of
 
 FORMAT_VERSION = 1
 

@@ -1,4 +1,4 @@
-"""The call of jobs.train that repeats a run, from its stored configuration."""
+"""The call of lockstep train that repeats a run, from its stored configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from training.config import TrainConfig, Value, flag_of
+from lockstep.training.config import TrainConfig, Value, flag_of
 
 
 def command_of(config: Mapping[str, Any]) -> str:
@@ -17,7 +17,7 @@ def command_of(config: Mapping[str, Any]) -> str:
 
     A configuration of an older version may lack fields.
     """
-    words = ["python", "-m", "jobs.train"]
+    words = ["python", "-m", "lockstep.jobs.train"]
     for field in fields(TrainConfig):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         value = config.get(field.name)

@@ -29,8 +29,8 @@ from lockstep.storage.errors import (
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_file
 from lockstep.storage.urls import join
-from training.run.checkpoint import base_of
-from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
+from lockstep.training.run.checkpoint import base_of
+from lockstep.training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 
 log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
@@ -288,7 +288,7 @@ def _none_complete(paths: RunPaths, got: str) -> DataError:
         f"no checkpoint of {paths.root} is complete",
         got=got,
         allowed="at least one that matches its digests",
-        next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
+        next_step=f"Run `lockstep verify {paths.root}`; restore a checkpoint or begin a new run.",
     )
 
 

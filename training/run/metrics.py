@@ -16,9 +16,9 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.run_names import part_name
 from lockstep.storage.shown import short
 from lockstep.storage.urls import join
-from training.run.lineage import claimed
-from training.run.paths import RunPaths
-from training.run.status import no_run
+from lockstep.training.run.lineage import claimed
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import no_run
 
 log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
@@ -120,7 +120,7 @@ class History:
     evicted, bytes}.
 
     If a generation resumed from a checkpoint and repeated steps, the newest generation's rows count. `times` are the
-    rows of training.rank.metrics of all ranks and generations, with the time of repeated steps.
+    rows of lockstep.training.rank.metrics of all ranks and generations, with the time of repeated steps.
     """
 
     steps: list[dict[str, Any]]
@@ -133,16 +133,17 @@ class History:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of commits, in order of step."""
     reading: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of training.reading.open of all ranks, each with its `generation`: reads up to the end of an epoch."""
+    """Rows of lockstep.training.reading.open of all ranks, each with its `generation`: reads up to the end of an epoch.
+    """
     usage: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of training.rank.usage of all ranks and generations."""
+    """Rows of lockstep.training.rank.usage of all ranks and generations."""
     stragglers: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, rank, host, what, own_s, others_s} for each time that a rank became slow, of all generations."""
     bad_records: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, rank, what} for each record or image that was skipped, of all generations, once each; records also
     have {shard, shard_sha256, record, records}: the first one, and how many of a block."""
     learning_rate: dict[str, Any] | None = None
-    """How the model's learning rate was scaled (training.steps.optimizers.Scaled); None if it was not."""
+    """How the model's learning rate was scaled (lockstep.training.steps.optimizers.Scaled); None if it was not."""
 
     def __repr__(self) -> str:
         found = f"history: {len(self.steps)} steps, {len(self.epochs)} epochs, {self.generations} generations"

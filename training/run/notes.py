@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from training.rules import VALIDATION, of_validation
+from lockstep.training.rules import VALIDATION, of_validation
 
-# Shares of a class are far apart by the rule of jobs.etl_* for splits: they differ by more than a tenth of the smaller
-# one, and by more than five standard deviations.
+# Shares of a class are far apart by the rule of lockstep etl_* for splits: they differ by more than a tenth of the
+# smaller one, and by more than five standard deviations.
 FAR, FAR_DEVIATIONS = 0.1, 5.0
 NAMED = 20  # of the rows whose image cannot be decoded
 
@@ -28,13 +28,13 @@ def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
         return []
     return [
         f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric shows whether a model "
-        "distinguishes classes; next: check the label with jobs.describe, or build the dataset with --split "
+        "distinguishes classes; next: check the label with lockstep describe, or build the dataset with --split "
         "stratified:LABEL:..."
     ]
 
 
 def of_left_out(left_out: Mapping[str, Any], split: str, what: str = "are left out") -> list[str]:
-    """Rows of `split` that cannot be decoded; `left_out` as in training.scoring.score_split.score."""
+    """Rows of `split` that cannot be decoded; `left_out` as in lockstep.training.scoring.score_split.score."""
     if not left_out["samples"]:
         return []
     return [
@@ -70,7 +70,7 @@ def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
         return []
     return [
         f"no finite number in {where}: {', '.join(f'{name} {metrics[name]}' for name in names)}; next: look for a "
-        "class without rows, for inputs that are not finite (jobs.describe), and for a learning rate that is too high"
+        "class without rows, for inputs that are not finite (lockstep describe), and for too high a learning rate"
     ]
 
 
@@ -79,8 +79,8 @@ def of_predictions(not_finite: int, rows: int) -> list[str]:
     if not not_finite:
         return []
     return [
-        f"{not_finite} of {rows} predictions are not finite; next: look for inputs that are not finite (jobs.describe) "
-        "and for a run that diverged (jobs.report)"
+        f"{not_finite} of {rows} predictions are not finite; next: look for inputs that are not finite (lockstep "
+        "describe) and for a run that diverged (lockstep report)"
     ]
 
 
@@ -102,7 +102,7 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
     _, number, (before_share, after_share) = max(far, key=lambda one: (round(one[0], 6), one[1]))
     return [
         f"class {number} is {after_share:.2%} of split `{split}` and {before_share:.2%} of the training data: "
-        "probabilities, log loss and accuracy do not carry over; next: compare the splits with jobs.describe, "
+        "probabilities, log loss and accuracy do not carry over; next: compare the splits with lockstep describe, "
         "and check whether --sample has left rows out"
     ]
 
@@ -118,7 +118,7 @@ def of_groups(column: str | None) -> list[str]:
 
 
 def of_baseline(result: Mapping[str, Any]) -> list[str]:
-    """A model that is not clearly better than its baseline; `result` as from training.results.evaluate."""
+    """A model that is not clearly better than its baseline; `result` as from lockstep.training.results.evaluate."""
     baseline, name = result["baseline"], result["compared_by"]
     if baseline is None or name is None or result["difference"][name]["interval"] is None:
         return []

@@ -168,7 +168,7 @@ class RunPaths:
 
     @property
     def baselines(self) -> str:
-        """Directory of the results of jobs.baseline."""
+        """Directory of the results of lockstep baseline."""
         return f"{self.root}/{run_names.BASELINES}"
 
     def relative(self, url: str) -> str:

@@ -18,8 +18,8 @@ from lockstep.storage.errors import ConfigError, NotFoundError, TrainingFailedEr
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import is_temporary, read_replaced, write_file
 from lockstep.storage.urls import join
-from training.run.paths import RunPaths
-from training.run.status import now_utc, read_status
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import now_utc, read_status
 
 CHECKPOINT, STOP, STACKS = "checkpoint", "stop", "stacks"
 KINDS = (CHECKPOINT, STOP, STACKS)
@@ -82,7 +82,7 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
             f"{paths.root} has no driver that could follow `{kind}`",
             got=f"a run that is {now.state}",
             allowed="a run that trains",
-            next_step="Start it again with its jobs.train call, if it is to train on.",
+            next_step="Start it again with its lockstep train call, if it is to train on.",
         )
     nonce = secrets.token_hex(8)
     document = {"kind": kind, "by": socket.gethostname()}
@@ -99,8 +99,8 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
                     f"the driver of {paths.root} did not answer `{kind}`",
                     got=f"no answer within {within_s:.0f} s{silent}",
                     allowed="a driver that lives and reaches the run's directory; it looks every 5 s",
-                    next_step=f"See `python -m jobs.status {paths.root}`: its driver may have ended; the same "
-                    "jobs.train call then resumes the run.",
+                    next_step=f"See `lockstep status {paths.root}`: its driver may have ended; the same "
+                    "lockstep.jobs.train call then resumes the run.",
                 )
             time.sleep(LOOK_S)
     finally:
@@ -111,7 +111,7 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
             f"the driver of {paths.root} refused `{kind}`",
             got=str(found["text"]),
             allowed="a request that the run can follow now",
-            next_step=f"See `python -m jobs.status {paths.root}`.",
+            next_step=f"See `lockstep status {paths.root}`.",
         )
     return str(found["text"])
 

@@ -11,10 +11,10 @@ from lockstep.storage import documents
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
-from training.rules import metric_in
-from training.run.epochs import epochs_words
-from training.run.lineage import CheckpointRef, read_claims
-from training.run.paths import RunPaths
+from lockstep.training.rules import metric_in
+from lockstep.training.run.epochs import epochs_words
+from lockstep.training.run.lineage import CheckpointRef, read_claims
+from lockstep.training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
 
@@ -27,7 +27,7 @@ class RunResult:
     generation: int
     steps: int
     epochs: float
-    """That were trained, by `training.run.epochs.epochs_trained`; a whole number unless one was cut."""
+    """That were trained, by `lockstep.training.run.epochs.epochs_trained`; a whole number unless one was cut."""
     epochs_asked: int
     metrics: dict[str, Any]
     """Of the last epoch."""
@@ -55,7 +55,7 @@ class RunResult:
     class_counts: list[int] | None = None
     """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
-    """Of each of these restarts {generation, level, seconds, parts} (training.launch.session)."""
+    """Of each of these restarts {generation, level, seconds, parts} (lockstep.training.launch.session)."""
     max_steps: int | None = None
     """The --max-steps that was asked for."""
     stopped_by: str | None = None
@@ -238,7 +238,7 @@ def find_model(fs: FileSystem, paths: RunPaths) -> str:
             f"{paths.root} has no finished model",
             got="no result of its newest generation" if url is None else f"{url} is missing",
             allowed="a run that ended",
-            next_step="Let the run end: `python -m jobs.train` with the same flags resumes it; or export a checkpoint "
-            "by `python -m jobs.export`.",
+            next_step="Let the run end: `lockstep train` with the same flags resumes it; or export a checkpoint "
+            "by `lockstep export`.",
         )
     return url

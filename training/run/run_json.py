@@ -8,23 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from lockstep.process.installed import ROOT
 from lockstep.storage import documents
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.urls import parent
-from training.config import ANY, REMOVED, TrainConfig, flag_of
-from training.plan.client_plan import RunPlan
-from training.plan.datasets import what_differs
-from training.plan.make_plan import refuse_rotation
-from training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
-from training.run.paths import RunPaths
-from training.run.result import find_result
+from lockstep.training.config import ANY, REMOVED, TrainConfig, flag_of
+from lockstep.training.plan.client_plan import RunPlan
+from lockstep.training.plan.datasets import what_differs
+from lockstep.training.plan.make_plan import refuse_rotation
+from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
 
 FORMAT_VERSION = 1
 RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
@@ -133,7 +132,7 @@ def check_removed(stored: Mapping[str, Any], run: str) -> None:
         value = stored.get(name, only)
         if only is not ANY and value != only:
             raise ConfigError(
-                f"{run} was begun with {flag_of(name)} {value}, which jobs.train no longer has",
+                f"{run} was begun with {flag_of(name)} {value}, which lockstep train no longer has",
                 got=f"{name} = {value!r}",
                 allowed=f"{name} = {only!r}: another value changes the weights",
                 next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
@@ -153,8 +152,8 @@ def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan)
         f"{paths.root} cannot end after {epochs} epochs: it has trained more",
         got=f"epochs = {epochs}; {done} epochs are done{under_way} (step {step})",
         allowed=f"epochs = {begun} or more",
-        next_step="Give --epochs that the run has not passed, or another --run; jobs.export takes a kept checkpoint of "
-        "an earlier step.",
+        next_step="Give --epochs that the run has not passed, or another --run; lockstep export takes a kept "
+        "checkpoint of an earlier step.",
     )
 
 
@@ -264,10 +263,11 @@ def _versions() -> dict[str, str]:
 
 
 def _git_revision() -> str | None:
-    root = parent(parent(str(Path(__file__).resolve())))
+    if not (ROOT / ".git").exists():  # installed, maybe into a folder of another repository
+        return None
     try:
         done = subprocess.run(
-            ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -1,7 +1,7 @@
 """RUN/status.json: what a run is doing now, small enough to be polled, and its text.
 
-The driver of the run replaces the file every few seconds (training.driver.status). It is a snapshot for people and
-monitors; nothing is resumed from it.
+The driver of the run replaces the file every few seconds (lockstep.training.driver.status). It is a snapshot for people
+and monitors; nothing is resumed from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, read_replaced
 from lockstep.storage.urls import join
-from training.run.epochs import epochs_words
-from training.run.paths import RunPaths
+from lockstep.training.run.epochs import epochs_words
+from lockstep.training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
 STARTING, TRAINING, WAITING = "starting", "training", "waiting"
@@ -52,7 +52,7 @@ class RunStatus:
 
     state: str
     """starting, training, waiting (for slots, or before a restart), finished, stopped or failed; for who asks
-    (training.results.state) also interrupted: its driver is gone without another one."""
+    (lockstep.training.results.state) also interrupted: its driver is gone without another one."""
     why: str | None = None
     """The error that ended the run, or the last generation; how it was stopped."""
     written_at: str = ""
@@ -73,7 +73,7 @@ class RunStatus:
     epochs: int = 0
     """Asked for."""
     epochs_trained: float | None = None
-    """By the steps so far (training.run.epochs); None in a file of an older version."""
+    """By the steps so far (lockstep.training.run.epochs); None in a file of an older version."""
     samples_per_s: float | None = None
     left_s: float | None = None
     """Until the last step, at this rate."""
@@ -128,12 +128,12 @@ def now_utc() -> datetime.datetime:
 def no_run(fs: FileSystem, paths: RunPaths) -> NotFoundError:
     """The error for a path without a run.json, by what is there instead."""
     got = "no run.json" if fs.exists(paths.root) else "nothing at this path"
-    next_step = "Check the path: it is the --run of jobs.train, which writes there within seconds of its start."
+    next_step = "Check the path: it is the --run of lockstep train, which writes there within seconds of its start."
     if fs.exists(join(paths.root, MANIFEST_NAME)):
         got = f"{MANIFEST_NAME}, which a dataset, a checkpoint or a model has"
-        next_step = f"Give the --run of jobs.train; `python -m jobs.describe {paths.root}` shows a dataset."
+        next_step = f"Give the --run of lockstep train; `lockstep describe {paths.root}` shows a dataset."
     return NotFoundError(
-        f"{paths.root} is not a run", got=got, allowed="a folder that jobs.train has begun", next_step=next_step
+        f"{paths.root} is not a run", got=got, allowed="a folder that lockstep train has begun", next_step=next_step
     )
 
 
@@ -150,8 +150,8 @@ def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
         raise NotFoundError(
             f"{paths.root} has no status",
             got="no status.json: its driver was killed in its first seconds, or an older version trained it",
-            allowed="a run that jobs.train has begun",
-            next_step=f"See `python -m jobs.report {paths.root}`; the same jobs.train call continues the run.",
+            allowed="a run that lockstep train has begun",
+            next_step=f"See `lockstep report {paths.root}`; the same lockstep train call continues the run.",
         ) from None
     try:
         return RunStatus.of(json.loads(data))
@@ -171,10 +171,12 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
     if silent_s is not None:
         then = "resumes" if status.checkpoint else "begins again, since there is no checkpoint yet"
         lines.append(
-            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same jobs.train {then}"
+            f"  no driver has written for {silent_s:.0f} s: it was killed or is paused; the same lockstep train {then}"
         )
     elif status.state == INTERRUPTED:
-        lines.append("  its driver was killed; the same jobs.train resumes it, or begins again without a checkpoint")
+        lines.append(
+            "  its driver was killed; the same lockstep train resumes it, or begins again without a checkpoint"
+        )
     restarts = f", {status.restarts} restarts" if status.restarts else ""
     where = f", {status.application}" if status.application else ""
     lines.append(f"  driver {status.pid} on {status.host}{where}, generation {status.generation}{restarts}")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from training.run.metrics import (
+from lockstep.training.run.metrics import (
     BAD_RECORD,
     CHECKPOINT,
     NON_FINITE,

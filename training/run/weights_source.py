@@ -10,18 +10,18 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
-from training.rules import Keep
-from training.run.best import find_best
-from training.run.lineage import chain_of, find_tip
-from training.run.paths import RunPaths
-from training.run.published import read_published
-from training.run.result import find_model
-from training.run.run_json import read_run
+from lockstep.training.rules import Keep
+from lockstep.training.run.best import find_best
+from lockstep.training.run.lineage import chain_of, find_tip
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.published import read_published
+from lockstep.training.run.result import find_model
+from lockstep.training.run.run_json import read_run
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 FILES = (".keras", ".weights.h5")
-KINDS = "a run, a folder of jobs.publish, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
+KINDS = "a run, a folder of lockstep publish, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ def _no_checkpoint(run: str) -> DataError:
         f"{run} has neither a model nor a checkpoint",
         got="an unfinished run before its first checkpoint",
         allowed="a run that has written a checkpoint",
-        next_step="Continue the run: `python -m jobs.train` with the same flags.",
+        next_step="Continue the run: `lockstep train` with the same flags.",
     )
 
 
 def located(url: str) -> str:
-    """The URL of the weights of `url`: for a run its model or newest checkpoint, for a folder of jobs.publish the model
-    that is published there, else `url` itself.
+    """The URL of the weights of `url`: for a run its model or newest checkpoint, for a folder of lockstep publish the
+    model that is published there, else `url` itself.
 
     The driver looks it up once: the newest checkpoint of a run that still trains changes, and ranks would start apart.
     """

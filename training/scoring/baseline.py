@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
-from training.comm.base import Communicator
-from training.reading.reader import SplitReader
+from lockstep.training.comm.base import Communicator
+from lockstep.training.reading.reader import SplitReader
 
 SMOOTHING = 10  # rows of the global mean that are added to each value's rate
 KINDS = "rate:COLUMN or majority for yes or no and classes, mean or median for numbers"

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.sampled import corrected
-from training.scoring.estimates import Floats
-from training.scoring.scores import LABEL, OUTPUTS, OutputForm, class_counts, class_shares
+from lockstep.training.scoring.estimates import Floats
+from lockstep.training.scoring.scores import LABEL, OUTPUTS, OutputForm, class_counts, class_shares
 
 BINS = 10
 MOST_CLASSES = 100  # of a confusion matrix

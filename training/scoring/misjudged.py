@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.features.schema.pictures import data_url, image_field
-from training.batches.feed import eval_batches
-from training.comm.base import Communicator
-from training.reading.open import OpenSplit
-from training.scoring.calibration import CONFIDENCE, PREDICTED
-from training.scoring.score_split import Outputs, Watched
+from lockstep.training.batches.feed import eval_batches
+from lockstep.training.comm.base import Communicator
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.scoring.calibration import CONFIDENCE, PREDICTED
+from lockstep.training.scoring.score_split import Outputs, Watched
 
 MOST_PICTURES = 24
 MOST_BYTES = 1 << 20  # of all data URLs

@@ -19,21 +19,21 @@ from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
-from training.batches.augmenting import soft_labels
-from training.batches.feed import eval_batches, eval_rows
-from training.batches.tf_dataset import ArrayPipeline, Arrays
-from training.comm.base import Communicator
-from training.config import TrainConfig
-from training.control.protocol import json_safe
-from training.plan.datasets import held_out, open_parts
-from training.reading.open import OpenSplit, load_encoder
-from training.reading.reader import SplitReader
-from training.run.notes import NAMED
-from training.scoring.baseline import Baseline, NumberBaseline
-from training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
-from training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
-from training.scoring.estimates import Floats
-from training.scoring.scores import (
+from lockstep.training.batches.augmenting import soft_labels
+from lockstep.training.batches.feed import eval_batches, eval_rows
+from lockstep.training.batches.tf_dataset import ArrayPipeline, Arrays
+from lockstep.training.comm.base import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.protocol import json_safe
+from lockstep.training.plan.datasets import held_out, open_parts
+from lockstep.training.reading.open import OpenSplit, load_encoder
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.run.notes import NAMED
+from lockstep.training.scoring.baseline import Baseline, NumberBaseline
+from lockstep.training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
+from lockstep.training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
+from lockstep.training.scoring.estimates import Floats
+from lockstep.training.scoring.scores import (
     OUTPUTS,
     Kind,
     OutputForm,
@@ -44,9 +44,9 @@ from training.scoring.scores import (
     sorted_rows,
     with_row_metrics,
 )
-from training.scoring.slices import ClusterColumn, SliceBy, SliceColumn, metrics_of_slices
-from training.steps import model_state
-from training.steps.patching import swapped
+from lockstep.training.scoring.slices import ClusterColumn, SliceBy, SliceColumn, metrics_of_slices
+from lockstep.training.steps import model_state
+from lockstep.training.steps.patching import swapped
 
 LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
 _KINDS: dict[type, Kind] = {
@@ -98,9 +98,9 @@ def score(
     calibration, roc, confusion and slices, and the names of `weighted` metrics (None without weights); {} on other
     ranks than 0. A collective. `outputs` collect this model's, in detail if there are `details`: those of an
     earlier score save tracing its test step again. `members` are names and outputs of the models that `model`
-    averages, from their own scores: then `comparisons` are those of training.scoring.scores.compared, of `mean` and
-    `members`. `callbacks` get the test hooks of this rank's part. `serve` is called after this rank's last batch: a
-    model whose ranks need each other answers the others until theirs. `pool` takes the
+    averages, from their own scores: then `comparisons` are those of lockstep.training.scoring.scores.compared, of
+    `mean` and `members`. `callbacks` get the test hooks of this rank's part. `serve` is called after this rank's last
+    batch: a model whose ranks need each other answers the others until theirs. `pool` takes the
     rows on rank 0.
     """
     beat(0, "evaluate")
@@ -217,7 +217,7 @@ class Pool:
         classes: int | None,
         clusters: NDArray[Any] | None,
     ) -> None:
-        """Add the rows of one score, as training.scoring.scores.measure takes them."""
+        """Add the rows of one score, as lockstep.training.scoring.scores.measure takes them."""
         self._rows.append(rows)
         self._clusters += [] if clusters is None else [clusters]
         self._how = asked, form, classes

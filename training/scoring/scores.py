@@ -4,8 +4,8 @@ A row is a label, a weight and one prediction of each of k predictors (the model
 share of pairs of a yes and a no that are ranked correctly, ties counting half: by ranks, not by thresholds. Results
 depend only on the rows, not on their order: `sorted_rows` sorts them first, and every sum follows that order.
 
-Intervals are those of training.scoring.estimates. Rows of one cluster, such as those of one visitor, depend on each
-other.
+Intervals are those of lockstep.training.scoring.estimates. Rows of one cluster, such as those of one visitor, depend on
+each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.schema.sampled import corrected
-from training.comm.base import Communicator
-from training.scoring.estimates import (
+from lockstep.training.comm.base import Communicator
+from lockstep.training.scoring.estimates import (
     Estimate,
     Estimates,
     Floats,

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
-from training.comm.base import Communicator
-from training.scoring.estimates import Floats
-from training.scoring.scores import (
+from lockstep.training.comm.base import Communicator
+from lockstep.training.scoring.estimates import Floats
+from lockstep.training.scoring.scores import (
     LABEL,
     OutputForm,
     RowMetric,

@@ -11,10 +11,10 @@ from lockstep.storage.errors import ConfigError, NotFoundError, differences, req
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from training.config import TrainConfig
-from training.rules import BEST, BEST_ALLOWED, of_validation
-from training.run.run_json import refuse_strange_directory
-from training.search.space import OPERATIONAL, Parameter
+from lockstep.training.config import TrainConfig
+from lockstep.training.rules import BEST, BEST_ALLOWED, of_validation
+from lockstep.training.run.run_json import refuse_strange_directory
+from lockstep.training.search.space import OPERATIONAL, Parameter
 
 FORMAT_VERSION = 1
 MOST_POINTS = 100_000  # of a grid, which is in memory

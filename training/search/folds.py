@@ -23,12 +23,12 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute, join
-from training.config import TrainConfig
-from training.driver.preflight import preflight
-from training.driver.train import Hooks, train
-from training.launch.session import Launch
-from training.results.evaluate import aligned, evaluate, evaluate_pooled, number, span
-from training.run.weights_source import newest_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import preflight
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.session import Launch
+from lockstep.training.results.evaluate import aligned, evaluate, evaluate_pooled, number, span
+from lockstep.training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
 RESULT = "result.json"

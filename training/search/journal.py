@@ -14,7 +14,7 @@ from lockstep.storage.errors import CorruptionError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import is_temporary, write_file
 from lockstep.storage.urls import join
-from training.run.lineage import superseded
+from lockstep.training.run.lineage import superseded
 
 FORMAT_VERSION = 1
 ASKED, EPOCH, PRUNED, ENDED = "asked", "epoch", "pruned", "ended"

@@ -11,12 +11,12 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from lockstep.storage.progress import in_notebook
-from training.config import TrainConfig
-from training.driver.live import CellOutput, OnTerminal, RunProgress, png
-from training.results.pages import DARK, LIGHT
-from training.search.config import SearchConfig
-from training.search.report import parameter_words, value_text
-from training.search.study import DONE, OPEN, Study, Trial
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.live import CellOutput, OnTerminal, RunProgress, png
+from lockstep.training.results.pages import DARK, LIGHT
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.report import parameter_words, value_text
+from lockstep.training.search.study import DONE, OPEN, Study, Trial
 
 SHOW_EVERY_S = 0.5
 
@@ -29,7 +29,7 @@ class SearchProgress(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None: ...
 
     def of_trial(self, number: int) -> Callable[[TrainConfig, int], RunProgress]:
-        """What shows the run of a trial (training.driver.train.Hooks.progress)."""
+        """What shows the run of a trial (lockstep.training.driver.train.Hooks.progress)."""
 
     def ended(self, trial: Trial, words: str) -> None:
         """A trial has ended; `words` says how."""

@@ -14,12 +14,12 @@ from markupsafe import Markup
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
-from training.results import evaluate
-from training.results.pages import DARK, LIGHT, OTHER, Section, link, page, printable, svg, table
-from training.run.command import command_of
-from training.search.config import SearchConfig
-from training.search.space import SETTING, Parameter, config_of_trial
-from training.search.study import DONE, Study, Trial
+from lockstep.training.results import evaluate
+from lockstep.training.results.pages import DARK, LIGHT, OTHER, Section, link, page, printable, svg, table
+from lockstep.training.run.command import command_of
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.space import SETTING, Parameter, config_of_trial
+from lockstep.training.search.study import DONE, Study, Trial
 
 PAGE = "report.html"
 PAGE_INCHES = 11.5  # of a chart as wide as a page
@@ -109,7 +109,7 @@ def _next_calls(config: SearchConfig, best: Trial) -> Markup:
     searched = {parameter.name for parameter in config.space}
     settings = {name: value for name, value in config.base.extra.items() if f"{SETTING}{name}" not in searched}
     words = shlex.split(command_of(replace(config.base, extra=settings).to_json()))
-    words[2] = "jobs.tune"
+    words[2] = "lockstep.jobs.tune"
     words += ["--metric", config.metric, "--trials", str(2 * config.number), "--parallel", str(config.parallel)]
     words += ["--sampler", config.sampler, "--pruner", config.pruner, "--space", "space.toml"]
     words += [] if config.test is None else ["--test", config.test]

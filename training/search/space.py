@@ -10,11 +10,11 @@ from fractions import Fraction
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.storage.errors import nearest, require
-from training.config import TrainConfig, Value, flag_of
-from training.run.command import setting_word
+from lockstep.training.config import TrainConfig, Value, flag_of
+from lockstep.training.run.command import setting_word
 
 SETTING = "set."
-"""Before the name of a setting of the model (`jobs.train --set NAME=VALUE`)."""
+"""Before the name of a setting of the model (`lockstep train --set NAME=VALUE`)."""
 # A call that resumes a search may give these fields other values.
 ELASTIC = ("min_ranks", "max_ranks", "slots_file")
 """Fields that let the number of ranks change, which a trial does not."""
@@ -180,7 +180,7 @@ def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) 
 
 
 def flags_of(parameters: Mapping[str, Any]) -> list[str]:
-    """The flags of jobs.train that give a run these parameters."""
+    """The flags of lockstep train that give a run these parameters."""
     flags = []
     for name, value in parameters.items():
         if name.startswith(SETTING):

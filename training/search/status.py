@@ -10,13 +10,13 @@ from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.urls import join
-from training.driver.ownership import driver_lives, read_lease
-from training.results.evaluate import aligned
-from training.results.state import state_now
-from training.run.paths import RunPaths
-from training.run.status import FINISHED, INTERRUPTED, read_status
-from training.search.config import FORMAT_VERSION
-from training.search.journal import ASKED, ENDED, PRUNED, Journal
+from lockstep.training.driver.ownership import driver_lives, read_lease
+from lockstep.training.results.evaluate import aligned
+from lockstep.training.results.state import state_now
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import FINISHED, INTERRUPTED, read_status
+from lockstep.training.search.config import FORMAT_VERSION
+from lockstep.training.search.journal import ASKED, ENDED, PRUNED, Journal
 
 SEARCHING = "searching"
 OPEN, DONE, FAILED = "open", "done", "failed"
@@ -77,12 +77,12 @@ class SearchStatus:
             given = [_text(trial.parameters.get(each)) for each in names]
             rows.append([str(trial.number), state, str(trial.epochs), value, *given])
         left_out = len(self.trials) - len(shown)
-        more = [f"  {left_out} more trials: python -m jobs.runs {self.url}"] if left_out else []
+        more = [f"  {left_out} more trials: lockstep runs {self.url}"] if left_out else []
         return "\n".join([head, *(f"  {line}" for line in aligned(rows)), *more])
 
 
 def is_search(fs: FileSystem, url: str) -> bool:
-    """Whether jobs.tune has begun a search there."""
+    """Whether lockstep tune has begun a search there."""
     return fs.exists(join(url, "search.json"))
 
 

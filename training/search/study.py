@@ -18,10 +18,10 @@ from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from lockstep.storage.errors import DataError, TrainingFailedError
-from training.control.protocol import json_safe
-from training.search.config import SearchConfig
-from training.search.journal import ASKED, ENDED, EPOCH, PRUNED, Journal
-from training.search.space import Parameter
+from lockstep.training.control.protocol import json_safe
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.journal import ASKED, ENDED, EPOCH, PRUNED, Journal
+from lockstep.training.search.space import Parameter
 
 VERSION: str = optuna.__version__
 OPEN, DONE, FAILED = "open", "done", "failed"  # and PRUNED

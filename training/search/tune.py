@@ -1,7 +1,7 @@
 """The driver of a search: it runs several trials at once, and resumes them after it was killed.
 
-Each trial trains in a thread, by the same driver as jobs.train. Its reports come through one queue, so only one thread
-uses the study and the journal.
+Each trial trains in a thread, by the same driver as lockstep train. Its reports come through one queue, so only one
+thread uses the study and the journal.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from lockstep.process.signals import ended_in_order
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from training.config import TrainConfig
-from training.control.failures import LauncherGoneError
-from training.driver.ownership import Lease
-from training.driver.preflight import check_validation, preflight
-from training.driver.stop import EndedByCallerError
-from training.driver.train import Hooks, train
-from training.launch.session import Launch, SessionLauncher
-from training.launch.signals import ended_in_order
-from training.results.evaluate import evaluate
-from training.rules import check_metric
-from training.run import notes
-from training.run.lineage import SupersededError
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.search.config import SearchConfig, check_search, open_search
-from training.search.journal import Journal
-from training.search.live import AsLines, SearchProgress
-from training.search.report import tested_words, write_search_report
-from training.search.space import config_of_trial, corners, flags_of
-from training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import LauncherGoneError
+from lockstep.training.driver.ownership import Lease
+from lockstep.training.driver.preflight import check_validation, preflight
+from lockstep.training.driver.stop import EndedByCallerError
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.session import Launch, SessionLauncher
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.rules import check_metric
+from lockstep.training.run import notes
+from lockstep.training.run.lineage import SupersededError
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.search.config import SearchConfig, check_search, open_search
+from lockstep.training.search.journal import Journal
+from lockstep.training.search.live import AsLines, SearchProgress
+from lockstep.training.search.report import tested_words, write_search_report
+from lockstep.training.search.space import config_of_trial, corners, flags_of
+from lockstep.training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
 
 FORMAT_VERSION = 1
 LOOK_S = 0.5
@@ -47,7 +47,7 @@ TEST = "test"
 END_S = 120.0  # for a trial to end in order: its ranks stop, and a commit in flight ends
 OF_THE_SEARCH = (StorageError, CorruptionError, SupersededError, LauncherGoneError, EndedByCallerError)
 Trainer = Callable[[TrainConfig, Hooks], RunResult]
-"""Trains one configuration as training.driver.train.train does."""
+"""Trains one configuration as lockstep.training.driver.train.train does."""
 Shows = Callable[[SearchConfig, Study], SearchProgress]
 Tests = Callable[[str], dict[str, Any] | None]
 """Evaluates a run on the split that no trial has seen; None without such a split."""

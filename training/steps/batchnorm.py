@@ -18,9 +18,9 @@ from keras import ops
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.steps.fused import Normalised, can_fuse_batchnorm, normalise
-from training.steps.ordered import OrderedCalls
-from training.steps.patching import swapped_class
+from lockstep.training.steps.fused import Normalised, can_fuse_batchnorm, normalise
+from lockstep.training.steps.ordered import OrderedCalls
+from lockstep.training.steps.patching import swapped_class
 
 Array = NDArray[np.float64]
 
@@ -195,8 +195,9 @@ class GhostBatchNormalization(_Ghost):
     """Keras' BatchNormalization with separate batch statistics for each run of `group_rows` rows.
 
     The rows of a lane group are neighbours in a batch, and a rank has whole groups, so a sample is normalised the same
-    way at any number of ranks. The moving averages take the mean over this rank's groups; `training.steps.distribute`
-    turns it into the mean over all groups after each step. A batch in training must be a multiple of `group_rows`.
+    way at any number of ranks. The moving averages take the mean over this rank's groups;
+    `lockstep.training.steps.distribute` turns it into the mean over all groups after each step. A batch in training
+    must be a multiple of `group_rows`.
     """
 
     def __init__(self, group_rows: int, **kwargs: Any) -> None:

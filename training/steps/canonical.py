@@ -17,14 +17,14 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
-from training.steps.batchnorm import batchnorm_as, statistics_of
-from training.steps.draws import drawn_from, draws_of_step, step_of
-from training.steps.losses import Denominators, weighed_by_rows
-from training.steps.model_state import METRICS, SEEDS, variables_of
-from training.steps.over_ranks import StepOverRanks, step_over_ranks
-from training.steps.patching import swapped
-from training.steps.rank_step import KeptStatistics, SkippedStep, install_step, remove_step
+from lockstep.training.comm.base import Communicator
+from lockstep.training.steps.batchnorm import batchnorm_as, statistics_of
+from lockstep.training.steps.draws import drawn_from, draws_of_step, step_of
+from lockstep.training.steps.losses import Denominators, weighed_by_rows
+from lockstep.training.steps.model_state import METRICS, SEEDS, variables_of
+from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
+from lockstep.training.steps.patching import swapped
+from lockstep.training.steps.rank_step import KeptStatistics, SkippedStep, install_step, remove_step
 
 NOTHING, KEEP, ADD = 0, 1, 2
 

@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
-from training.control.context import report_faults_of
-from training.exchange.agreement import STOPS, NonFinitePolicy
-from training.exchange.buckets import BUCKET_BYTES
-from training.exchange.exchange import Exchange
-from training.exchange.sparse import ROWS_FROM_BYTES
-from training.steps import fused
-from training.steps.distribute_checks import check_step, check_wish, compare_start
-from training.steps.ordered import put_last, tail
-from training.steps.over_ranks import check_reached
-from training.steps.reduction import Reduction, exchange_for
+from lockstep.training.comm.base import Communicator
+from lockstep.training.control.context import report_faults_of
+from lockstep.training.exchange.agreement import STOPS, NonFinitePolicy
+from lockstep.training.exchange.buckets import BUCKET_BYTES
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.exchange.sparse import ROWS_FROM_BYTES
+from lockstep.training.steps import fused
+from lockstep.training.steps.distribute_checks import check_step, check_wish, compare_start
+from lockstep.training.steps.ordered import put_last, tail
+from lockstep.training.steps.over_ranks import check_reached
+from lockstep.training.steps.reduction import Reduction, exchange_for
 
 Gradients = list[Any]
 
@@ -188,7 +188,7 @@ def distribute(
     `compression` makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: before the first
     sum ranks compare weights and the optimizer's settings, and check that their shares add up to 1; if false, the
     caller must do so. `non_finite`: what happens to a step that is not finite. `make_exchange` makes the exchange:
-    `exchange_for`, also with a compression of messages, or one of `training.strategies`.
+    `exchange_for`, also with a compression of messages, or one of `lockstep.training.strategies`.
 
     A collective if `communicator` already has an exchange: the new one gets a group of its own. `exchange_of` returns
     the exchange. Raises ConfigError for an optimizer that cannot be the outermost one, and for invalid arguments.

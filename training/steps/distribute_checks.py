@@ -16,8 +16,8 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGrap
 
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError, require
-from training.comm.base import FLOATS, Communicator
-from training.exchange.compare_ranks import everyones, view_of
+from lockstep.training.comm.base import FLOATS, Communicator
+from lockstep.training.exchange.compare_ranks import everyones, view_of
 
 SHARES_WITHIN = 1e-4  # a user may have written a share with few digits
 SHOWN = 500  # characters of an optimizer's settings

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from training.steps.optimizers import CorrectedSGD
+from lockstep.training.steps.optimizers import CorrectedSGD
 
 # Exactly these: a subclass may have changed the update.
 _SGD = (keras.optimizers.SGD, CorrectedSGD)

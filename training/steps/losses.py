@@ -21,8 +21,8 @@ from keras.src.losses.loss import apply_mask, reduce_weighted_values
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.steps.ordered import OrderedCalls
-from training.steps.patching import swapped
+from lockstep.training.steps.ordered import OrderedCalls
+from lockstep.training.steps.patching import swapped
 
 
 @contextmanager
@@ -74,7 +74,7 @@ class Denominators:
     With `micro_batches` the optimizer takes the mean over that many calls: sums are multiplied to compensate, and
     denominators of masks and weights, unknown before the last micro-batch, are refused. They are also refused without
     `calls`, where a rank takes its rows unit by unit and `scale` is a unit's share; `refused` is the flag to blame.
-    `checked`: losses that return one number are known to be means over rows (training.steps.row_means).
+    `checked`: losses that return one number are known to be means over rows (lockstep.training.steps.row_means).
     """
 
     def __init__(

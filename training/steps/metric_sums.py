@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError
-from training.steps.model_state import as_floats, unchanged
+from lockstep.training.steps.model_state import as_floats, unchanged
 
 WITHIN = 1e-3  # relative: states are sums in float32
 SHARES = {"sum": (1.0, 1.0), "mean": (0.5, 0.5), "only_first_replica": (1.0, 0.0)}

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
-from training.exchange.compare_ranks import view_of
-from training.run.checkpoint import Tensors, TensorSpec, take
-from training.steps.other_optimizers import others_of
+from lockstep.training.comm.base import Communicator
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.run.checkpoint import Tensors, TensorSpec, take
+from lockstep.training.steps.other_optimizers import others_of
 
 
 def show_labels_as_columns(model: keras.Model) -> None:

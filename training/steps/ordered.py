@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
+from lockstep.training.comm.base import Communicator
 
 _LAST: WeakKeyDictionary[Any, tf.Operation] = WeakKeyDictionary()  # graph -> the end of its chain
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.steps.ordered import OrderedCalls
+from lockstep.training.steps.ordered import OrderedCalls
 
 Array = NDArray[Any]
 
@@ -133,7 +133,7 @@ def check_reached() -> None:
         raise ConfigError(
             "this step called on_ranks.gather, mean or total, and does not know the other ranks",
             got="a train_step that on_ranks.rank_step has not changed",
-            allowed="steps of jobs.train, of a model after rank_step, or within RankStep.tracing",
+            allowed="steps of lockstep train, of a model after rank_step, or within RankStep.tracing",
             next_step="Call on_ranks.rank_step(model, comm) after compile.",
         )
 

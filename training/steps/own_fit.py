@@ -6,7 +6,7 @@
     model.fit(mine, callbacks=callbacks_on_ranks(callbacks, model, comm), validation_data=my_validation)
     evaluate(model, comm, x_test, y_test)
 
-jobs.train does all this by itself.
+lockstep train does all this by itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator, part_bounds
-from training.steps.distribute import exchange_of
-from training.steps.losses import weigh_tests
-from training.steps.model_state import as_floats, summed_metrics
-from training.steps.other_optimizers import optimizers_of
-from training.steps.rank_step import RankStep
-from training.steps.row_means import Steps, check_row_means, some_rows
+from lockstep.training.comm.base import Communicator, part_bounds
+from lockstep.training.steps.distribute import exchange_of
+from lockstep.training.steps.losses import weigh_tests
+from lockstep.training.steps.model_state import as_floats, summed_metrics
+from lockstep.training.steps.other_optimizers import optimizers_of
+from lockstep.training.steps.rank_step import RankStep
+from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
 
 Statistics = Literal["sync", "local"]
 WRITERS = (
@@ -65,7 +65,7 @@ def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Stat
             "rank_step got an unknown batch normalisation",
             got=f"batchnorm={batchnorm!r}",
             allowed=" or ".join(get_args(Statistics)),
-            next_step="Correct it; ghost needs the lane groups of jobs.train.",
+            next_step="Correct it; ghost needs the lane groups of lockstep train.",
         )
     before = _INSTALLED.pop(model, None)
     if before is not None and "train_step" in vars(model):  # compiled again since; two steps would undo each other
@@ -199,7 +199,7 @@ def only_on_leader(callback: Any, rank: int) -> Any:
             "BackupAndRestore cannot restore several ranks",
             got=type(callback).__name__,
             allowed="callbacks that do not change weights",
-            next_step="Leave it out: jobs.train resumes from checkpoints; elsewhere load weights on every rank.",
+            next_step="Leave it out: lockstep train resumes from checkpoints; elsewhere load weights on every rank.",
         )
     if rank == 0 or not isinstance(callback, WRITERS):
         return callback

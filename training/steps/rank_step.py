@@ -15,14 +15,20 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
-from training.steps.batchnorm import GhostBatchNormalization, SyncMoments, batchnorm_as, normalisations, statistics_of
-from training.steps.distribute import exchange_of, is_first, is_last, skipped_of, steps_of
-from training.steps.draws import draws_of_step, step_of
-from training.steps.losses import Denominators, weigh_tests, weighed_by_rows
-from training.steps.ordered import OrderedCalls
-from training.steps.over_ranks import StepOverRanks, step_over_ranks
-from training.steps.patching import swapped
+from lockstep.training.comm.base import Communicator
+from lockstep.training.steps.batchnorm import (
+    GhostBatchNormalization,
+    SyncMoments,
+    batchnorm_as,
+    normalisations,
+    statistics_of,
+)
+from lockstep.training.steps.distribute import exchange_of, is_first, is_last, skipped_of, steps_of
+from lockstep.training.steps.draws import draws_of_step, step_of
+from lockstep.training.steps.losses import Denominators, weigh_tests, weighed_by_rows
+from lockstep.training.steps.ordered import OrderedCalls
+from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
+from lockstep.training.steps.patching import swapped
 
 
 def install_step(model: keras.Model, train_step: Callable[[Any], Any]) -> None:
@@ -156,7 +162,8 @@ class RankStep:
     Keras, except with `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported
     losses, are not. `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size. With
     `seed`, draws of keras.random without a seed depend on it, the step and the rank; else they are the process's own.
-    `checked`: the caller checks that losses are means over rows (training.steps.row_means); else a warning says so.
+    `checked`: the caller checks that losses are means over rows (lockstep.training.steps.row_means); else a warning
+    says so.
     """
 
     def __init__(

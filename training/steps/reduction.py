@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from tensorflow.python.ops import collective_ops
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator
-from training.comm.tf.cluster import RESTART
-from training.comm.tf.communicator import TensorflowCommunicator
-from training.compression.method import NONE, Compression
-from training.exchange.agreement import CONTROL_WORDS, NonFinitePolicy
-from training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
-from training.exchange.exchange import Exchange, SoloExchange
-from training.exchange.sparse import ROWS_FROM_BYTES, Table, added_up
-from training.steps.ordered import put_last, tail
+from lockstep.training.comm.base import Communicator
+from lockstep.training.comm.tf.cluster import RESTART
+from lockstep.training.comm.tf.communicator import TensorflowCommunicator
+from lockstep.training.compression.method import NONE, Compression
+from lockstep.training.exchange.agreement import CONTROL_WORDS, NonFinitePolicy
+from lockstep.training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
+from lockstep.training.exchange.exchange import Exchange, SoloExchange
+from lockstep.training.exchange.sparse import ROWS_FROM_BYTES, Table, added_up
+from lockstep.training.steps.ordered import put_last, tail
 
 Array = NDArray[Any]
 
@@ -168,7 +168,7 @@ class Reduction:
 
     `statistics` are averaged with the last bucket; a tensor of at least `rows_from_bytes` whose gradient has rows is
     exchanged by rows. `compression` has `compress(tensor)` -> (tensor, context) and `decompress(tensor, context)`, like
-    training.horovod.Compression; ranks sum and check the compressed gradients.
+    lockstep.horovod.Compression; ranks sum and check the compressed gradients.
     """
 
     exchange: Exchange

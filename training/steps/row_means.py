@@ -30,15 +30,15 @@ from numpy.typing import NDArray
 from tensorflow.python.eager import context
 
 from lockstep.storage.errors import ConfigError, LockstepError
-from training.comm.base import Communicator, SoloCommunicator
-from training.exchange.compare_ranks import view_of
-from training.steps.batchnorm import normalisations
-from training.steps.draws import draws_of_step
-from training.steps.losses import Denominators, Divides
-from training.steps.model_state import SEEDS, unchanged, variables_of
-from training.steps.ordered import OrderedCalls
-from training.steps.over_ranks import StepOverRanks, step_over_ranks
-from training.steps.patching import swapped, swapped_class
+from lockstep.training.comm.base import Communicator, SoloCommunicator
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.steps.batchnorm import normalisations
+from lockstep.training.steps.draws import draws_of_step
+from lockstep.training.steps.losses import Denominators, Divides
+from lockstep.training.steps.model_state import SEEDS, unchanged, variables_of
+from lockstep.training.steps.ordered import OrderedCalls
+from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
+from lockstep.training.steps.patching import swapped, swapped_class
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -85,7 +85,9 @@ class _Reached(StepOverRanks):
 
 
 class _RowSums(Denominators):
-    """Losses of Keras' reductions as sums over rows: what else divides them, ranks add up (training.steps.losses)."""
+    """Losses of Keras' reductions as sums over rows: what else divides them, ranks add up
+    (lockstep.training.steps.losses).
+    """
 
     def __init__(self, scale: float, rows: int) -> None:
         super().__init__(OrderedCalls(SoloCommunicator()), scale, checked=True)
@@ -231,8 +233,8 @@ def some_rows(data: Any, communicator: Communicator) -> Any:
 def check_row_means(steps: Steps, data: Any, name: str) -> None:
     """Raise ConfigError unless a step is a mean over the rows of `data`: (x, y, weights) as fit takes them, or x.
 
-    `name` is the model's. A step that calls functions of training.steps.over_ranks for other ranks' rows itself is not
-    judged, nor one that cannot be repeated.
+    `name` is the model's. A step that calls functions of lockstep.training.steps.over_ranks for other ranks' rows
+    itself is not judged, nor one that cannot be repeated.
     """
     there = len(next(x for x in keras.tree.flatten(data) if x is not None))
     a, b = (max(1, min(most, there // part)) for most, part in zip(MOST_ROWS, (5, 3), strict=True))

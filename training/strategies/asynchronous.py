@@ -20,12 +20,12 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator
-from training.exchange.agreement import Agreement, NonFinitePolicy
-from training.exchange.buckets import all_finite
-from training.exchange.exchange import GRACE_S, Array
-from training.strategies.every_step import EveryStep
-from training.strategies.local_steps import LocalExchange, average_state
+from lockstep.training.comm.base import Communicator
+from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
+from lockstep.training.exchange.buckets import all_finite
+from lockstep.training.exchange.exchange import GRACE_S, Array
+from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.local_steps import LocalExchange, average_state
 
 
 class Rounds:

@@ -19,13 +19,13 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError, DataError
-from training.comm.base import Communicator
-from training.exchange.agreement import Inquiry, NonFiniteError, NonFinitePolicy
-from training.exchange.exchange import Array, Exchange
-from training.exchange.sparse import Rows
-from training.run.checkpoint import Tensors
-from training.steps.distribute import apply_sums
-from training.strategies.every_step import EveryStep
+from lockstep.training.comm.base import Communicator
+from lockstep.training.exchange.agreement import Inquiry, NonFiniteError, NonFinitePolicy
+from lockstep.training.exchange.exchange import Array, Exchange
+from lockstep.training.exchange.sparse import Rows
+from lockstep.training.run.checkpoint import Tensors
+from lockstep.training.steps.distribute import apply_sums
+from lockstep.training.strategies.every_step import EveryStep
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from training.comm.base import Communicator
-from training.exchange.agreement import Agreement
-from training.run.checkpoint import Tensors
+from lockstep.training.comm.base import Communicator
+from lockstep.training.exchange.agreement import Agreement
+from lockstep.training.run.checkpoint import Tensors
 
 
 class EveryStep:

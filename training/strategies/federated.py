@@ -14,14 +14,14 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError, DataError
-from training.comm.base import FLOATS
-from training.exchange.agreement import Agreement
-from training.exchange.compare_ranks import view_of
-from training.exchange.exchange import Array
-from training.run.checkpoint import Tensors
-from training.steps.batchnorm import normalisations, statistics_of
-from training.strategies.every_step import EveryStep
-from training.strategies.local_steps import LocalExchange, OuterStep
+from lockstep.training.comm.base import FLOATS
+from lockstep.training.exchange.agreement import Agreement
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.exchange.exchange import Array
+from lockstep.training.run.checkpoint import Tensors
+from lockstep.training.steps.batchnorm import normalisations, statistics_of
+from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.local_steps import LocalExchange, OuterStep
 
 
 class Federated(EveryStep):

@@ -18,9 +18,9 @@ import psutil
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import LockstepError
-from training.comm.base import Communicator
-from training.strategies.sharded_table import SHARDS, Positions, RowExchange, TableOptions
-from training.strategies.table_kernels import draw_each, find, gather, insert
+from lockstep.training.comm.base import Communicator
+from lockstep.training.strategies.sharded_table import SHARDS, Positions, RowExchange, TableOptions
+from lockstep.training.strategies.table_kernels import draw_each, find, gather, insert
 
 Array = NDArray[Any]
 FIRST_ROWS = 1024

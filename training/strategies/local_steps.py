@@ -19,14 +19,14 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import DataError
-from training.comm.base import FLOATS, Communicator
-from training.exchange.agreement import FLAGS, SHOWN_SAMPLES, Agreement
-from training.exchange.buckets import copy_scaled
-from training.exchange.compare_ranks import view_of
-from training.exchange.exchange import Array, Exchange
-from training.run.checkpoint import Tensors
-from training.steps.batchnorm import statistics_of
-from training.strategies.every_step import EveryStep
+from lockstep.training.comm.base import FLOATS, Communicator
+from lockstep.training.exchange.agreement import FLAGS, SHOWN_SAMPLES, Agreement
+from lockstep.training.exchange.buckets import copy_scaled
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.exchange.exchange import Array, Exchange
+from lockstep.training.run.checkpoint import Tensors
+from lockstep.training.steps.batchnorm import statistics_of
+from lockstep.training.strategies.every_step import EveryStep
 
 
 class LocalExchange(Exchange):

@@ -20,17 +20,17 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
-from training.comm.hosts import require_trust
-from training.comm.tf.cluster import JOB, addresses, written
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.exchange.exchange import Array, Exchange
-from training.steps.batchnorm import batchnorm_as, statistics_of
-from training.steps.draws import drawn_from, draws_of_step, step_of
-from training.steps.losses import Denominators, weigh_tests, weighed_by_rows
-from training.steps.model_state import SEEDS, variables_of
-from training.steps.over_ranks import StepOverRanks, step_over_ranks
-from training.steps.patching import swapped
+from lockstep.training.comm.hosts import require_trust
+from lockstep.training.comm.tf.cluster import JOB, addresses, written
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.exchange.exchange import Array, Exchange
+from lockstep.training.steps.batchnorm import batchnorm_as, statistics_of
+from lockstep.training.steps.draws import drawn_from, draws_of_step, step_of
+from lockstep.training.steps.losses import Denominators, weigh_tests, weighed_by_rows
+from lockstep.training.steps.model_state import SEEDS, variables_of
+from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
+from lockstep.training.steps.patching import swapped
 
 
 def start_strategy(config: TrainConfig, context: RankContext) -> tf.distribute.Strategy:

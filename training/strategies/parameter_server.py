@@ -1,7 +1,7 @@
 """A rank's side of a parameter server: it pushes gradients, pulls weights, and meets the other ranks for checkpoints.
 
-The servers (`training.strategies.server`) run the optimizer; this rank's own computes only the learning rate. Each
-bucket of gradients is cut into equal parts, one a server. docs/strategies.md.
+The servers (`lockstep.training.strategies.server`) run the optimizer; this rank's own computes only the learning rate.
+Each bucket of gradients is cut into equal parts, one a server. docs/strategies.md.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training.comm.base import Communicator, part_bounds
-from training.exchange.agreement import Agreement
-from training.exchange.compare_ranks import view_of
-from training.exchange.exchange import GRACE_S, Array
-from training.steps.batchnorm import statistics_of
-from training.steps.distribute import own_class
-from training.strategies.asynchronous import ApartExchange, AsyncSteps
-from training.strategies.local_steps import average
-from training.strategies.server import SERVER, Begin, Push, Rule, links_between, receive, send
+from lockstep.training.comm.base import Communicator, part_bounds
+from lockstep.training.exchange.agreement import Agreement
+from lockstep.training.exchange.compare_ranks import view_of
+from lockstep.training.exchange.exchange import GRACE_S, Array
+from lockstep.training.steps.batchnorm import statistics_of
+from lockstep.training.steps.distribute import own_class
+from lockstep.training.strategies.asynchronous import ApartExchange, AsyncSteps
+from lockstep.training.strategies.local_steps import average
+from lockstep.training.strategies.server import SERVER, Begin, Push, Rule, links_between, receive, send
 
 
 class ServedExchange(ApartExchange):

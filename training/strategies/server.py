@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import Communicator
+from lockstep.training.comm.base import Communicator
 
 Array = NDArray[Any]
 RANK, SERVER = 0, 1

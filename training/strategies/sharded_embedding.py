@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, LockstepError
-from training.comm.base import Communicator
-from training.config import TrainConfig
-from training.run.checkpoint import Tensors, TensorSpec
-from training.run.checkpoint_division import Piece, deal, held
-from training.run.late_copy import LateCopy
-from training.steps.distribute import exchange_of, skipped_of
-from training.steps.ordered import Calls
-from training.steps.patching import swapped_class
-from training.strategies.growing_table import GrowingTable
-from training.strategies.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
+from lockstep.training.comm.base import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.run.checkpoint import Tensors, TensorSpec
+from lockstep.training.run.checkpoint_division import Piece, deal, held
+from lockstep.training.run.late_copy import LateCopy
+from lockstep.training.steps.distribute import exchange_of, skipped_of
+from lockstep.training.steps.ordered import Calls
+from lockstep.training.steps.patching import swapped_class
+from lockstep.training.strategies.growing_table import GrowingTable
+from lockstep.training.strategies.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -129,8 +129,8 @@ class ShardedEmbedding(keras.layers.Layer):
             raise LockstepError(
                 f"the rows of the layer {self.name} are not on this rank",
                 got="a call before Tables.of(model, ...)",
-                allowed="a model that jobs.train trains",
-                next_step="Train the model with jobs.train; its export has plain Embedding layers.",
+                allowed="a model that lockstep train trains",
+                next_step="Train the model with lockstep train; its export has plain Embedding layers.",
             )
         return self._table
 

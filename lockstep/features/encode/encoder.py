@@ -137,7 +137,7 @@ class Encoder:
             raise ConfigError(
                 "there are no images to skip",
                 got="a dataset without images to decode, or without a label",
-                allowed="images of `jobs.etl_images --store encoded`",
+                allowed="images of `lockstep etl_images --store encoded`",
                 next_step="Leave --bad-images out.",
             )
         return self._skipping(())

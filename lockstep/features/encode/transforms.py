@@ -133,7 +133,7 @@ def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple
             f"the vocabulary of field `{field.name}` does not fit the schema",
             got="none" if not isinstance(fitted, Vocabulary) else f"{len(fitted.tokens)} tokens",
             allowed=f"at most {encoding['max_size']} tokens, from _fitted/{encoding['file']}",
-            next_step="Run `python -m jobs.verify URL`.",
+            next_step="Run `lockstep verify URL`.",
         )
     return _vocabulary(fitted, int(encoding["oov_buckets"])), vocabulary_size(encoding, fitted)
 
@@ -192,7 +192,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
             f"the mean and variance of field `{field.name}` are missing",
             got="none" if fitted is None else "a vocabulary",
             allowed=f"moments, from _fitted/{field.fitted_file}",
-            next_step="Run `python -m jobs.verify URL`.",
+            next_step="Run `lockstep verify URL`.",
         )
     mean, deviation = fitted.mean, float(np.sqrt(fitted.variance))
     limit = constant_within(field, mean, deviation)
@@ -353,7 +353,7 @@ def null_error(field: Field) -> DataError:
         f"field `{field.name}` is null",
         got="null",
         allowed="a value in each row",
-        next_step="Run `python -m jobs.verify URL`.",
+        next_step="Run `lockstep verify URL`.",
     )
 
 
@@ -459,7 +459,7 @@ def _stored(field: Field, shape: tuple[int, ...]) -> Early:
                 f"a tensor of field `{field.name}` has the wrong length",
                 got=f"{span(np.diff(offsets).min(), np.diff(offsets).max())} bytes",
                 allowed=f"{wanted} bytes",
-                next_step="Run `python -m jobs.verify URL`.",
+                next_step="Run `lockstep verify URL`.",
             )
         if not len(column):
             return np.zeros((0, *shape), dtype=field.dtype)
@@ -492,7 +492,7 @@ def _columns(field: Field, ids: int) -> Columns:
                 f"field `{field.name}` has an id out of range",
                 got=span(found.min(), found.max()),
                 allowed=f"0 to {ids - 1}",
-                next_step="Run `python -m jobs.verify URL`.",
+                next_step="Run `lockstep verify URL`.",
             )
         return found - 1
 

@@ -192,7 +192,7 @@ def _bad(field: Field | None, number: int, got: str, allowed: str) -> DataError:
         f"record {number} of the batch does not fit the schema{where}",
         got=got,
         allowed=allowed,
-        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
+        next_step="Run `lockstep verify URL`; if it finds no error, the shard was written with another schema.",
     )
 
 

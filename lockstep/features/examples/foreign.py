@@ -180,7 +180,7 @@ def _refuse_others(records: Iterable[BytesLike], known: set[bytes]) -> None:
                     f"record {number} of the batch has a feature that the schema lacks",
                     got=f"`{name.decode(errors='replace')}`",
                     allowed=", ".join(sorted(one.decode(errors="replace") for one in known))[:500],
-                    next_step="Index the directory (again): python -m jobs.index reads the names in all records. Or"
+                    next_step="Index the directory (again): lockstep index reads the names in all records. Or"
                     " infer the schema from more, by option sampleRecords, or name the columns: .schema(...).",
                 )
 

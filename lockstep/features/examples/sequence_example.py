@@ -198,5 +198,5 @@ def _bad(number: int | None, got: str) -> DataError:
         else f"record {number} of the batch does not fit the schema",
         got=got,
         allowed="a SequenceExample of exactly the schema's fields, in byte order",
-        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
+        next_step="Run `lockstep verify URL`; if it finds no error, the shard was written with another schema.",
     )

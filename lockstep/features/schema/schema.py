@@ -166,8 +166,8 @@ class Schema(Columns):
 
 
 def class_names_of(manifest: DatasetManifest) -> tuple[str, ...] | None:
-    """The names of the classes of a dataset's label: of its schema, or those that jobs.etl_images found; None if it has
-    none.
+    """The names of the classes of a dataset's label: of its schema, or those that lockstep etl_images found; None if it
+    has none.
     """
     label = Schema.from_json(manifest.schema).label
     if label is not None and label.class_names is not None:

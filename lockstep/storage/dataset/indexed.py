@@ -1,4 +1,4 @@
-"""The manifest that jobs.index adds to TFRecord files of other programs: their digests, and where records begin.
+"""The manifest that lockstep index adds to TFRecord files of other programs: their digests, and where records begin.
 
 Such a directory is no dataset: its files have their own names and its records no sample ids, so training does not read
 it. Its manifest is sealed canonical JSON with `kind` "indexed". It lists an index for each file that is not gzip, so
@@ -101,7 +101,7 @@ def read_indexed(data: bytes, where: str) -> IndexedManifest:
             f"{where}: files and indexes do not match",
             got=f"{len(paths)} files, {len(gzip)} of them gzip, {len(indexes)} indexes",
             allowed="each file once, in order, with an index unless it is gzip",
-            next_step="Delete _manifest.json and _index/, and run jobs.index again.",
+            next_step="Delete _manifest.json and _index/, and run lockstep index again.",
         )
     return IndexedManifest(
         version=documents.string(made["version"], where=f"{where}: version"),
@@ -122,7 +122,7 @@ def _read_column(value: Any, where: str) -> tuple[str, str, bool]:
             f"{place}: `list` is not true or false",
             got=repr(doc["list"])[:200],
             allowed="true or false",
-            next_step="Delete _manifest.json and _index/, and run jobs.index again.",
+            next_step="Delete _manifest.json and _index/, and run lockstep index again.",
         )
     return (
         documents.string(doc["name"], where=place),
@@ -150,7 +150,7 @@ def _read_file(value: Any, block_records: int, where: str) -> tuple[ShardInfo, b
             f"{place}: its blocks do not fit the file",
             got=f"gzip {packed!r}, {len(starts)} offsets, {list(starts[:3])}..."[:200],
             allowed=f"true or false, {blocks} rising offsets from 0, below the file's end",
-            next_step="Delete _manifest.json and _index/, and run jobs.index again.",
+            next_step="Delete _manifest.json and _index/, and run lockstep index again.",
         )
     sha256 = documents.sha256(doc["sha256"], where=f"{place}: sha256")
     return ShardInfo(path, records, size, sha256, documents.crc32c(doc["crc32c"], where=place), None, starts), packed

@@ -130,9 +130,9 @@ class DatasetManifest:
         if doc.get("kind") == "indexed":
             raise DataError(
                 f"{where}: indexed files of other programs are no dataset",
-                got="files that jobs.index has indexed",
+                got="files that lockstep index has indexed",
                 allowed="a dataset: records with sample ids, in splits",
-                next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
+                next_step='Read them by spark.read.format("tfrecord"), and write a dataset by lockstep.write_dataset.',
             )
         version = doc.get("format_version")
         if version not in (FORMAT_VERSION, PACKED_VERSION) or type(version) is not int:
@@ -236,7 +236,7 @@ def load_dataset(url: str) -> DatasetManifest:
         raise NotFoundError(
             f"no dataset at {url}",
             got=f"{'a directory without ' + MANIFEST_NAME if there else 'nothing there'}",
-            allowed="a directory that jobs.etl_logs, etl_images or etl_table or write_dataset has published",
+            allowed="a directory that lockstep etl_logs, etl_images or etl_table or write_dataset has published",
             next_step="Check the path, or run the ETL job first.",
         ) from None
     return DatasetManifest.from_bytes(data, where)

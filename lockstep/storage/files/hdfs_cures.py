@@ -19,7 +19,7 @@ from lockstep.storage.errors import (
 )
 
 _REMOVE = (
-    "Remove what is not needed there (old datasets; runs: fewer checkpoints by jobs.train --keep-checkpoints, then "
+    "Remove what is not needed there (old datasets; runs: fewer checkpoints by lockstep train --keep-checkpoints, then "
     "logs and metrics of older generations)"
 )
 _LIST_DATANODES = "`hdfs dfsadmin -report` lists them"

@@ -38,7 +38,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
 
     `token` is a delegation token; without one requests have a ticket under Kerberos, else name `user`. Deadlines
     are those of hdfs:// (`lockstep.storage.*`). There is no durable sync, so it can hold datasets, but no run of
-    jobs.train.
+    lockstep train.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 Numba's own cache looks for code by the path of its source file. Executors import the rooms from a zip whose folder has
 another name in every session, so there it would never find anything; and it does not see that a function of another
-file, compiled into this one, has changed. Here the key is the SHA-256 of all sources that the code is made of.
+file, compiled into this one, has changed. Here the key is the SHA-256 of the names and sources of all modules that the
+code is made of.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Place:
     def get_source_stamp(self) -> str:
         digest = hashlib.sha256()
         for module in (sys.modules[self._name], *self.used[self._name]):
-            digest.update(_source(module))
+            digest.update(f"{module.__name__}\n".encode() + _source(module))  # the code refers to modules by name
         return digest.hexdigest()
 
     def get_disambiguator(self) -> str:

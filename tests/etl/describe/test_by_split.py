@@ -11,10 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from etl.describe.by_split import ALL, MOST_SHARE, MOST_SPLITS, ComparedColumn, compared, in_order, shared_histogram
-from etl.describe.dataset import class_name, describe, words
-from etl.describe.page import as_page
-from etl.describe.statistics import BINS, ColumnStats
+from lockstep.etl.describe.by_split import (
+    ALL,
+    MOST_SHARE,
+    MOST_SPLITS,
+    ComparedColumn,
+    compared,
+    in_order,
+    shared_histogram,
+)
+from lockstep.etl.describe.dataset import class_name, describe, words
+from lockstep.etl.describe.page import as_page
+from lockstep.etl.describe.statistics import BINS, ColumnStats
 from tests.training._tiny import write_table
 
 RNG = np.random.default_rng(5)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from etl.describe.statistics import BINS, MAX_DISTINCT, ColumnStats, ColumnSummary, NumberStats, histogram
+from lockstep.etl.describe.statistics import BINS, MAX_DISTINCT, ColumnStats, ColumnSummary, NumberStats, histogram
 
 
 def stats(dtype: str, *columns: pa.Array, shape: tuple[int | None, ...] = ()) -> ColumnSummary:
@@ -56,7 +56,7 @@ def test_texts_are_counted_most_frequent_first_and_long_ones_by_their_beginning(
     assert found.histograms[-1].bars == (("b", 2), ("ä" * 200, 2), ("a", 1))
     assert dict(found.facts)["distinct"] == "3, by their first 200 characters"
     assert MAX_DISTINCT == 100_000
-    monkeypatch.setattr("etl.describe.statistics.MAX_DISTINCT", 2)
+    monkeypatch.setattr("lockstep.etl.describe.statistics.MAX_DISTINCT", 2)
     assert dict(stats("string", pa.array(["a", "b", "c", "a"])).facts)["distinct"] == "more than 2"
 
 
@@ -80,8 +80,8 @@ def test_numbers_in_pieces_are_told_as_numbers_at_once(values: np.ndarray, step:
 
 def test_a_long_way_of_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held stays few arrays, none of them empty, and is what one large piece comes to."""
-    monkeypatch.setattr("etl.describe.statistics.KEPT", 1000)
-    monkeypatch.setattr("etl.describe.statistics.MAX_PIECES", 20)
+    monkeypatch.setattr("lockstep.etl.describe.statistics.KEPT", 1000)
+    monkeypatch.setattr("lockstep.etl.describe.statistics.MAX_PIECES", 20)
     values = np.arange(6000)
     small, large = NumberStats(), NumberStats()
     large.add(values)
@@ -97,7 +97,7 @@ def test_long_lists_and_tensors_are_not_kept_whole(
     shape: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each place of a row has values of its own: whatever is picked is picked from all of them."""
-    monkeypatch.setattr("etl.describe.statistics.KEPT", 1000)
+    monkeypatch.setattr("lockstep.etl.describe.statistics.KEPT", 1000)
     values = (np.arange(80_000) % 8).astype("<f8")
     rows = values.reshape(-1, 8)
     made = ColumnStats("x", "float64", shape)

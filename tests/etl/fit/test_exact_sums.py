@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from lockstep.storage.errors import DataError
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

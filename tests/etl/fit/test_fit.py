@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from etl.fit.statistics import fit_all, fitted_on
+from lockstep.etl.fit.statistics import fit_all, fitted_on
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.encode.hashing import buckets_of
 from lockstep.features.schema.declare import load_schema
@@ -119,7 +119,7 @@ def test_each_held_out_fold_has_statistics_of_the_others(spark: SparkSession) ->
 
 @pytest.mark.slow
 def test_an_infinite_value_is_told(spark: SparkSession) -> None:
-    from etl.spark.errors import translated
+    from lockstep.etl.spark.errors import translated
 
     rows = rows_of(4, ["train"])
     rows[2]["price"] = float("inf")

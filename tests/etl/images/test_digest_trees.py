@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from etl.images.folders import lines_of
+from lockstep.etl.images.folders import lines_of
 
 ROWS = [(0, "a/1.jpg", 7, "ab" * 32), (0, "b/ü.jpg", 0, "cd" * 32), (2, "a/1.jpg", 9, "ef" * 32)]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from etl.images.config import ImagesConfig
-from etl.images.idx import IdxFile, pair_up, read_header, read_records
-from etl.images.job import check
-from etl.input.files import find_sources
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.images.idx import IdxFile, pair_up, read_header, read_records
+from lockstep.etl.images.job import check
+from lockstep.etl.input.files import find_sources
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 PACK: dict[str, Callable[[bytes], bytes]] = {

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl.images.tar import read_member
-from etl.images.tar_format import MAX_PADDING_BYTES, Member, plan_stretches, read_members
-from etl.input.unpack import Forward
+from lockstep.etl.images.tar import read_member
+from lockstep.etl.images.tar_format import MAX_PADDING_BYTES, Member, plan_stretches, read_members
+from lockstep.etl.input.unpack import Forward
 from lockstep.storage.errors import DataError
 
 LONG = "train/" + "d" * 90 + "/" + "f" * 120 + ".jpg"

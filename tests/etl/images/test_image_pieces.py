@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from etl.images import cifar, folders, parquet
-from etl.images import tar as tar_images
-from etl.images.job import from_json, to_json
-from etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Place, is_left_out, place_of, split_word
-from etl.write.late import Intake
+from lockstep.etl.images import cifar, folders, parquet
+from lockstep.etl.images import tar as tar_images
+from lockstep.etl.images.job import from_json, to_json
+from lockstep.etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Place, is_left_out, place_of, split_word
+from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 

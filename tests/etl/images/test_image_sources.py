@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from etl.images import job
-from etl.images.config import ImagesConfig
-from jobs._etl import finished
+from lockstep.etl.images import job
+from lockstep.etl.images.config import ImagesConfig
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.images.decode import decode
 from lockstep.features.images.resize import fit
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.schema import Schema
+from lockstep.jobs._etl import finished
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.storage.verify import verify

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from etl.images import job
-from etl.images.config import ImagesConfig
+from lockstep.etl.images import job
+from lockstep.etl.images.config import ImagesConfig
 from lockstep.features.examples import decode_batch
 from lockstep.features.images.resize import resize
 from lockstep.features.schema.schema import Schema

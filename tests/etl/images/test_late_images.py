@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from etl import columns as c
-from etl.columns import PACKED, PLACE
-from etl.images import job
-from etl.images.config import ImagesConfig
-from etl.split.assign import Assign
-from etl.split.splits import SplitSpec
-from etl.write.late import AssignLate, Intake, LateImages, WriteLate
-from etl.write.quarantine import check_bad
-from etl.write.shards import ShardTable, WriteShards
+from lockstep.etl import columns as c
+from lockstep.etl.columns import PACKED, PLACE
+from lockstep.etl.images import job
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.late import AssignLate, Intake, LateImages, WriteLate
+from lockstep.etl.write.quarantine import check_bad
+from lockstep.etl.write.shards import ShardTable, WriteShards
 from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
 
@@ -140,8 +140,8 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
         check_bad(*args, **more)
 
     with (
-        patch("etl.write.job.check_bad", check_without_cache),
-        patch("etl.write.late.check_bad", check_without_cache),
+        patch("lockstep.etl.write.job.check_bad", check_without_cache),
+        patch("lockstep.etl.write.late.check_bad", check_without_cache),
     ):
         manifest = job.run(spark, config(root, tmp_path / "folder", source="folder", **told))
     counts = manifest.counts

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from etl.images import folders
-from etl.images import tar as tar_images
-from etl.images.config import ImagesConfig
-from etl.images.depth import log_dark
-from etl.images.job import Tally, class_names
-from etl.images.layout import ClassFolder
-from etl.images.planned import known_of
-from etl.images.source import BAD, DROPPED, RECORD, ImagePlan
+from lockstep.etl.images import folders
+from lockstep.etl.images import tar as tar_images
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.images.depth import log_dark
+from lockstep.etl.images.job import Tally, class_names
+from lockstep.etl.images.layout import ClassFolder
+from lockstep.etl.images.planned import known_of
+from lockstep.etl.images.source import BAD, DROPPED, RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import DataError
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from etl.images import parquet
-from etl.write.late import Intake
+from lockstep.etl.images import parquet
+from lockstep.etl.write.late import Intake
 from lockstep.storage.errors import ConfigError
 
 NAMES = ["cat", "dog", "cat", "bird", "dog"]

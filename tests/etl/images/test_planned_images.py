@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl import columns as c
-from etl.columns import LENGTH
-from etl.images import job, planned_task
-from etl.images import tar as tar_images
-from etl.images.config import ImagesConfig
-from etl.images.planned import on_two_sides, shards_of
-from etl.images.source import OFFSET, RECORD, ImagePlan
+from lockstep.etl import columns as c
+from lockstep.etl.columns import LENGTH
+from lockstep.etl.images import job, planned_task
+from lockstep.etl.images import tar as tar_images
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.images.planned import on_two_sides, shards_of
+from lockstep.etl.images.source import OFFSET, RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.features.sample_id import shard_of
 from lockstep.storage.dataset.manifest_entries import Counts

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl.images import tar as tar_images
-from etl.images.source import BAD, DROPPED, RECORD
+from lockstep.etl.images import tar as tar_images
+from lockstep.etl.images.source import BAD, DROPPED, RECORD
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import DataError
 

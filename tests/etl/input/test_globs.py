@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etl.input.files import find_sources
+from lockstep.etl.input.files import find_sources
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 

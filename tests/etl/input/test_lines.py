@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl.input import lines
-from etl.input.files import BOM, Range, find_sources, plan_ranges
-from etl.input.lines import Lines, LongLine, read_lines
+from lockstep.etl.input import lines
+from lockstep.etl.input.files import BOM, Range, find_sources, plan_ranges
+from lockstep.etl.input.lines import Lines, LongLine, read_lines
 from lockstep.storage.errors import DataError, NotFoundError
 
 Found = list[tuple[int, bytes | LongLine]]

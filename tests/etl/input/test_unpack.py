@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.input.files import find_lines, find_sources, plan_ranges, source_name
-from etl.input.unpack import codec_of, unpacked
+from lockstep.etl.input.files import find_lines, find_sources, plan_ranges, source_name
+from lockstep.etl.input.unpack import codec_of, unpacked
 from lockstep.storage.errors import DataError
 
 DATA = b"".join(b"line %d\n" % number for number in range(20_000))

@@ -15,14 +15,14 @@ from unittest import mock
 
 import pyarrow as pa
 
-from etl.logs import job
-from etl.logs.parse import ParseLog
-from etl.spark.tasks import Items
-from etl.write.config import LogsConfig
-from etl.write.shards import WriteShards
-from jobs import etl_logs
-from jobs._cli import run_job
-from jobs._session import spark_session
+from lockstep.etl.logs import job
+from lockstep.etl.logs.parse import ParseLog
+from lockstep.etl.spark.tasks import Items
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.shards import WriteShards
+from lockstep.jobs import etl_logs
+from lockstep.jobs._cli import run_job
+from lockstep.spark.session import spark_session
 
 
 def first_attempt() -> bool:
@@ -63,8 +63,8 @@ if __name__ == "__main__":
         split_bytes=-(-os.path.getsize(log) // 3),
     )
     with (
-        mock.patch("etl.logs.job.ParseLog", DyingParse),
-        mock.patch("etl.write.dataset.WriteShards", DyingWrite),
+        mock.patch("lockstep.etl.logs.job.ParseLog", DyingParse),
+        mock.patch("lockstep.etl.write.dataset.WriteShards", DyingWrite),
         spark_session("killed tasks", "local[2,3]") as spark,
     ):
         job.run(spark, config)

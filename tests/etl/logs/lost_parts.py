@@ -19,10 +19,10 @@ from unittest import mock
 import psutil
 import pyarrow as pa
 
-from etl.logs import job
-from etl.write.config import LogsConfig
-from etl.write.shards import WriteShards
-from jobs._session import spark_session
+from lockstep.etl.logs import job
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.shards import WriteShards
+from lockstep.spark.session import spark_session
 
 MASTER, LOG, OUTPUT, SHARD_BYTES, MARKS, *WHAT = sys.argv[1:]
 
@@ -60,5 +60,5 @@ class Losing(WriteShards):
 
 if __name__ == "__main__":
     config = LogsConfig(inputs=(LOG,), output=OUTPUT, split="group:visitor:80/20", shard_bytes=int(SHARD_BYTES))
-    with mock.patch("etl.write.dataset.WriteShards", Losing), spark_session("lost parts", MASTER) as spark:
+    with mock.patch("lockstep.etl.write.dataset.WriteShards", Losing), spark_session("lost parts", MASTER) as spark:
         job.run(spark, config)

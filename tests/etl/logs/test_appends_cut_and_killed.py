@@ -44,7 +44,16 @@ def test_a_day_cut_anywhere_has_the_rows_of_one_job(spark: SparkSession, tmp_pat
 def killed(log: Path, output: Path, above: Path, seconds: float) -> None:
     """Append in a process that is killed when it has built for some seconds, and again in one that is not."""
     flags = ["--input", str(log), "--output", str(output), "--append-to", str(above), "--format", "parquet"]
-    command = [sys.executable, "-m", "jobs.etl_logs", *flags, "--split", "group:visitor:80/20", "--master", "local[2]"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.etl_logs",
+        *flags,
+        "--split",
+        "group:visitor:80/20",
+        "--master",
+        "local[2]",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def start() -> subprocess.Popen[bytes]:

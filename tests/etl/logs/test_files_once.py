@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from etl.logs import job as logs
-from etl.spark.errors import SameIdError
-from etl.write.config import LogsConfig
-from jobs._etl import BY_PLACE, summary
+from lockstep.etl.logs import job as logs
+from lockstep.etl.spark.errors import SameIdError
+from lockstep.etl.write.config import LogsConfig
 from lockstep.features.sample_id import sample_id
+from lockstep.jobs._etl import BY_PLACE, summary
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.conftest import nasa_lines

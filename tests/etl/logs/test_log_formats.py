@@ -18,10 +18,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from etl.input.files import Source, check_lines
-from etl.logs import job
-from etl.write.config import LogsConfig
-from jobs import etl_logs
+from lockstep.etl.input.files import Source, check_lines
+from lockstep.etl.logs import job
+from lockstep.etl.write.config import LogsConfig
+from lockstep.jobs import etl_logs
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
 from tests.etl.conftest import ELASTIC, OPEN_BANDIT, tree

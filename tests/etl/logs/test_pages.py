@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.logs.pages import ASSET_SUFFIXES, Suffixes, most_frequent
-from etl.logs.parse import SUFFIX
+from lockstep.etl.logs.pages import ASSET_SUFFIXES, Suffixes, most_frequent
+from lockstep.etl.logs.parse import SUFFIX
 from tests.etl.logs.web_rows import CASES, kept, parsed, plan, stays
 
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.logs.parse import BAD, ROW, parse_ranges
-from etl.logs.plan import plan_of
-from etl.logs.propose import propose
-from etl.propose import ROWS
-from etl.write.config import LogsConfig
-from jobs import etl_logs
+from lockstep.etl.logs.parse import BAD, ROW, parse_ranges
+from lockstep.etl.logs.plan import plan_of
+from lockstep.etl.logs.propose import propose
+from lockstep.etl.propose import ROWS
+from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
+from lockstep.jobs import etl_logs
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from tests.etl.conftest import OPEN_BANDIT
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etl.input.files import find_lines
-from etl.logs.fields import Form
-from etl.logs.plan import plan_of
-from etl.logs.rejected import look
-from etl.write.config import LogsConfig
+from lockstep.etl.input.files import find_lines
+from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.plan import plan_of
+from lockstep.etl.logs.rejected import look
+from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.storage.errors import DataError
 

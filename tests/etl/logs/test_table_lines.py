@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.logs.fields import Column, Form, read_table, split_fields
-from etl.logs.server_log import seconds_of_text
-from etl.logs.values import Reasons
+from lockstep.etl.logs.fields import Column, Form, read_table, split_fields
+from lockstep.etl.logs.server_log import seconds_of_text
+from lockstep.etl.logs.values import Reasons
 
 NAMES = ("a", "b", "c")
 COLUMNS = (Column("a", pa.int64()), Column("b", pa.string()), Column("c", pa.string(), nullable=True))

@@ -10,9 +10,9 @@ import pyarrow.dataset as ds
 import pytest
 
 import lockstep
-from etl.logs import job
-from etl.write.config import LogsConfig
-from jobs import _etl
+from lockstep.etl.logs import job
+from lockstep.etl.write.config import LogsConfig
+from lockstep.jobs import _etl
 from lockstep.storage.errors import ConfigError
 from tests.etl.logs.web_rows import CASES
 

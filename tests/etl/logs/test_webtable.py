@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.columns import MAX_LISTED
-from etl.input.files import find_sources
-from etl.input.unpack import unpacked
-from etl.logs import server_log
-from etl.logs.fields import Form
-from etl.logs.parse import BAD, ROW, SUMMARY, parse_range
-from etl.logs.plan import Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
-from etl.logs.roles import columns_of
-from etl.logs.server_log import seconds_of_text
-from etl.logs.values import Reasons
-from etl.logs.web import read_requests
-from etl.write.config import LogsConfig
+from lockstep.etl.columns import MAX_LISTED
+from lockstep.etl.input.files import find_sources
+from lockstep.etl.input.unpack import unpacked
+from lockstep.etl.logs import server_log
+from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.parse import BAD, ROW, SUMMARY, parse_range
+from lockstep.etl.logs.plan import Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
+from lockstep.etl.logs.roles import columns_of
+from lockstep.etl.logs.server_log import seconds_of_text
+from lockstep.etl.logs.values import Reasons
+from lockstep.etl.logs.web import read_requests
+from lockstep.etl.write.config import LogsConfig
 from lockstep.storage.errors import DataError
 from tests.etl.conftest import ELASTIC, nasa_lines
 
@@ -365,7 +365,7 @@ def test_the_head_of_a_packed_file_is_not_unpacked_to_its_end(tmp_path: Path, mo
             read.append(len(piece))
             yield piece
 
-    monkeypatch.setattr("etl.input.lines.unpacked", counted)
+    monkeypatch.setattr("lockstep.etl.input.lines.unpacked", counted)
     with pytest.raises(DataError, match="names no fields"):
         names_in(find_sources([str(tmp_path / "bomb")])[0], "csv", quoted_newlines=False)
     assert sum(read) <= 3 << 20

@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.petastorm import enable, imports
-from etl.petastorm.old_pyarrow import ParquetDataset
+from lockstep.etl.petastorm import imports
+from lockstep.etl.petastorm.old_pyarrow import ParquetDataset
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.conftest import ROOT
@@ -120,7 +121,7 @@ def test_an_earlier_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_petastorm_loads_neither_spark_nor_tensorflow() -> None:
     code = (
-        "import sys; from etl.petastorm import enable; assert 'petastorm' not in sys.modules\n"
+        "import sys; from lockstep.petastorm import enable; assert 'petastorm' not in sys.modules\n"
         "enable(); import petastorm; print([m for m in ('pyspark', 'tensorflow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -13,10 +13,10 @@ import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 import pytest
 
-from etl.petastorm import enable
-from etl.petastorm.metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, tensors, write_petastorm_metadata
+from lockstep.etl.petastorm.metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, tensors, write_petastorm_metadata
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.documents import sha256_hex

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.petastorm import enable
+from lockstep.petastorm import enable
 
 enable()
 

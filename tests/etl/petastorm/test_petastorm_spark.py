@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from etl.petastorm import enable
-from etl.petastorm.metadata import tensors, write_petastorm_metadata
-from etl.write.dataset import write_dataset
+from lockstep.etl.petastorm.metadata import tensors, write_petastorm_metadata
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translated
-from etl.spark.session import BATCHES, bounded, changed
-from etl.write.dataset import write_dataset
+from lockstep.etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translated
+from lockstep.etl.spark.session import BATCHES, bounded, changed
+from lockstep.etl.write.dataset import write_dataset
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.spark.tasks import (
+from lockstep.etl.spark.tasks import (
     MIN_ROWS,
     OPEN_BYTES,
     by_hash,

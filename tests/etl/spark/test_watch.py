@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etl.spark import session as watch
+from lockstep.etl.spark import session as watch
 from lockstep.storage import progress
 
 

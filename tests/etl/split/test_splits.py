@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.model_selection import GroupKFold
 
-from etl.fit.statistics import counts_of
-from etl.split.assign import Assign
-from etl.split.counted import Histogram, at_rank, cuts_of, deal, ends_of
-from etl.split.sampling import Sampling, balanced
-from etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of
-from etl.split.warnings import far_from_shares, label_lines
+from lockstep.etl.fit.statistics import counts_of
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.counted import Histogram, at_rank, cuts_of, deal, ends_of
+from lockstep.etl.split.sampling import Sampling, balanced
+from lockstep.etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of
+from lockstep.etl.split.warnings import far_from_shares, label_lines
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import sample_id_field
 from lockstep.features.schema.schema import Schema

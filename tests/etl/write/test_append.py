@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.write.append import Parent, ids_of, open_parent
-from etl.write.carried import check_carried, digest_of_carried
-from etl.write.config import WriteConfig
+from lockstep.etl.write.append import Parent, ids_of, open_parent
+from lockstep.etl.write.carried import check_carried, digest_of_carried
+from lockstep.etl.write.config import WriteConfig
 from lockstep.features.examples import encode_example
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.sample_id import sample_id
@@ -77,7 +77,7 @@ def test_large_records_are_not_held_together(tmp_path: Path, monkeypatch: pytest
         held.append(len(data))
         return decode_foreign_frames(fields, data, offsets, **options)
 
-    monkeypatch.setattr("etl.write.append.decode_foreign_frames", seen)
+    monkeypatch.setattr("lockstep.etl.write.append.decode_foreign_frames", seen)
     info = ShardInfo(path="part", records=40, bytes=0, sha256="", crc32c="", footer_sha256=None, block_offsets=())
     found = [batch["sample_id"].to_pylist() for batch in ids_of(str(tmp_path / "part"), info)]
     assert [sample for batch in found for sample in batch] == [7] * 40

@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from etl.describe.dataset import dataset_tables
-from etl.fit.bake import check_bake, fitted_of
-from etl.images import job as image_sets
-from etl.images.config import ImagesConfig
-from etl.logs import job as logs
-from etl.split.splits import SplitSpec
-from etl.write.checks import check_output, check_schema
-from etl.write.config import LogsConfig, WriteConfig
-from etl.write.dataset import write_dataset
+from lockstep.etl.describe.dataset import dataset_tables
+from lockstep.etl.fit.bake import check_bake, fitted_of
+from lockstep.etl.images import job as image_sets
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs import job as logs
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.checks import check_output, check_schema
+from lockstep.etl.write.config import LogsConfig, WriteConfig
+from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.encode.bake import Baker
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.sample_id import sample_ids
@@ -32,9 +32,9 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.verify import verify
+from lockstep.training.reading.open import OpenSplit
 from tests.etl.conftest import OPEN_BANDIT, large_offsets, tree
 from tests.training._tiny import write_rows
-from training.reading.open import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

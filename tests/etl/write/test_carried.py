@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl import columns as c
-from etl.logs.past import carried_schema
-from etl.split.assign import Assign
-from etl.split.splits import SplitSpec
-from etl.write import carried
-from etl.write.carried import ReadCarried, WriteCarried
+from lockstep.etl import columns as c
+from lockstep.etl.logs.past import carried_schema
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write import carried
+from lockstep.etl.write.carried import ReadCarried, WriteCarried
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest_entries import FileInfo

@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow.dataset as ds
 import pytest
 
-import etl
-from etl import tables
-from etl.tables import TableConfig
-from etl.write import shards
-from etl.write.chance import chance_in
+import lockstep
+from lockstep.etl import tables
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write import shards
+from lockstep.etl.write.chance import chance_in
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def test_chance_in_a_data_frame_is_refused_until_its_rows_are_fixed(numbers: Dat
     some = numbers.sample(fraction=0.5, seed=1)
     for df in (some, numbers.randomSplit([0.5, 0.5])[0], numbers.limit(5), numbers.dropDuplicates(["m"])):
         with pytest.raises(ConfigError, match="differ each time"):
-            etl.write_dataset(df, str(tmp_path / "out"), id_columns="id")
+            lockstep.write_dataset(df, str(tmp_path / "out"), id_columns="id")
     fixed = some.localCheckpoint()
-    manifest = etl.write_dataset(fixed, str(tmp_path / "out"), id_columns="id", split="1/1")
+    manifest = lockstep.write_dataset(fixed, str(tmp_path / "out"), id_columns="id", split="1/1")
     assert manifest.counts.written == fixed.count()
 
 
@@ -105,10 +105,10 @@ def test_weights_of_other_rows_than_those_written_are_refused(
     other = other_each_time(rows, tmp_path / "turns", "y")
     url = str(tmp_path / "out")
     with pytest.raises(DataError, match="other rows when it was read again") as caught:
-        etl.write_dataset(other, url, id_columns="id", label="y", weights="balanced", fmt="parquet")
+        lockstep.write_dataset(other, url, id_columns="id", label="y", weights="balanced", fmt="parquet")
     assert re.fullmatch(r"\d+ records of class `\d+` first, \d+ afterwards", caught.value.got)
     assert not Path(url).exists()
-    etl.write_dataset(rows, url, id_columns="id", label="y", weights="balanced", fmt="parquet")
+    lockstep.write_dataset(rows, url, id_columns="id", label="y", weights="balanced", fmt="parquet")
     written = ds.dataset(url, partitioning="hive").to_table(columns=["y", "weight", "split"]).to_pandas()
     train = written[written["split"] == "train"]
     counts = Counter(train["y"])
@@ -125,10 +125,10 @@ def test_rows_computed_again_between_counting_and_writing_are_refused(
         spark.catalog.clearCache()  # as if executors, with the rows that they held, were lost
         return plan_shards(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("etl.write.dataset.plan_shards", after_a_loss)
+    monkeypatch.setattr("lockstep.etl.write.dataset.plan_shards", after_a_loss)
     other = other_each_time(spark.range(500).selectExpr("id", "id % 3 AS y"), tmp_path / "turns", "id")
     with pytest.raises(DataError, match="other rows when it was read again") as caught:
-        etl.write_dataset(other, url, id_columns="id", label="y")
+        lockstep.write_dataset(other, url, id_columns="id", label="y")
     assert "other sample ids in split" in caught.value.got
     same = spark.range(500).selectExpr("id", "id % 3 AS y")
-    assert etl.write_dataset(same, url, id_columns="id", label="y").counts.written == 500
+    assert lockstep.write_dataset(same, url, id_columns="id", label="y").counts.written == 500

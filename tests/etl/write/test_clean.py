@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from etl.write.checks import check_output
-from etl.write.config import WriteConfig
-from etl.write.quarantine import quarantine_apart
-from etl.write.staging import SIGN_NAME, Staging, clean, is_unfinished, leftovers, publish_beside
+from lockstep.etl.write.checks import check_output
+from lockstep.etl.write.config import WriteConfig
+from lockstep.etl.write.quarantine import quarantine_apart
+from lockstep.etl.write.staging import SIGN_NAME, Staging, clean, is_unfinished, leftovers, publish_beside
 from lockstep.storage.documents import SEAL, seal
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError, StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem
@@ -139,7 +139,7 @@ def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
             assert clean(fs, str(tmp_path / "out"), now_ms() + 3_600_000)
         write_file(fs, url, data, **options)
 
-    monkeypatch.setattr("etl.write.staging.write_file", write)
+    monkeypatch.setattr("lockstep.etl.write.staging.write_file", write)
     with (
         pytest.raises(StorageError, match="while this job used it"),
         Staging(str(tmp_path / "out")) as staging,
@@ -178,7 +178,7 @@ def test_a_published_dataset_keeps_its_quarantine(
     def unread(fs: FileSystem, url: str) -> bytes:
         raise StorageTimeoutError("no answer")
 
-    monkeypatch.setattr("etl.write.staging.publish_directory", publish)
+    monkeypatch.setattr("lockstep.etl.write.staging.publish_directory", publish)
     with (
         pytest.raises(ExistsError if fails == "name taken" else StorageTimeoutError),
         Staging(str(out)) as staging,
@@ -202,7 +202,7 @@ def killed_in_between(folder: Path, age_s: float, monkeypatch: pytest.MonkeyPatc
         Staging(str(folder / "far" / "apart"), mode=0o700, part_of=staging.url) as apart,
     ):
         (Path(apart.root) / "part-00000.parquet").touch()
-        patched.setattr("etl.write.staging.publish_directory", publish)
+        patched.setattr("lockstep.etl.write.staging.publish_directory", publish)
         publish_beside(staging, b"{}", apart)
     left = folder / "far" / "apart"
     os.utime(left / SIGN_NAME, (time.time() - age_s,) * 2)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import etl
-from etl.images.config import ImagesConfig
-from etl.spark.errors import from_text, to_wire
-from etl.split.sampling import parse_share
-from etl.split.splits import SplitSpec
-from etl.tables import TableConfig
-from etl.write.config import LogsConfig, WriteConfig, parse_size
+import lockstep
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.spark.errors import from_text, to_wire
+from lockstep.etl.split.sampling import parse_share
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.config import LogsConfig, WriteConfig, parse_size
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,7 +144,7 @@ def test_shares_sizes_and_splits() -> None:
 
 def test_the_version_is_the_projects() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["version"] == etl.VERSION
+    assert project["project"]["version"] == lockstep.__version__
 
 
 @pytest.mark.parametrize(

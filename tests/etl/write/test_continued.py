@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.images.config import ImagesConfig
-from etl.logs import job as logs
-from etl.write import continued as continuing
-from etl.write.config import LogsConfig
-from etl.write.continued import continued
-from jobs import etl_images, etl_logs, etl_table
+from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs import job as logs
+from lockstep.etl.write import continued as continuing
+from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.write.continued import continued
 from lockstep.features.schema.schema import Schema
+from lockstep.jobs import etl_images, etl_logs, etl_table
 from lockstep.storage.errors import ConfigError
 from tests.training._tiny import TABLE_SCHEMA, write_table
 

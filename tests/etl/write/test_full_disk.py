@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import etl
-from etl.spark.errors import translated
+import lockstep
+from lockstep.etl.spark.errors import translated
 from lockstep.storage.errors import DiskFullError
 from lockstep.storage.verify import verify
 from tests.small_disk import BALLAST, fill, small_disk
@@ -26,11 +26,11 @@ def test_a_dataset_for_a_full_tmpfs_is_one_error_that_leaves_nothing(spark: Spar
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         ballast = fill(disk, left_bytes=48 << 10)  # its folders can be made, and no shard written
         with pytest.raises(DiskFullError, match="the disk is full: cannot ") as raised:
-            etl.write_dataset(frame, str(disk / "data"), label="click", id_columns=["id"])
+            lockstep.write_dataset(frame, str(disk / "data"), label="click", id_columns=["id"])
         assert raised.value.got == "No space left on device"
         assert [path.name for path in disk.iterdir()] == [BALLAST]
         ballast.unlink()
-        etl.write_dataset(frame, str(disk / "data"), label="click", id_columns=["id"])
+        lockstep.write_dataset(frame, str(disk / "data"), label="click", id_columns=["id"])
         assert verify(str(disk / "data")) == []
 
 

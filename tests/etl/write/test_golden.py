@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.split.splits import SplitSpec
-from etl.write.dataset import write_dataset
-from etl.write.quarantine import Origin
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.etl.write.quarantine import Origin
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest_entries import SourceInfo

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.describe.dataset import describe
-from etl.write.append import ids_of
-from etl.write.config import WriteConfig
-from etl.write.dataset import write_dataset
-from jobs import etl_table
+from lockstep.etl.describe.dataset import describe
+from lockstep.etl.write.append import ids_of
+from lockstep.etl.write.config import WriteConfig
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.jobs import etl_table
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.verify import verify

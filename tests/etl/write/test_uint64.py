@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import etl
+import lockstep
 from benchmarks.shared.arrays import split_arrays
-from etl.columns import ddl_of
-from etl.logs.fields import Column, Form
-from etl.logs.parse import output_schema
-from etl.logs.records import RecordLines
-from etl.petastorm import enable
+from lockstep.etl.columns import ddl_of
+from lockstep.etl.logs.fields import Column, Form
+from lockstep.etl.logs.parse import output_schema
+from lockstep.etl.logs.records import RecordLines
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
+from lockstep.petastorm import enable
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import DataError
 
@@ -82,7 +82,7 @@ def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, t
     wanted = {n: (VALUES[n % 5], n, VALUES if n % 2 else []) for n in range(40)}
     for fmt in ("parquet", "tfrecord"):
         out = str(tmp_path / fmt)
-        etl.write_dataset(df, out, id_columns=["id"], schema=SCHEMA, fmt=fmt, petastorm=fmt == "parquet")
+        lockstep.write_dataset(df, out, id_columns=["id"], schema=SCHEMA, fmt=fmt, petastorm=fmt == "parquet")
         rows = spark.read.format(fmt).load(out).collect()
         assert {row["id"]: (row["u"], row["wide"], row["l"]) for row in rows} == wanted, fmt
         batches = [batch for split in load_dataset(out).splits for batch in split_arrays(out, split, 8)]
@@ -104,4 +104,4 @@ def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, t
 def test_other_numbers_are_refused(spark: SparkSession, tmp_path: Path, wrong: str) -> None:
     rows = f"SELECT 1L AS id, CAST({wrong} AS DECIMAL(20,0)) AS u, 1L AS wide, array(CAST(1 AS DECIMAL(20,0))) AS l"
     with pytest.raises(DataError, match="`u` holds a number that is no uint64"):
-        etl.write_dataset(spark.sql(rows), str(tmp_path / "d"), id_columns=["id"], schema=SCHEMA)
+        lockstep.write_dataset(spark.sql(rows), str(tmp_path / "d"), id_columns=["id"], schema=SCHEMA)

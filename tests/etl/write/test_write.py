@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl import columns as c
-from etl.columns import logical_bytes
-from etl.spark.errors import SameIdError, from_text, to_wire
-from etl.split.assign import Assign
-from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
-from etl.write.checks import refuse_existing
-from etl.write.dataset import write_dataset
-from etl.write.quarantine import Origin
-from etl.write.shards import ShardTable, block_records, plan_shards
-from etl.write.staging import SIGN_NAME, Staging
+from lockstep.etl import columns as c
+from lockstep.etl.columns import logical_bytes
+from lockstep.etl.spark.errors import SameIdError, from_text, to_wire
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.sampling import Sampling
+from lockstep.etl.split.splits import SplitSpec
+from lockstep.etl.write.checks import refuse_existing
+from lockstep.etl.write.dataset import write_dataset
+from lockstep.etl.write.quarantine import Origin
+from lockstep.etl.write.shards import ShardTable, block_records, plan_shards
+from lockstep.etl.write.staging import SIGN_NAME, Staging
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
@@ -160,7 +160,7 @@ def write(df: DataFrame, url: Path, read: int, **more: Any) -> None:
 
 @pytest.mark.slow
 def test_one_sample_id_twice_names_both_records(spark: SparkSession, tmp_path: Path) -> None:
-    from etl.spark.errors import translated
+    from lockstep.etl.spark.errors import translated
 
     rows = batch([1, 2, 3, 4, 5, 6, 7, 8, 3])  # occurrence 0 both times
     with pytest.raises(DataError, match="two records have one sample id") as caught, translated(spark, "testing"):

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.shared.shapes import tab_rows, tab_schema
 from benchmarks.write_job import CountedAssign, LateAssign, PlainAssign
-from etl import columns as c
-from etl.split.assign import Assign
-from etl.split.splits import SplitSpec
+from lockstep.etl import columns as c
+from lockstep.etl.split.assign import Assign
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.schema.fields import SAMPLE_ID
 
 COUNT = 20

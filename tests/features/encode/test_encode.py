@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary, read_fitted

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.columns import RECORD
-from etl.split.assign import Stored
+from lockstep.etl.columns import RECORD
+from lockstep.etl.split.assign import Stored
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
 from lockstep.features.schema.fields import Field, sample_id_field

@@ -106,8 +106,8 @@ def test_a_job_ends_with_its_own_exit_code() -> None:
     """The server goes while the interpreter ends, so that the call left behind comes back at the worst moment."""
     code = """
 import os, socket, time
-from jobs import verify
-from jobs._cli import run_job
+from lockstep.jobs import verify
+from lockstep.jobs._cli import run_job
 from lockstep.storage.settings import set_hadoop_settings
 
 class Late:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs._session import ship_rooms
+from lockstep.spark.session import ship_rooms
 from lockstep.storage.kernels import jit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +28,7 @@ def test_rooms_from_a_zip_find_what_the_checkout_has_compiled(tmp_path: Path) ->
 
 
 def test_no_import_loads_numba() -> None:
-    rooms = "etl.write.dataset, training.reading.reader, lockstep.features.examples.foreign"
+    rooms = "lockstep.etl.write.dataset, lockstep.training.reading.reader, lockstep.features.examples.foreign"
     code = f"import {rooms}; print('numba' in sys.modules)"
     assert run(code, str(ROOT)) == "False"
 

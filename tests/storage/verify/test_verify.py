@@ -1,4 +1,4 @@
-"""jobs.verify on datasets: any flipped byte, cut, missing or extra file is found, with its place."""
+"""lockstep.jobs.verify on datasets: any flipped byte, cut, missing or extra file is found, with its place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs._cli import run_job
-from jobs.verify import main
+from lockstep.jobs._cli import run_job
+from lockstep.jobs.verify import main
 from lockstep.storage.documents import canonical_bytes, crc32c_hex, seal, sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.formats.parquet_footer import columns_are_readable

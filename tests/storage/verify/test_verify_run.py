@@ -1,4 +1,4 @@
-"""jobs.verify on runs, checkpoints and exported models."""
+"""lockstep.jobs.verify on runs, checkpoints and exported models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.verify import main
+from lockstep.jobs.verify import main
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import kind_of, verify

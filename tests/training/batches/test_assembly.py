@@ -19,13 +19,13 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.fitted import Moments, Vocabulary
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._plain_feed import assert_same, plain_batches
 from tests.training._tiny import write_images, write_rows
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Run
-from training.reading.open import OpenSplit
-from training.world import World
 
 TOKENS = ("a", "é", "", "ab", "7")
 HASH = {"kind": "hash", "buckets": 5, "seed": 7}

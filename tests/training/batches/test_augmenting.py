@@ -11,12 +11,12 @@ import pytest
 
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
+from lockstep.training.batches.augmenting import Augmentation, soft_labels, soft_signature
+from lockstep.training.batches.feed import Batch, RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_images
-from training.batches.augmenting import Augmentation, soft_labels, soft_signature
-from training.batches.feed import Batch, RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.world import World
 
 EVERY = ["crop:2:reflect", "flip:both", "rotate90", "rotate:20", "scale:0.8:1.2", "colour:0.4:0.4", "cutout:3:9"]
 MIXED = [*EVERY, "mixup:0.4"]

@@ -14,11 +14,11 @@ from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fitted import Vocabulary, read_fitted
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_rows
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.world import World
 
 ROWS = 40
 SCHEMA = load_schema("""
@@ -46,8 +46,8 @@ def written(folder: Path) -> tuple[DatasetManifest, DatasetManifest]:
 def test_it_gives_the_same_losses_and_says_what_inputs_are(tmp_path: Path) -> None:
     import keras
 
-    from training.models import ModelOptions, build
-    from training.models.on_disk import export
+    from lockstep.training.models import ModelOptions, build
+    from lockstep.training.models.on_disk import export
 
     losses, manifests = [], written(tmp_path)
     for name, manifest in zip(("raw", "baked"), manifests, strict=True):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError, CorruptionError, StorageTimeoutError
+from lockstep.training.batches.feed import Batch, RankFeed, eval_batches
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.background import ReadAhead
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.world import World
 from tests.training._tiny import write_images, write_table
-from training.batches.feed import Batch, RankFeed, eval_batches
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Run
-from training.reading.background import ReadAhead
-from training.reading.open import OpenSplit
-from training.reading.reader import SplitReader
-from training.world import World
 
 
 def feed(
@@ -127,7 +127,7 @@ class Stuck(SplitReader):
 
 
 def test_a_deadline_names_what_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.reading.background._JOIN_S", 0.1)  # the stuck thread's end is not waited for
+    monkeypatch.setattr("lockstep.training.reading.background._JOIN_S", 0.1)  # the stuck thread's end is not waited for
     write_table(tmp_path / "d")
     opened = OpenSplit.at(str(tmp_path / "d"), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=24, lanes=12)

@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from lockstep.features.images.decode_many import aligned_empty
 from lockstep.storage.errors import CorruptionError
+from lockstep.training.batches.feed import Batch, RankFeed
+from lockstep.training.batches.tf_dataset import FeedPipeline, as_tf_dataset, to_device
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_images, write_table
-from training.batches.feed import Batch, RankFeed
-from training.batches.tf_dataset import FeedPipeline, as_tf_dataset, to_device
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.world import World
 
 
 def feed(root: Path, rank: int = 1) -> RankFeed:

@@ -24,17 +24,17 @@ from lockstep.features.images import decode_many
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.training.batches.feed import Batch, RankFeed, eval_batches
+from lockstep.training.batches.planned import PlannedBatches, numpy_batches
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.world import World
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_files, write_images
-from training.batches.feed import Batch, RankFeed, eval_batches
-from training.batches.planned import PlannedBatches, numpy_batches
-from training.batches.training_set import TrainingSet
-from training.config import TrainConfig
-from training.driver.preflight import plan_for
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.reading.reader import SplitReader
-from training.world import World
 
 OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}
 AUGMENT = "crop:2 flip mixup:0.4"
@@ -51,8 +51,8 @@ def torch_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(decode_many, "_pool", decode_many._Pool())  # workers of the stand-in are of this process
     if importlib.util.find_spec("torch") is None:
         _torch_stand_in.install(monkeypatch)
-    yield importlib.import_module("training.batches.torch_data")
-    sys.modules.pop("training.batches.torch_data")
+    yield importlib.import_module("lockstep.training.batches.torch_data")
+    sys.modules.pop("lockstep.training.batches.torch_data")
 
 
 def content(batch: Batch) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch:
         stands.set()
         go_on.wait(120)
 
-    monkeypatch.setattr("training.reading.background._JOIN_S", 0.05)
+    monkeypatch.setattr("lockstep.training.reading.background._JOIN_S", 0.05)
     monkeypatch.setattr(RankFeed, "batches", stuck)
     batches = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS).batches()
     try:
@@ -321,9 +321,9 @@ def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_pat
 
 def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
+    monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data", raising=False)
     with pytest.raises(ConfigError, match="needs PyTorch"):
-        importlib.import_module("training.batches.torch_data")
+        importlib.import_module("lockstep.training.batches.torch_data")
 
 
 FILES: dict[str, Any] = {"global_batch": 10, "lanes": 5, "epochs": 2}

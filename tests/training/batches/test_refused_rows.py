@@ -15,11 +15,11 @@ from lockstep.features.encode.transforms import refused_row
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
+from lockstep.training.batches.feed import RankFeed, eval_batches
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_rows
-from training.batches.feed import RankFeed, eval_batches
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.world import World
 
 ROWS = 60
 SCHEMA = Schema(

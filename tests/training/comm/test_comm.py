@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.comm import Communicator, TcpCommunicator
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator, TcpCommunicator
 
 
 @pytest.mark.parametrize("num_ranks", [1])

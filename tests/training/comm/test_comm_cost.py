@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shared.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
-from training.comm.cost import (
+from lockstep.training.comm.cost import (
     COUNTS,
     EVEN,
     LARGEST_BYTES,
@@ -23,7 +23,7 @@ from training.comm.cost import (
     table_of,
     work_of,
 )
-from training.comm.tcp import algorithms
+from lockstep.training.comm.tcp import algorithms
 
 LINK = LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-9, gamma_s_per_byte=1e-10)
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.training.comm import Communicator, auth
+from lockstep.training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
+from lockstep.training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table, run_ring
-from training.comm import Communicator, auth
-from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
-from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 
 PAYLOAD = np.ones(4, np.float32)
 TAG = tag_of("broadcast", "", PAYLOAD.dtype, 1)

@@ -11,15 +11,23 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm import (
+    CommOptions,
+    Communicator,
+    Joined,
+    SoloCommunicator,
+    TcpCommunicator,
+    cost,
+    hierarchical,
+)
+from lockstep.training.comm.hierarchical import HierarchicalCommunicator
+from lockstep.training.comm.hosts import agree_on_layout
+from lockstep.training.comm.join import join_ranks
+from lockstep.training.comm.shm.communicator import ShmCommunicator
+from lockstep.training.comm.shm.join import close_all
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
 from tests.training._ring import PATIENCE_S, run_ring
-from training.comm import CommOptions, Communicator, Joined, SoloCommunicator, TcpCommunicator, cost, hierarchical
-from training.comm.hierarchical import HierarchicalCommunicator
-from training.comm.hosts import agree_on_layout
-from training.comm.join import join_ranks
-from training.comm.shm.communicator import ShmCommunicator
-from training.comm.shm.join import close_all
 
 LAYOUTS = {
     2: "ab",  # a leader each, nobody else

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.training.comm import Communicator, TcpCommunicator
+from lockstep.training.comm.frames import STALLED, pack_word
 from tests.training._ring import PATIENCE_S, SLACK_S, run_ring
 from tests.waiting import until
-from training.comm import Communicator, TcpCommunicator
-from training.comm.frames import STALLED, pack_word
 
 ALGORITHMS = ["ring", "halving-doubling", "double-tree"]
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import CommunicationError, ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
-from training.comm.comm_plan import CommPlan, make_plan
-from training.comm.cost import COUNTS, LARGEST_BYTES, AlgorithmCosts, LinkCosts
-from training.comm.hosts import Layout, host_identity
-from training.comm.options import CommOptions
-from training.run.comm_plans import freeze_plan, read_plans
-from training.run.lineage import SupersededError, claim_next
-from training.run.paths import RunPaths
+from lockstep.training.comm.comm_plan import CommPlan, make_plan
+from lockstep.training.comm.cost import COUNTS, LARGEST_BYTES, AlgorithmCosts, LinkCosts
+from lockstep.training.comm.hosts import Layout, host_identity
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.run.comm_plans import freeze_plan, read_plans
+from lockstep.training.run.lineage import SupersededError, claim_next
+from lockstep.training.run.paths import RunPaths
 
 SLOW = AlgorithmCosts(dict.fromkeys(COUNTS, LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-8, gamma_s_per_byte=1e-10)))
 FAST = LinkCosts(alpha_s=1e-6, beta_s_per_byte=1e-10, gamma_s_per_byte=1e-10)

@@ -19,17 +19,17 @@ import psutil
 import pytest
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.training.comm import Communicator, auth
+from lockstep.training.comm.auth import MAX_CALLERS
+from lockstep.training.comm.tcp.communicator import TcpCommunicator, connect_tcp
+from lockstep.training.comm.tls import Credentials, Tls, issue
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import run_local
 from tests.training._proxy import Proxy
 from tests.training._ranks import rank_path
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table
-from training.comm import Communicator, auth
-from training.comm.auth import MAX_CALLERS
-from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
-from training.comm.tls import Credentials, Tls, issue
-from training.control.failures import RankFailedError
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.local import run_local
 
 GENERATION = 7
 Work = Callable[[Communicator], Any]
@@ -215,7 +215,9 @@ def test_a_killed_process_is_noticed_by_its_peers_within_a_second(
     backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rank_path(monkeypatch)
-    monkeypatch.setattr("training.control.server.SETTLE_S", PATIENCE_S)  # or who notices late is ended before it tells
+    monkeypatch.setattr(
+        "lockstep.training.control.server.SETTLE_S", PATIENCE_S
+    )  # or who notices late is ended before it tells
     payload = {"comm": {"options": {"backend": backend}}, "folder": str(tmp_path)}
     with pytest.raises(RankFailedError, match="SIGKILL") as caught:
         run_local(RankTask("_security_ranks:one_killed_in_a_collective", payload), 3, limits=Limits(grace_s=1.0))
@@ -229,7 +231,7 @@ def test_a_killed_process_is_noticed_by_its_peers_within_a_second(
 
 def test_the_key_opens_the_shared_memory_door_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A stranger of the same user, and a handshake that was meant for TCP."""
-    from training.comm.shm import join
+    from lockstep.training.comm.shm import join
 
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         name = f"\0lockstep-test-{os.getpid()}-{time.monotonic_ns()}"

@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm import CommOptions, Communicator
+from lockstep.training.comm.base import DTYPES, FLOATS
+from lockstep.training.comm.tf.cluster import key_of
+from lockstep.training.comm.tf.communicator import Meeting, join_servers
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import run_local
 from tests.comm_contract import CommunicatorContract, RunRanks, values
 from tests.training._ranks import judge_when, living_ranks, rank_path
 from tests.training._ring import run_ring
 from tests.training._tf_ranks import Ranks
-from training.comm import CommOptions, Communicator
-from training.comm.base import DTYPES, FLOATS
-from training.comm.tf.cluster import key_of
-from training.comm.tf.communicator import Meeting, join_servers
-from training.control.failures import RankFailedError
-from training.control.task import Limits, RankTask
-from training.launch.local import run_local
 
 slow = pytest.mark.slow
 WHOLE = 3
@@ -101,8 +101,8 @@ def three_steps(comm: Communicator, poison: bool = False) -> tuple[list[np.ndarr
     """Weights and exchange after three steps of `fit`; the last batch of rank 0 is smaller, which it traces anew."""
     import keras
 
-    from training.steps.batchnorm import statistics_of
-    from training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.distribute import distribute, exchange_of
 
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
@@ -132,7 +132,7 @@ def test_steps_in_the_graph_are_those_of_our_exchange(ranks: Ranks) -> None:
     """Gradients that never leave the device, hint ring in place of nccl, against buckets through the host's memory."""
 
     def work(comm: Any) -> tuple[list[np.ndarray], list[np.ndarray], list[Any]]:
-        from training.exchange.exchange import Exchange
+        from lockstep.training.exchange.exchange import Exchange
 
         with pytest.MonkeyPatch.context() as patch:
             mine, exchange = three_steps(comm.ordinary)
@@ -191,8 +191,8 @@ def test_nccl_needs_a_gpu_for_each_rank(ranks: Ranks, gpus: list[str | None], to
     def work(comm: Any) -> str:
         import tensorflow as tf
 
-        from training import devices
-        from training.comm.tf.cluster import _check_gpus
+        from lockstep.training import devices
+        from lockstep.training.comm.tf.cluster import _check_gpus
 
         mine = gpus[comm.rank]
         with pytest.MonkeyPatch.context() as patch:
@@ -231,7 +231,7 @@ def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) ->
     """Rank 0 is interrupted while it waits within TensorFlow, rank 1 waits there too, rank 2 has just met them."""
 
     def work(comm: Any) -> str:
-        from training.steps.reduction import GraphExchange
+        from lockstep.training.steps.reduction import GraphExchange
 
         if comm.rank == 2:
             meet = comm._meeting.all

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from lockstep.storage.errors import ConfigError
-from training.comm.hosts import local_addresses, require_trust, route_address, trusted_address
-from training.launch.barrier import check_spark_encrypts, control_hosts
+from lockstep.training.comm.hosts import local_addresses, require_trust, route_address, trusted_address
+from lockstep.training.launch.barrier import check_spark_encrypts, control_hosts
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"], "ib0": ["10.2.0.5"], "v6": ["fd01::5"]}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from training.comm import auth
-from training.comm.auth import MAX_CALLERS, Reception
+from lockstep.training.comm import auth
+from lockstep.training.comm.auth import MAX_CALLERS, Reception
 
 KEY = b"k" * 32
 PATIENCE_S = 120.0  # only against a hang

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.comm.base import part_bounds, partners
-from training.comm.tcp import algorithms
-from training.comm.tcp import algorithms as double_tree
-from training.comm.tcp import algorithms as halving_doubling
-from training.comm.tcp import algorithms as spread
-from training.comm.tcp.schedule import Grid, Program, Send, even_grid, grid_of
+from lockstep.training.comm.base import part_bounds, partners
+from lockstep.training.comm.tcp import algorithms
+from lockstep.training.comm.tcp import algorithms as double_tree
+from lockstep.training.comm.tcp import algorithms as halving_doubling
+from lockstep.training.comm.tcp import algorithms as spread
+from lockstep.training.comm.tcp.schedule import Grid, Program, Send, even_grid, grid_of
 
 REDUCE = {
     "ring": algorithms.ring_all_reduce,

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.training.comm import Communicator
+from lockstep.training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, part_bounds
+from lockstep.training.comm.shm import kernels as rounds
+from lockstep.training.comm.shm.communicator import ShmCommunicator
+from lockstep.training.comm.shm.reduce import OP_CODES, reducer
+from lockstep.training.comm.shm.segment import FLAG, INLINE_BYTES, PAGE_BYTES, SLOT_BYTES, Layout
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._shared import ARENA_BYTES, run_shared
-from training.comm import Communicator
-from training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, part_bounds
-from training.comm.shm import kernels as rounds
-from training.comm.shm.communicator import ShmCommunicator
-from training.comm.shm.reduce import OP_CODES, reducer
-from training.comm.shm.segment import FLAG, INLINE_BYTES, PAGE_BYTES, SLOT_BYTES, Layout
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])

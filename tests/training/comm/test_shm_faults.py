@@ -23,14 +23,14 @@ import pytest
 from lockstep.storage.errors import CommunicationError
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
+from lockstep.training.comm import Communicator
+from lockstep.training.comm.shm import atomics, join
+from lockstep.training.comm.shm import segment as shm_segment
+from lockstep.training.comm.shm.communicator import ShmCommunicator, connect_shm
+from lockstep.training.comm.shm.join import SharedMemoryUnavailableError
+from lockstep.training.comm.shm.segment import PAGE_BYTES, Layout, create_file
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S
 from tests.training._shared import Bytes, run_shared
-from training.comm import Communicator
-from training.comm.shm import atomics, join
-from training.comm.shm import segment as shm_segment
-from training.comm.shm.communicator import ShmCommunicator, connect_shm
-from training.comm.shm.join import SharedMemoryUnavailableError
-from training.comm.shm.segment import PAGE_BYTES, Layout, create_file
 
 Work = Callable[[Communicator], Any]
 

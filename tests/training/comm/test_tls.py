@@ -20,18 +20,18 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
-from jobs._train import config_of
-from jobs.train import parser
+from lockstep.jobs._train import config_of
+from lockstep.jobs.train import parser
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm.auth import HandshakeError
+from lockstep.training.comm.tcp.link import held, receive_some, send_some
+from lockstep.training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.barrier import SuperviseOnTask
+from lockstep.training.launch.process import Order, SupervisorSpec
+from lockstep.training.world import World
 from tests.docs.test_flags import JOBS, flags_of
-from training.comm.auth import HandshakeError
-from training.comm.tcp.link import held, receive_some, send_some
-from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
-from training.config import TrainConfig
-from training.control.task import Limits, RankTask
-from training.launch.barrier import SuperviseOnTask
-from training.launch.process import Order, SupervisorSpec
-from training.world import World
 
 GENERATION = 7
 LAUNCH = issue(GENERATION, 3)

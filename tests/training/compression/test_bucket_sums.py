@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.compression.bucket_sum import BucketSum
+from lockstep.training.compression.choose import bucket_sum, measure
+from lockstep.training.compression.low_rank_sum import LowRankSum
+from lockstep.training.compression.method import Compression
+from lockstep.training.compression.sparse_sum import SparseSum, largest
 from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator, SoloCommunicator
-from training.compression.bucket_sum import BucketSum
-from training.compression.choose import bucket_sum, measure
-from training.compression.low_rank_sum import LowRankSum
-from training.compression.method import Compression
-from training.compression.sparse_sum import SparseSum, largest
 
 SHAPES = ((0, (40, 50)), (2000, (500,)), (2500, (30, 50)))
 SIZE = 4000

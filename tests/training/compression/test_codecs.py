@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from training.compression import kernels
-from training.compression.codecs import Codec, codec_of
-from training.compression.method import ALLOWED, NAMES, Compression
+from lockstep.training.compression import kernels
+from lockstep.training.compression.codecs import Codec, codec_of
+from lockstep.training.compression.method import ALLOWED, NAMES, Compression
 
 CODED = ("bf16", "fp16", "int8", "1bit", "qsgd:1", "qsgd:4", "qsgd:16", "terngrad")
 floats = st.floats(-(2.0**100), 2.0**100, width=32)

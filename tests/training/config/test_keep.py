@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training.rules import Keep, check_metric
-from training.run.best import metric_of
-from training.run.lineage import CheckpointRef as Ref
+from lockstep.training.rules import Keep, check_metric
+from lockstep.training.run.best import metric_of
+from lockstep.training.run.lineage import CheckpointRef as Ref
 
 NONE: dict[int, float] = {}
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training.config import TrainConfig
-from training.rules import StopRule, check_metric
-from training.run import notes
+from lockstep.training.config import TrainConfig
+from lockstep.training.rules import StopRule, check_metric
+from lockstep.training.run import notes
 
 
 def config(**more: Any) -> TrainConfig:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.client import ControlClient, RosterClient, SupervisorClient, open_channel
-from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
-from training.control.protocol import (
+from lockstep.training.control.client import ControlClient, RosterClient, SupervisorClient, open_channel
+from lockstep.training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
+from lockstep.training.control.protocol import (
     HEADER,
     HELLO,
     MAGIC,
@@ -31,10 +31,10 @@ from training.control.protocol import (
     present,
     try_send,
 )
-from training.control.roster import Roster, open_order, seal_order
-from training.control.server import ControlServer, Handler, Rendezvous
-from training.control.task import Limits
-from training.world import World
+from lockstep.training.control.roster import Roster, open_order, seal_order
+from lockstep.training.control.server import ControlServer, Handler, Rendezvous
+from lockstep.training.control.task import Limits
+from lockstep.training.world import World
 
 KEY = bytes(range(32))
 PATIENCE_S = 120.0  # only against a hang
@@ -181,8 +181,8 @@ def test_noise_is_refused_without_allocating(server: ControlServer) -> None:
 
 
 def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.comm.auth.MAX_CALLERS", 4)
-    monkeypatch.setattr("training.control.protocol.HELLO_DEADLINE_S", PATIENCE_S)
+    monkeypatch.setattr("lockstep.training.comm.auth.MAX_CALLERS", 4)
+    monkeypatch.setattr("lockstep.training.control.protocol.HELLO_DEADLINE_S", PATIENCE_S)
     server = ControlServer(KEY, 7, 2, Limits(), Handler(lambda rank, kind, fields: {"kind": kind}), "127.0.0.1")
     strangers = [dial(server) for _ in range(6)]
     # Though none of them leaves by itself.
@@ -250,7 +250,7 @@ def test_a_supervisor_whose_order_cannot_be_sealed_is_lost_at_once(monkeypatch: 
     def broken(*_: object) -> str:
         raise ModuleNotFoundError("No module named 'cryptography'")
 
-    monkeypatch.setattr("training.control.roster.seal_order", broken)
+    monkeypatch.setattr("lockstep.training.control.roster.seal_order", broken)
     lost = threading.Event()
     roster = Roster(KEY, 1, "127.0.0.1", lambda rank: lost.set())
     roster.give([{"key": "a"}])
@@ -446,7 +446,7 @@ def test_rank_that_is_stopped_before_it_has_joined_is_not_waited_for_to_the_star
 
 
 def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.control.server.SETTLE_S", PATIENCE_S)
+    monkeypatch.setattr("lockstep.training.control.server.SETTLE_S", PATIENCE_S)
     server = ControlServer(KEY, 7, 1, Limits(silent_s=0.5, grace_s=0.1), None, "127.0.0.1")
     rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, PATIENCE_S), "here", beat_s=1.5)
     rank.beat(0, "train")  # told by the beat after 1.5 s; silence counts from there, and is over after 3 s
@@ -458,7 +458,7 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
 
 def test_what_ends_the_launch_in_any_case_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a pruned trial's: no rank's report can explain it."""
-    monkeypatch.setattr("training.control.server.SETTLE_S", 20.0)
+    monkeypatch.setattr("lockstep.training.control.server.SETTLE_S", 20.0)
     server = ControlServer(KEY, 7, 1, Limits(grace_s=0.1), None, "127.0.0.1")
     server.fail(LockstepError("the caller ended it"))
     began = time.monotonic()
@@ -491,7 +491,7 @@ def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end()
 def test_how_a_lost_rank_ended_is_waited_for_while_somebody_is_there_to_tell(
     monkeypatch: pytest.MonkeyPatch, stays: bool, told: str
 ) -> None:
-    monkeypatch.setattr("training.control.server.SETTLE_S", 0.05)
+    monkeypatch.setattr("lockstep.training.control.server.SETTLE_S", 0.05)
     server = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), None, "127.0.0.1")
     address = ("127.0.0.1", server.port)
     ranks = [client(server, rank) for rank in range(2)]

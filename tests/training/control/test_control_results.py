@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from training.control.client import ControlClient, open_channel
-from training.control.protocol import MAX_BODY_BYTES, RESULT_PART_CHARS, Role, result_parts
-from training.control.server import ControlServer
-from training.control.task import Limits
+from lockstep.training.control.client import ControlClient, open_channel
+from lockstep.training.control.protocol import MAX_BODY_BYTES, RESULT_PART_CHARS, Role, result_parts
+from lockstep.training.control.server import ControlServer
+from lockstep.training.control.task import Limits
 
 KEY = bytes(range(32))
 PATIENCE_S = 120.0  # only against a hang

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
-from training.control import context
+from lockstep.training.control import context
 
 
 def test_a_script_that_was_started_by_itself_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from training.config import TrainConfig
-from training.control.failures import RankFailedError, RankState, failure_of
-from training.control.protocol import SCRIPT
-from training.control.task import Limits
-from training.driver.train import limits_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import RankFailedError, RankState, failure_of
+from lockstep.training.control.protocol import SCRIPT
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import limits_of
 
 
 def told(state: RankState, now: float = 0.0) -> RankFailedError:
@@ -32,7 +32,7 @@ def told(state: RankState, now: float = 0.0) -> RankFailedError:
 )
 def test_a_crash_of_native_code_sends_to_the_dataset(code: int, phase: str, advised: bool) -> None:
     error = told(RankState(3, "node-4", step=7, phase=phase, exit_code=code, tail=["last words"]))
-    assert ("`python -m jobs.verify DATASET`" in error.next_step) is advised
+    assert ("`lockstep verify DATASET`" in error.next_step) is advised
     assert "rank 3 of 8 on node-4 failed at step 7" in error.what
     assert code > 0 or f"killed by {signal.Signals(-code).name}" in error.got
 

@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import verify
+from lockstep.jobs import verify
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver import balance
+from lockstep.training.driver.balance import BACK, MOST, QUIET, Balancer, Move, Window, best_shares, decide
+from lockstep.training.driver.preflight import preflight
+from lockstep.training.driver.stragglers import OWN
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.run.lineage import read_claims
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
 from tests.training import _threads
 from tests.training._threads import final_tensors, run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver import balance
-from training.driver.balance import BACK, MOST, QUIET, Balancer, Move, Window, best_shares, decide
-from training.driver.preflight import preflight
-from training.driver.stragglers import OWN
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.plan.epoch_plan import EpochPlan
-from training.run.lineage import read_claims
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
 
 EVEN, MOVED = (16, 16), (22, 10)
 PLAN = EpochPlan(
@@ -199,7 +199,7 @@ def test_lanes_that_moved_change_no_batch_and_no_weight(
             balancer.wanted = Move(1, before, after, 0.2, 0.1)
         return balancer.wanted
 
-    monkeypatch.setattr("training.rank.metrics.ROW_EVERY_S", 0.0)
+    monkeypatch.setattr("lockstep.training.rank.metrics.ROW_EVERY_S", 0.0)
     monkeypatch.setattr(_threads.Control, "beat", leaves)
     monkeypatch.setattr(Balancer, "add", decided)
     config = config_of(tmp_path, **options)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_kills import fingerprint
+from lockstep.training.config import TrainConfig
 from tests.training._threads import run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
 DAY_S = 86_400.0

@@ -14,14 +14,14 @@ from lockstep.storage.documents import unseal
 from lockstep.storage.errors import CommunicationError, LockstepError, LostWriteError, StorageTimeoutError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
-from training.config import TrainConfig
-from training.driver.commit import CommitHandler, RunHandler
-from training.driver.live import OnTerminal
-from training.driver.retention import drop_stagings
-from training.rules import Keep
-from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
-from training.run.metrics import PartWriter, read_history
-from training.run.paths import RunPaths, staged_checkpoint, staged_model
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.live import OnTerminal
+from lockstep.training.driver.retention import drop_stagings
+from lockstep.training.rules import Keep
+from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
+from lockstep.training.run.metrics import PartWriter, read_history
+from lockstep.training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_parts_are_closed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     parts.flush()
     parts.add("two")
     assert not parts.due
-    monkeypatch.setattr("training.run.metrics.PART_BYTES", 3)
+    monkeypatch.setattr("lockstep.training.run.metrics.PART_BYTES", 3)
     assert parts.due
     parts.flush_if_due()
     assert [p.read_text() for p in sorted((tmp_path / "parts").iterdir())] == ["one\n", "two\n"]
@@ -200,7 +200,7 @@ def test_parts_wait_for_a_storage_that_is_away(tmp_path: Path, monkeypatch: pyte
     parts.add("one")
     parts.try_flush()  # below a file nothing can be made
     (tmp_path / "file").unlink()
-    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", 10)
+    monkeypatch.setattr("lockstep.training.run.metrics.MAX_WAITING_BYTES", 10)
     for word in ("two", "three", "four"):
         parts.add(word)
     parts.flush()
@@ -220,7 +220,7 @@ def test_a_part_that_got_its_name_and_could_not_be_read_back(
     with monkeypatch.context() as away:
         away.setattr(LocalFileSystem, "read_bytes", frozen)
         parts.try_flush()
-    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", limit)
+    monkeypatch.setattr("lockstep.training.run.metrics.MAX_WAITING_BYTES", limit)
     for word in ("two", "three"):
         parts.add(word)
     parts.flush()
@@ -235,7 +235,7 @@ def test_metrics_with_dropped_lines_are_read(paths: RunPaths, monkeypatch: pytes
     """A storage that was away for long cost some rows, not the history."""
     generation(paths)
     parts = PartWriter(paths.metrics(1), "jsonl")
-    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr("lockstep.training.run.metrics.MAX_WAITING_BYTES", 100)
     for step in range(1, 9):
         parts.add(json.dumps({"kind": "step", "step": step, "epoch": 0, "loss": 0.5}))
     parts.flush()

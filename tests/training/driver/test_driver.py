@@ -19,20 +19,20 @@ from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import RankFailedError
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.stop import EXIT_STOPPED
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.lineage import find_tip, read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult, find_model, find_result
 from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_images, write_table
 from tests.waiting import until
-from training.config import TrainConfig
-from training.control.failures import RankFailedError
-from training.control.task import Limits
-from training.driver.stop import EXIT_STOPPED
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.lineage import find_tip, read_claims
-from training.run.paths import RunPaths
-from training.run.result import RunResult, find_model, find_result
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_run_from_start_to_end(config: TrainConfig) -> None:
 
 def test_no_secret_is_kept(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     key = bytes(range(100, 132))
-    monkeypatch.setattr("training.launch.session.new_key", lambda: key)
+    monkeypatch.setattr("lockstep.training.launch.session.new_key", lambda: key)
     go(config)
     for file in Path(config.run).rglob("*"):
         if file.is_file():
@@ -346,11 +346,11 @@ def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig,
 HELD = """
 import json, sys
 sys.path.insert(0, sys.argv[2])
-from training.run.lineage import SupersededError
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.control.task import Limits
+from lockstep.training.run.lineage import SupersededError
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.control.task import Limits
 
 commits = []
 
@@ -386,10 +386,10 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
 ) -> None:
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from jobs._cli import run_job\n"
-        "from training.config import TrainConfig\n"
-        "from training.driver.train import Hooks, train\n"
-        "from training.launch.local import run_local\n"
+        "from lockstep.jobs._cli import run_job\n"
+        "from lockstep.training.config import TrainConfig\n"
+        "from lockstep.training.driver.train import Hooks, train\n"
+        "from lockstep.training.launch.local import run_local\n"
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
         "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"
     )

@@ -25,25 +25,25 @@ from lockstep.storage.files import deadlines
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import LauncherError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver import preflight
+from lockstep.training.driver.dry_run import dry_run
+from lockstep.training.driver.elastic import Slots
+from lockstep.training.driver.ownership import Ownership
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.session import Launches, Session, SessionLauncher
+from lockstep.training.plan.datasets import open_parts
+from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import read_status
 from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._tiny import write_table
 from tests.training.results.test_audit_run import TinyRun
 from tests.waiting import until
-from training.config import TrainConfig
-from training.control.failures import LauncherError
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver import preflight
-from training.driver.dry_run import dry_run
-from training.driver.elastic import Slots
-from training.driver.ownership import Ownership
-from training.driver.train import Hooks, train
-from training.launch.session import Launches, Session, SessionLauncher
-from training.plan.datasets import open_parts
-from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
-from training.run.paths import RunPaths
-from training.run.status import read_status
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:

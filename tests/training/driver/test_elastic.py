@@ -12,18 +12,18 @@ import pytest
 from benchmarks.random_kills import faults, fingerprint
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import LauncherError
+from lockstep.training.control.task import Limits
+from lockstep.training.driver import elastic
+from lockstep.training.driver.commit import RunHandler
+from lockstep.training.driver.elastic import Slots
+from lockstep.training.driver.preflight import numbers_of_ranks, plan_for, preflight
+from lockstep.training.launch.session import Session, SessionLauncher
+from lockstep.training.run.lineage import read_claims
+from lockstep.training.run.paths import RunPaths
 from tests.training._threads import LEAVE_AFTER, run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.control.failures import LauncherError
-from training.control.task import Limits
-from training.driver import elastic
-from training.driver.commit import RunHandler
-from training.driver.elastic import Slots
-from training.driver.preflight import numbers_of_ranks, plan_for, preflight
-from training.launch.session import Session, SessionLauncher
-from training.run.lineage import read_claims
-from training.run.paths import RunPaths
 
 
 def config_of(folder: Path, **more: Any) -> TrainConfig:

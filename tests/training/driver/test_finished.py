@@ -10,12 +10,12 @@ import pytest
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import check_validation, finished_result, plan_for
+from lockstep.training.run.lineage import claim_next
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
 from tests.training._tiny import write_images, write_table
-from training.config import TrainConfig
-from training.driver.preflight import check_validation, finished_result, plan_for
-from training.run.lineage import claim_next
-from training.run.paths import RunPaths
-from training.run.result import RunResult
 
 
 def config(tmp_path: Path, **more: Any) -> TrainConfig:

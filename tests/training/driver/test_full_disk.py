@@ -11,17 +11,17 @@ import pytest
 from lockstep.storage.errors import DiskFullError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run.lineage import find_tip
+from lockstep.training.run.paths import RunPaths
 from tests.small_disk import fill, small_disk
 from tests.training._ranks import rank_path
 from tests.training._threads import final_tensors, rows_of, run
 from tests.training._tiny import write_table
 from tests.training.rank.test_fit import assert_same
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run.lineage import find_tip
-from training.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
 

@@ -19,24 +19,24 @@ import pytest
 from lockstep.storage.documents import unseal
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.stop import EXIT_STOPPED
+from lockstep.training.run.lineage import find_tip, read_claims
+from lockstep.training.run.paths import RunPaths
 from tests.training._ranks import HERE, lives, living_ranks
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.config import TrainConfig
-from training.driver.stop import EXIT_STOPPED
-from training.run.lineage import find_tip, read_claims
-from training.run.paths import RunPaths
 
 pytestmark = pytest.mark.slow
 
 DRIVER = """
 import json, sys
 sys.path.insert(0, sys.argv[2])
-from jobs._cli import run_job
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
+from lockstep.jobs._cli import run_job
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
 
 hooks = Hooks(entry=f"_ranks:{sys.argv[3]}", limits=Limits(grace_s=1.0, silent_s=60.0))
 run_job(lambda _: print(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks).steps) or 0)

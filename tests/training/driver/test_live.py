@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage import progress
-from training.driver.live import POINTS, TRAINING, Curves, OnTerminal, progress_here, progress_line
+from lockstep.training.driver.live import POINTS, TRAINING, Curves, OnTerminal, progress_here, progress_line
 
 
 def step(number: int, loss: float | str = 1.0) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_only_a_kernel_gets_curves(tmp_path: Path) -> None:
     assert progress_here() is OnTerminal
     code = (
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance()\n"  # as in a terminal
-        "from training.driver.live import progress_here; print(progress_here().__name__)"
+        "from lockstep.training.driver.live import progress_here; print(progress_here().__name__)"
     )
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)

@@ -11,13 +11,13 @@ from lockstep.storage.errors import CorruptionError, LostWriteError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.commit import CommitHandler
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
 from tests.training._ranks import rank_path
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.commit import CommitHandler
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
 
 
 @pytest.mark.slow

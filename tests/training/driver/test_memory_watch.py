@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from training.driver.memory_watch import MIB, WINDOW, MemoryWatch, growth
+from lockstep.training.driver.memory_watch import MIB, WINDOW, MemoryWatch, growth
 
 SECONDS = 5.0 * np.arange(WINDOW)
 NOISE = np.random.default_rng(3).normal(0, 2, WINDOW)

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.faults import OF_THE_RUN, flip, left, unclear
 from benchmarks.random_kills import BEFORE_A_DRIVER, WHILE_ETL, WHILE_TRAINING, faults, fingerprint, main
 from lockstep.storage.errors import TrainingFailedError
+from lockstep.training.config import TrainConfig
 from tests.training._threads import run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
 
 STEPS = 37  # 400 rows in batches of 32, three epochs
 SEED = 3  # one rank dies at step 17, one of two at 25, one goes on to the end

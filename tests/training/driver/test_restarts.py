@@ -26,14 +26,11 @@ from lockstep.storage.errors import (
     TrainingFailedError,
 )
 from lockstep.storage.fs import filesystem
-from tests.training._tiny import write_table
-from tests.training.driver.test_driver_decisions import config_of, launches
-from tests.training.results.test_audit_run import TinyRun
-from training.batches.audit_log import sample_hex
-from training.batches.decode import decoded_steps
-from training.batches.training_set import TrainingSet, sample_ids
-from training.config import TrainConfig
-from training.control.failures import (
+from lockstep.training.batches.audit_log import sample_hex
+from lockstep.training.batches.decode import decoded_steps
+from lockstep.training.batches.training_set import TrainingSet, sample_ids
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import (
     ApplicationEndedError,
     Failure,
     LauncherError,
@@ -44,19 +41,22 @@ from training.control.failures import (
     RankState,
     Weight,
 )
-from training.control.last_words import NO_STEP, LastWords, new_page
-from training.control.task import Limits, RankTask
-from training.driver import restarts
-from training.driver.preflight import plan_for
-from training.driver.restarts import RestartPolicy, batch_places, incurable
-from training.driver.stop import EXIT_STOPPED, EndedByCallerError
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.plan.order import Run
-from training.reading.reader import SplitReader
-from training.run.lineage import SupersededError, read_claims
-from training.run.paths import RunPaths
-from training.world import World
+from lockstep.training.control.last_words import NO_STEP, LastWords, new_page
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver import restarts
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.driver.restarts import RestartPolicy, batch_places, incurable
+from lockstep.training.driver.stop import EXIT_STOPPED, EndedByCallerError
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.run.lineage import SupersededError, read_claims
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.world import World
+from tests.training._tiny import write_table
+from tests.training.driver.test_driver_decisions import config_of, launches
+from tests.training.results.test_audit_run import TinyRun
 
 CRASH = "its process was killed by SIGSEGV"
 

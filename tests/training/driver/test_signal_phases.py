@@ -1,4 +1,4 @@
-"""SIGTERM to driver or rank while a rank does something else than steps: real ranks, as jobs.train starts them."""
+"""SIGTERM to driver or rank while a rank does something else than steps: real ranks, as lockstep train starts them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from lockstep.storage.documents import unseal
 from lockstep.storage.fs import filesystem
+from lockstep.training.run.lineage import find_tip
+from lockstep.training.run.paths import RunPaths
 from tests.training._ranks import living_ranks
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.run.lineage import find_tip
-from training.run.paths import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,8 +40,8 @@ def met(owner, name, phase):
 meet("import")
 
 def model(signature, options):
-    from training.models.logistic import logistic
-    from training.rank import fit, saver, validation
+    from lockstep.training.models.logistic import logistic
+    from lockstep.training.rank import fit, saver, validation
 
     met(saver.Saver, "restore", "restore")
     met(validation.Validation, "after", "evaluation")
@@ -65,7 +65,12 @@ def call(folder: Path, **more: Any) -> list[str]:
         "launcher": "local",
         "validate": "test",
     }
-    return [sys.executable, "-m", "jobs.train", *(str(x) for k, v in (flags | more).items() for x in (f"--{k}", v))]
+    return [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.train",
+        *(str(x) for k, v in (flags | more).items() for x in (f"--{k}", v)),
+    ]
 
 
 @pytest.mark.parametrize("whom", ["driver", "rank"])

@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import Failure, RankState, failure_of
+from lockstep.training.driver.stop import EndedByCallerError
+from lockstep.training.driver.stragglers import Straggler, Stragglers
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.resources import straggler_rows, usage_rows
+from lockstep.training.run.metrics import read_history
 from tests.training._threads import run
 from tests.training._tiny import write_images, write_table
-from training.config import TrainConfig
-from training.control.failures import Failure, RankState, failure_of
-from training.driver.stop import EndedByCallerError
-from training.driver.stragglers import Straggler, Stragglers
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.results.resources import straggler_rows, usage_rows
-from training.run.metrics import read_history
 
 pytestmark = pytest.mark.slow
 CPU = Path("/sys/fs/cgroup/cpu")
@@ -117,9 +117,11 @@ def test_a_process_held_to_half_of_its_time_is_named_within_50_steps_of_a_few_ms
         done = at["held"] and any(rank == 1 and step > at["held"] for step, rank in named)
         return EndedByCallerError("named, or not in time") if done or time.monotonic() > until else None
 
-    monkeypatch.setattr("training.control.server.failure_of", look)
+    monkeypatch.setattr("lockstep.training.control.server.failure_of", look)
     monkeypatch.setattr(Stragglers, "add", watch)
-    monkeypatch.setattr("training.driver.stragglers.REST_S", 0.0)  # other work here may have slowed it down before
+    monkeypatch.setattr(
+        "lockstep.training.driver.stragglers.REST_S", 0.0
+    )  # other work here may have slowed it down before
     with held, pytest.raises(EndedByCallerError):
         train(config, run_local, hooks=Hooks(ended=ended))
     print(at, named)
@@ -144,11 +146,11 @@ def test_a_process_held_to_half_of_its_time_by_a_control_group_or_by_signals_is_
             pids[state.rank] = state.pid
         return failure_of(state, *rest)
 
-    monkeypatch.setattr("training.control.server.failure_of", look)
+    monkeypatch.setattr("lockstep.training.control.server.failure_of", look)
 
     def ended() -> EndedByCallerError | None:
         if 1 in pids:
-            monkeypatch.setattr("training.control.server.failure_of", failure_of)
+            monkeypatch.setattr("lockstep.training.control.server.failure_of", failure_of)
             held.enter_context(hold(pids.pop(1)))
         said.append(capsys.readouterr().err)
         done = "is slow" in "".join(said) or time.monotonic() > until

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.storage.fs import filesystem
-from training.driver.ownership import staging_folder
+from lockstep.training.driver.ownership import staging_folder
 
 KILLED = """
 import os, signal, sys
 from lockstep.storage.fs import filesystem
-from training.driver.ownership import staging_folder
+from lockstep.training.driver.ownership import staging_folder
 for kind in ("predict", "export"):
     filesystem(sys.argv[1]).mkdirs(staging_folder(filesystem(sys.argv[1]), sys.argv[1], kind))
 os.kill(os.getpid(), signal.SIGKILL)

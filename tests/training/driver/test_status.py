@@ -19,26 +19,26 @@ from typing import Any
 
 import pytest
 
-from jobs import control, watch
+from lockstep.jobs import control, watch
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.protocol import Tag
+from lockstep.training.driver.ownership import Ownership
+from lockstep.training.driver.status import Board, OnEvent
+from lockstep.training.driver.stop import StopRequest
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.run import requests
+from lockstep.training.run.lineage import CheckpointRef, Claim
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import STARTING, RankStatus, RunStatus, now_utc, read_status, words
 from tests.training import _threads
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.config import TrainConfig
-from training.control.protocol import Tag
-from training.driver.ownership import Ownership
-from training.driver.status import Board, OnEvent
-from training.driver.stop import StopRequest
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.run import requests
-from training.run.lineage import CheckpointRef, Claim
-from training.run.paths import RunPaths
-from training.run.status import STARTING, RankStatus, RunStatus, now_utc, read_status, words
 
 NOON = datetime.datetime(2026, 5, 1, 12, tzinfo=datetime.UTC)
 TRAINS = RunStatus(
@@ -68,7 +68,7 @@ def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"is not a run\n  got: no run\.json"):
         read_status(fs, paths)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*killed in its first seconds[\s\S]*jobs.report"):
+    with pytest.raises(NotFoundError, match=r"has no status[\s\S]*killed in its first seconds[\s\S]*lockstep report"):
         read_status(fs, paths)
     newer = json.loads(TRAINS.to_bytes()) | {"of a newer version": 1}
     newer["ranks"][0]["of a newer version"] = 1
@@ -166,7 +166,7 @@ def test_a_status_that_is_being_written_is_not_swept_away(
 
     swept, writing, of_ownership = list[bool](), threading.Event(), Ownership.sweep
     claim = Ownership.claim
-    monkeypatch.setattr("training.driver.status.write_file", slow)
+    monkeypatch.setattr("lockstep.training.driver.status.write_file", slow)
     monkeypatch.setattr(Ownership, "sweep", sweep)
     monkeypatch.setattr(Ownership, "claim", lambda *given, **more: (writing.wait(60), claim(*given, **more))[1])
     write_table(tmp_path / "data", records={"train": 16})
@@ -255,7 +255,17 @@ def job(*call: str) -> tuple[int, str]:
 def test_a_run_is_seen_saved_and_stopped_from_another_process(tmp_path: Path) -> None:
     run, events = str(tmp_path / "run"), tmp_path / "events"
     write_table(tmp_path / "data")
-    train = ["jobs.train", "--dataset", str(tmp_path / "data"), "--run", run, "--model", "mlp", "--num-ranks", "2"]
+    train = [
+        "lockstep.jobs.train",
+        "--dataset",
+        str(tmp_path / "data"),
+        "--run",
+        run,
+        "--model",
+        "mlp",
+        "--num-ranks",
+        "2",
+    ]
     train += ["--global-batch", "8", "--launcher", "local", "--checkpoint-every", "1000000"]
     train += ["--on-event", f"sh -c 'cat >> {events}; echo >> {events}'"]
 
@@ -271,24 +281,26 @@ def test_a_run_is_seen_saved_and_stopped_from_another_process(tmp_path: Path) ->
 
     with driver([*train, "--epochs", "100000"], tmp_path / "log") as first:
         until(lambda: first.poll() is not None or trains())
-        code, text = job("jobs.status", run)
+        code, text = job("lockstep.jobs.status", run)
         assert code == 0 and f"{run}: training, step" in text and text.splitlines()[-1].split()[0] == "1", text
         before = status().step
-        code, text = job("jobs.control", run, "checkpoint")
+        code, text = job("lockstep.jobs.control", run, "checkpoint")
         assert code == 0 and text.startswith("checkpoint step-"), text
         saved = Path(run, "checkpoints", text.split()[1])
         assert saved.is_dir() and int(saved.name[5:15]) > before
-        code, text = job("jobs.stacks", run)
+        code, text = job("lockstep.jobs.stacks", run)
         assert code == 0 and text.startswith("rank 0:\n") and "\nrank 1:\n" in text, text
         assert text.count("training/rank/__main__.py") > 2 and "fit.py" in text
-        with subprocess.Popen([sys.executable, "-m", "jobs.watch", run], stdout=subprocess.PIPE, text=True) as watch:
-            code, text = job("jobs.control", run, "stop")
+        with subprocess.Popen(
+            [sys.executable, "-m", "lockstep.jobs.watch", run], stdout=subprocess.PIPE, text=True
+        ) as watch:
+            code, text = job("lockstep.jobs.control", run, "stop")
             assert code == 0 and text.startswith("the ranks write a checkpoint"), text
             assert first.wait(120) == 75
             told = watch.communicate(timeout=60)[0]
         assert watch.returncode == 75 and f"{run}: stopped, step" in told, told
-    assert "stopped by jobs.control on" in (tmp_path / "log").read_text()
-    assert job("jobs.control", run, "stop")[0] == 2
+    assert "stopped by lockstep control on" in (tmp_path / "log").read_text()
+    assert job("lockstep.jobs.control", run, "stop")[0] == 2
     assert verify(run) == [] and not os.listdir(tmp_path / "run" / "control")
     assert '"event": "stopped"' in events.read_text()
 
@@ -324,11 +336,11 @@ def broken(*call: Any, **more: Any) -> list[dict[str, Any]]:
 def test_a_path_that_is_no_run_is_named_by_what_is_there(tmp_path: Path, job: str) -> None:
     more = ["stop"] if job == "control" else []
     write_table(str(tmp_path / "data"))
-    main = importlib.import_module(f"jobs.{job}").main
+    main = importlib.import_module(f"lockstep.jobs.{job}").main
     with pytest.raises(NotFoundError, match=r"is not a run\n  got: nothing at this path\n.*\n  next: Check the path"):
         main([str(tmp_path / "nothing"), *more])
     with pytest.raises(
-        NotFoundError, match=r"is not a run\n  got: .*a dataset.*\n.*\n  next: .*jobs.describe .*/data`"
+        NotFoundError, match=r"is not a run\n  got: .*a dataset.*\n.*\n  next: .*lockstep describe .*/data`"
     ):
         main([str(tmp_path / "data"), *more])
 
@@ -342,7 +354,9 @@ def test_a_run_whose_driver_was_killed_before_a_rank_started_says_so(
     write_file(fs, paths.status, RunStatus(state=STARTING, written_at=long_ago, steps=10, epochs=1).to_bytes())
     assert watch.main([str(tmp_path), "--silent-limit", "60"]) == 1
     first, last = capsys.readouterr().out.split("no driver has written for 9")[1:]
-    assert all("the same jobs.train begins again, since there is no checkpoint yet" in text for text in (first, last))
+    assert all(
+        "the same lockstep train begins again, since there is no checkpoint yet" in text for text in (first, last)
+    )
     with pytest.raises(
         TrainingFailedError, match=r"no driver has written its status for 9\d s\n[\s\S]*the same\s+jobs"
     ):

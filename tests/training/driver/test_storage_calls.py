@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from lockstep.storage.files.local import LocalFileSystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.run import metrics
 from tests.training import _models
 from tests.training._threads import run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.run import metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]

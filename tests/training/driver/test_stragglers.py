@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from training.driver.stragglers import NETWORK, OWN, REST_S, SLOW, WELL, Straggler, Stragglers, find_straggler
-from training.rank.metrics import PACE_KEPT, PACE_STEPS
+from lockstep.training.driver.stragglers import NETWORK, OWN, REST_S, SLOW, WELL, Straggler, Stragglers, find_straggler
+from lockstep.training.rank.metrics import PACE_KEPT, PACE_STEPS
 
 TIMES: dict[str, Any] = {
     "data_s": 0.0, "compute_s": 0.1, "other_s": 0.0, "exchange_s": 0.1, "own_s": 0.1, "step_s": 0.2, "links": {}

@@ -20,15 +20,15 @@ from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.ownership import Lease, Ownership
+from lockstep.training.run.lineage import Claim, SupersededError, claim_next, read_claims
+from lockstep.training.run.paths import RunPaths, generation_name
+from lockstep.training.run.result import find_result
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from tests.waiting import WAIT_S, until
-from training.config import TrainConfig
-from training.driver.ownership import Lease, Ownership
-from training.run.lineage import Claim, SupersededError, claim_next, read_claims
-from training.run.paths import RunPaths, generation_name
-from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -203,7 +203,7 @@ def test_driver_does_not_take_its_own_claim_for_another_s(paths: RunPaths, monke
         time.sleep(0.1)
         return claim
 
-    monkeypatch.setattr("training.driver.ownership.claim_next", slowly)
+    monkeypatch.setattr("lockstep.training.driver.ownership.claim_next", slowly)
     with Ownership(filesystem(paths.root), paths, every_s=0.005) as driver:
         for generation in (1, 2):
             claim = driver.claim(None, epochs=1, num_ranks=1)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.exchange.agreement import CONTROL_WORDS, Agreement, FedBatches, NonFiniteError, NonFinitePolicy
+from lockstep.training.exchange.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
+from lockstep.training.exchange.exchange import MAX_SKIPS, Exchange
 from tests.training._ring import run_ring
-from training.comm import Communicator, SoloCommunicator
-from training.exchange.agreement import CONTROL_WORDS, Agreement, FedBatches, NonFiniteError, NonFinitePolicy
-from training.exchange.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
-from training.exchange.exchange import MAX_SKIPS, Exchange
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 

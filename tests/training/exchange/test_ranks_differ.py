@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import Spec, lay_out
+from lockstep.training.exchange.compare_ranks import compare_runs, compare_tensors, counted_from_0, versions
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.exchange.sparse import Table
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._own_steps import Learner, batches
 from tests.training._ring import run_ring
-from training.comm import Communicator
-from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import Spec, lay_out
-from training.exchange.compare_ranks import compare_runs, compare_tensors, counted_from_0, versions
-from training.exchange.exchange import Exchange
-from training.exchange.sparse import Table
 
 F4 = np.dtype(np.float32)
 
@@ -91,7 +91,7 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_all(monkeypatch: pytest.Monkey
     """An error in the hook itself: nobody else would end the communicator before the deadline."""
     import keras
 
-    from training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.distribute import distribute, exchange_of
 
     comms = _threads._join(2, 1)
     learners = [Learner(keras.optimizers.SGD(0.1), eager=True) for _ in comms]
@@ -128,8 +128,8 @@ def test_gradients_under_a_condition_are_refused() -> None:
     import keras
     import tensorflow as tf
 
-    from training.comm import SoloCommunicator
-    from training.steps.distribute import distribute
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps.distribute import distribute
 
     learner = Learner(distribute(keras.optimizers.SGD(0.1), SoloCommunicator()))
 
@@ -149,7 +149,7 @@ def test_gradients_under_a_condition_are_refused() -> None:
 def test_a_plain_optimizer_has_no_exchange_and_says_so() -> None:
     import keras
 
-    from training.steps.distribute import exchange_of
+    from lockstep.training.steps.distribute import exchange_of
 
     with pytest.raises(ConfigError, match="SGD"):
         exchange_of(keras.optimizers.SGD())

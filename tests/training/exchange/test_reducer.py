@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError
-from training.comm import SoloCommunicator
-from training.exchange.exchange import Reducer
+from lockstep.training.comm import SoloCommunicator
+from lockstep.training.exchange.exchange import Reducer
 
 
 class Recorder(SoloCommunicator):
@@ -80,7 +80,7 @@ def test_any_deadline_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     comm.gate.set()
     reducer.sum(np.zeros(2, np.float32))
     assert reducer.wait(1, "it")[0]  # no overflow
-    monkeypatch.setattr("training.exchange.exchange.GRACE_S", -19.9)
+    monkeypatch.setattr("lockstep.training.exchange.exchange.GRACE_S", -19.9)
     comm.deadline_s = 20.0
     with pytest.raises(CommunicationError, match="the exchange of step 7 did not end"):
         reducer.wait(1, "the exchange of step 7")

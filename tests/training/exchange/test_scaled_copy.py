@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from lockstep.training.comm import Communicator
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import all_finite, copy_scaled, lay_out, scaled
+from lockstep.training.exchange.exchange import Exchange
 from tests.training._ring import run_ring
-from training.comm import Communicator
-from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import all_finite, copy_scaled, lay_out, scaled
-from training.exchange.exchange import Exchange
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

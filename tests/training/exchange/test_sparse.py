@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lockstep.training.comm import Communicator
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import lay_out
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.exchange.sparse import Table, added_up, goes_by_rows, sum_rows
 from tests.training._own_steps import Learner, assert_as_one, on_ranks
 from tests.training._ring import run_ring
-from training.comm import Communicator
-from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import lay_out
-from training.exchange.exchange import Exchange
-from training.exchange.sparse import Table, added_up, goes_by_rows, sum_rows
 
 Array = NDArray[Any]
 TABLE = Table("t", (50, 3), np.dtype(np.float64))

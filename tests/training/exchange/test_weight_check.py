@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.training.comm import Communicator
+from lockstep.training.exchange.compare_ranks import DivergedError, WeightCheck, checksums
 from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator
-from training.exchange.compare_ranks import DivergedError, WeightCheck, checksums
 
 
 @dataclass
@@ -40,7 +40,7 @@ def _flip(array: Any, bit: int) -> None:
 def test_who_parted_is_named(
     ranks: int, flipped: dict[int, list[int]], who: str, agrees: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.exchange.compare_ranks.COMPARE_EVERY", 5)
+    monkeypatch.setattr("lockstep.training.exchange.compare_ranks.COMPARE_EVERY", 5)
 
     def work(comm: Communicator) -> str:
         variables = [Variable(f"dense/{i}") for i in range(3)]

@@ -10,10 +10,10 @@ import pytest
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
-from training.config import TrainConfig
-from training.driver.commit import CommitHandler, RunHandler
-from training.driver.live import OnTerminal
-from training.launch.executors import (
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.live import OnTerminal
+from lockstep.training.launch.executors import (
     RANK_MIB,
     ExecutorMemory,
     container_of,
@@ -22,9 +22,9 @@ from training.launch.executors import (
     preempted,
     task_host,
 )
-from training.rules import Keep
-from training.run.lineage import claim_next
-from training.run.paths import RunPaths
+from lockstep.training.rules import Keep
+from lockstep.training.run.lineage import claim_next
+from lockstep.training.run.paths import RunPaths
 
 
 @pytest.mark.parametrize(

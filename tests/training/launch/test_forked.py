@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from training.control.last_words import new_page
-from training.control.stacks import new_stacks
-from training.control.task import MARK
-from training.launch import forked
-from training.launch.forked import ForkedRank, fork_rank
-from training.launch.process import environment_of
+from lockstep.training.control.last_words import new_page
+from lockstep.training.control.stacks import new_stacks
+from lockstep.training.control.task import MARK
+from lockstep.training.launch import forked
+from lockstep.training.launch.forked import ForkedRank, fork_rank
+from lockstep.training.launch.process import environment_of
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0

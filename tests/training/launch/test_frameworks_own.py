@@ -1,4 +1,4 @@
-"""Unchanged scripts of PyTorch and TensorFlow, which know nothing of Lockstep, on the ranks of jobs.launch."""
+"""Unchanged scripts of PyTorch and TensorFlow, which know nothing of Lockstep, on the ranks of lockstep launch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.horovod.test_horovod import DATA, launch
+from tests.horovod.test_horovod_torch import ROOT, SCRIPTS, launch_torch, run_torch
 from tests.training._tiny import write_images
-from tests.training.horovod.test_horovod import DATA, launch
-from tests.training.horovod.test_horovod_torch import ROOT, SCRIPTS, launch_torch, run_torch
 
 pytestmark = pytest.mark.slow
 FIT = str(SCRIPTS / "keras_strategies.py")
@@ -61,7 +61,16 @@ def test_multi_worker_mirrored_strategy_finds_its_cluster(tmp_path: Path) -> Non
 
 @pytest.mark.soak
 def test_mirrored_strategy_trains_as_the_processes_do(tmp_path: Path) -> None:
-    one = [sys.executable, "-m", "jobs.launch", "--num-ranks", "1", "--launcher", "local", str(SCRIPTS / "mirrored.py")]
+    one = [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.launch",
+        "--num-ranks",
+        "1",
+        "--launcher",
+        "local",
+        str(SCRIPTS / "mirrored.py"),
+    ]
     flags = ["--strategy", "mirrored", "--data", str(DATA), "--out", str(tmp_path)]
     subprocess.run([*one, *flags], cwd=ROOT, check=True, timeout=300)
     launch(2, "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
@@ -86,7 +95,7 @@ def test_a_script_of_pytorch_resumes_the_plan_at_other_ranks(tmp_path: Path) -> 
         (tmp_path / folder).mkdir()
         for number, count in enumerate(ranks):
             stop = 10 if number + 1 == len(ranks) else 3 * (number + 1)
-            launched = ["-m", "jobs.launch", "--num-ranks", count, "--launcher", "local"]
+            launched = ["-m", "lockstep.jobs.launch", "--num-ranks", count, "--launcher", "local"]
             flags = ["--dataset", str(tmp_path / "data"), "--out", str(tmp_path / folder), "--stop", str(stop)]
             done = run_torch(*launched, str(SCRIPTS / "torch_planned.py"), *flags)
             assert done.returncode == 0, done.stdout + done.stderr
@@ -165,7 +174,7 @@ def run_workers(*how: str) -> tuple[int, str]:
 
 def run_fit(ranks: int, *how: str) -> tuple[int, str]:
     """Exit code and the losses that keras_strategies.py prints; all of its output if it prints none."""
-    launched = [sys.executable, "-m", "jobs.launch", "--num-ranks", str(ranks), "--launcher", "local"]
+    launched = [sys.executable, "-m", "lockstep.jobs.launch", "--num-ranks", str(ranks), "--launcher", "local"]
     done = subprocess.run([*launched, FIT, *how], cwd=ROOT, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("[rank 0] losses ")]
     return done.returncode, lines[0].removeprefix("[rank 0] losses ") if lines else done.stdout + done.stderr

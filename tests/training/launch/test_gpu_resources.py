@@ -14,14 +14,14 @@ import pyspark
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training import devices
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.barrier import tasks_on_gpus
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.session import Launch
 from tests.training._gpu_driver import ROOT
 from tests.training._ranks import rank_path
-from training import devices
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.barrier import tasks_on_gpus
-from training.launch.local import run_local
-from training.launch.session import Launch
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ def job(name: str, *flags: str, memory: str = "512m") -> subprocess.Popen[str]:
     """A job whose Spark session asks for executors of so much memory."""
     environment = os.environ | {"PYSPARK_SUBMIT_ARGS": f"--executor-memory {memory} --driver-memory 512m pyspark-shell"}
     return subprocess.Popen(
-        [sys.executable, "-m", f"jobs.{name}", *flags],
+        [sys.executable, "-m", f"lockstep.jobs.{name}", *flags],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pyspark
 import pytest
 
+from lockstep.training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight
+from lockstep.training.launch.executors import HostFailures, failed_host
 from tests.training._two_hosts import HOSTS, ROOT
-from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight
-from training.launch.executors import HostFailures, failed_host
 
 
 @pytest.mark.parametrize(

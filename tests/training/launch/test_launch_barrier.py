@@ -16,17 +16,13 @@ from pyspark import InheritableThread
 
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
-from tests.training._ranks import HERE, judge_when, lives, rank_path
-from tests.training._tiny import write_table
-from tests.training.horovod.test_horovod import DATA, SCRIPTS, check_loop
-from tests.waiting import until
-from training.config import TrainConfig
-from training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.driver.stop import EXIT_STOPPED
-from training.driver.train import Hooks, train
-from training.launch.barrier import (
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.stop import EXIT_STOPPED
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.barrier import (
     BarrierSession,
     OnSpark,
     SuperviseOnTask,
@@ -35,9 +31,13 @@ from training.launch.barrier import (
     run_barrier,
     slots_now,
 )
-from training.launch.script_driver import ScriptConfig, launch_script
-from training.run.lineage import SupersededError, read_claims, superseded
-from training.run.paths import RunPaths
+from lockstep.training.launch.script_driver import ScriptConfig, launch_script
+from lockstep.training.run.lineage import SupersededError, read_claims, superseded
+from lockstep.training.run.paths import RunPaths
+from tests.horovod.test_horovod import DATA, SCRIPTS, check_loop
+from tests.training._ranks import HERE, judge_when, lives, rank_path
+from tests.training._tiny import write_table
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -166,7 +166,7 @@ def test_dead_jvm_is_told_and_not_tried_again(
 
     launch = OnSpark(session)
     launch.ready(2, 1.0)
-    monkeypatch.setattr("training.launch.barrier.check_slots", refused)
+    monkeypatch.setattr("lockstep.training.launch.barrier.check_slots", refused)
     monkeypatch.setattr(OnSpark, "ready", lambda *_: None)
     with pytest.raises(LauncherGoneError, match="Java process"):
         train(config, launch)
@@ -242,7 +242,7 @@ def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys:
     """One that calls no other rank, with its files; and Horovod's loop, equal to what one process computes."""
     for name, text in (("beside.py", "WORD = 'imported'\n"), ("words.txt", "read\n")):
         (tmp_path / name).write_text(text)
-        session.sparkContext.addFile(str(tmp_path / name))  # as jobs.launch does with --files
+        session.sparkContext.addFile(str(tmp_path / name))  # as lockstep launch does with --files
     launch_script(ScriptConfig(script=str(SCRIPTS / "plain.py"), num_ranks=2), OnSpark(session))
     lines = capsys.readouterr().out.splitlines()
     for rank in (0, 1):
@@ -303,7 +303,7 @@ def test_an_application_that_has_ended_is_named_before_anything_is_started_in_it
 
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
+    monkeypatch.setattr("lockstep.training.launch.barrier.SLOTS_LOOK_S", 0.01)
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(ConfigError, match="exceed the 2 "):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
@@ -318,8 +318,8 @@ def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_executors_that_are_never_given_are_counted_and_the_advice_fits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("training.launch.barrier.SLOTS_LOOK_S", 0.01)
-    monkeypatch.setattr("training.launch.barrier.SLOTS_QUIET_S", 0.1)
+    monkeypatch.setattr("lockstep.training.launch.barrier.SLOTS_LOOK_S", 0.01)
+    monkeypatch.setattr("lockstep.training.launch.barrier.SLOTS_QUIET_S", 0.1)
     few = FakeContext(2, **{"spark.executor.instances": "8", "spark.executor.cores": "2"})
     with pytest.raises(ConfigError, match="8 ranks, servers and spares exceed the 2 task slots") as caught:
         check_slots(few, 8, 0.5)  # type: ignore[arg-type]  # a stand-in

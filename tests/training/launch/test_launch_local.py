@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, TrainingFailedError
+from lockstep.training.control.failures import RankFailedError, RankState
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.process import Order, remove_abandoned_folders
 from tests.training._ranks import judge_when, lives, living_ranks, rank_path
-from training.control.failures import RankFailedError, RankState
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.local import run_local
-from training.launch.process import Order, remove_abandoned_folders
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def nothing_left() -> Any:
 
 def test_ranks_meet_and_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     key = bytes(range(32))
-    monkeypatch.setattr("training.launch.session.new_key", lambda: key)
+    monkeypatch.setattr("lockstep.training.launch.session.new_key", lambda: key)
     seen: list[tuple[int, str, dict[str, Any]]] = []
 
     def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
 
 def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's process is there but never says hello: its order is never read."""
-    from training.launch import process, supervisor
+    from lockstep.training.launch import process, supervisor
 
     def start(order: Order, *files: int) -> Any:
         if order.world.rank == 0:
@@ -234,9 +234,9 @@ def test_supervisor_kills_its_rank_when_the_driver_is_gone(tmp_path: Path) -> No
     """The server's process goes on, but its control port closes for good: 30 s, here 5."""
     import threading
 
-    from training.control.server import ControlServer
-    from training.launch.supervisor import Supervisor
-    from training.world import World
+    from lockstep.training.control.server import ControlServer
+    from lockstep.training.launch.supervisor import Supervisor
+    from lockstep.training.world import World
 
     limits = Limits(lost_s=5.0, grace_s=0.5)
     server = ControlServer(bytes(32), 1, 1, limits, None, "127.0.0.1")

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import LockstepError
+from lockstep.training.control.failures import LauncherError, RankFailedError
+from lockstep.training.control.protocol import new_key
+from lockstep.training.control.roster import Roster
+from lockstep.training.control.server import Handler
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch.local import LocalSession, OnHost, run_local
+from lockstep.training.launch.process import SupervisorSpec
+from lockstep.training.launch.session import Launches, Session
+from lockstep.training.launch.supervisor import supervise
 from tests.training._ranks import living_ranks, rank_path
-from training.control.failures import LauncherError, RankFailedError
-from training.control.protocol import new_key
-from training.control.roster import Roster
-from training.control.server import Handler
-from training.control.task import Limits, RankTask
-from training.launch.local import LocalSession, OnHost, run_local
-from training.launch.process import SupervisorSpec
-from training.launch.session import Launches, Session
-from training.launch.supervisor import supervise
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def test_failure_from_outside_ends_what_runs_and_what_would_follow(tmp_path: Pat
 
 def test_supervisor_without_a_driver_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the line breaks, or nothing is heard for `lost_s`: a driver that is stopped, a network that is gone."""
-    monkeypatch.setattr("training.control.roster.PING_EVERY_S", 3600.0)
+    monkeypatch.setattr("lockstep.training.control.roster.PING_EVERY_S", 3600.0)
     for lost in (True, False):
         secret = new_key()
         roster = Roster(secret, 1, "127.0.0.1", lambda rank: None)

@@ -1,5 +1,5 @@
 """Secrets of a run and of its user are in nothing that others may read: arguments, environments, logs, files, Spark's
-event log. Real ranks of `jobs.train`, on this host and in a barrier stage."""
+event log. Real ranks of `lockstep train`, on this host and in a barrier stage."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_secrets_stay_where_they_belong(tmp_path: Path, launcher: tuple[str, ...
     made = [bytes.fromhex(line) for line in keys.read_text().split()]
     private = [secret for secret in made if secret.startswith(b"-----BEGIN")]
     assert len(private) == 2 and len(made) >= 4, "the session's secret, the generation's key, two certificates"
-    assert any(b"training.rank" in text for text in seen), "no rank was seen"
+    assert any(b"lockstep.training.rank" in text for text in seen), "no rank was seen"
 
     kept = [path for folder in (run, tmp_path / "events", temporary) for path in folder.rglob("*") if path.is_file()]
     assert any(path.is_relative_to(tmp_path / "events") for path in kept) is (launcher[0] == "barrier")

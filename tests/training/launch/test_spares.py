@@ -21,27 +21,27 @@ import pytest
 from lockstep.storage import tokens
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.client import RosterClient
+from lockstep.training.control.failures import Marks, RankState
+from lockstep.training.control.last_words import new_page
+from lockstep.training.control.protocol import new_key
+from lockstep.training.control.roster import Roster
+from lockstep.training.control.server import Handler
+from lockstep.training.control.stacks import new_stacks
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.dry_run import dry_run
+from lockstep.training.driver.train import train
+from lockstep.training.launch import spares
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.process import new_mark, start_process
+from lockstep.training.launch.session import Restart, Session, SessionLauncher
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import checked_restarts, find_result
 from tests.training._ranks import rank_path
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.config import TrainConfig
-from training.control.client import RosterClient
-from training.control.failures import Marks, RankState
-from training.control.last_words import new_page
-from training.control.protocol import new_key
-from training.control.roster import Roster
-from training.control.server import Handler
-from training.control.stacks import new_stacks
-from training.control.task import Limits, RankTask
-from training.driver.dry_run import dry_run
-from training.driver.train import train
-from training.launch import spares
-from training.launch.local import run_local
-from training.launch.process import new_mark, start_process
-from training.launch.session import Restart, Session, SessionLauncher
-from training.results.audit import check_run_audit
-from training.run.paths import RunPaths
-from training.run.result import checked_restarts, find_result
 
 ROOT = Path(__file__).resolve().parents[3]
 TOLD = "this process was a spare"
@@ -52,7 +52,16 @@ TOLD = "this process was a spare"
 def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) -> None:
     write_table(tmp_path / "data", records={"train": 2000, "test": 8})
     run = tmp_path / "run"
-    call = [sys.executable, "-m", "jobs.train", "--dataset", str(tmp_path / "data"), "--run", str(run), "--audit"]
+    call = [
+        sys.executable,
+        "-m",
+        "lockstep.jobs.train",
+        "--dataset",
+        str(tmp_path / "data"),
+        "--run",
+        str(run),
+        "--audit",
+    ]
     call += ["--model", "tests.training._models:sleeps_by_row", "--global-batch", "8", "--epochs", "2"]
     call += ["--num-ranks", "2", "--checkpoint-every", "20", "--master", "local-cluster[3,1,1024]"]
     call += ["--spare-executors", "1"]
@@ -65,11 +74,11 @@ def test_a_rank_whose_executor_is_killed_goes_on_in_the_spare(tmp_path: Path) ->
             """Java of an executor whose rank trains, once the spare waits too."""
             assert driver.poll() is None, driver.communicate()[1]
             every = below(driver.pid)
-            zygotes = {one for one, words in every.items() if "training.rank.zygote" in words}
-            spare = [one for one, words in every.items() if "training.rank" in words and words[-1] == ""]
+            zygotes = {one for one, words in every.items() if "lockstep.training.rank.zygote" in words}
+            spare = [one for one, words in every.items() if "lockstep.training.rank" in words and words[-1] == ""]
             with contextlib.suppress(psutil.Error):  # a process has ended in the meantime
                 ranks = [one for one in zygotes if one.parent() in zygotes]
-                ranks += [one for one, words in every.items() if "training.rank" in words and one not in spare]
+                ranks += [one for one, words in every.items() if "lockstep.training.rank" in words and one not in spare]
                 found[:] = [next(above for above in one.parents() if above.name() == "java") for one in ranks]
             return len(spare) == 1 and len(found) == 2 and len([*run.glob("checkpoints/*")]) > 1
 
@@ -124,7 +133,7 @@ def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
     assert launch.asked == [(4, config.start_limit_s, 5)] * 2
     names = ("rank_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
     model: dict[str, Any] = {**dict.fromkeys(names, 1), "metrics": []}
-    monkeypatch.setattr("training.driver.dry_run.run_local", lambda *_, **__: (model,))
+    monkeypatch.setattr("lockstep.training.driver.dry_run.run_local", lambda *_, **__: (model,))
     assert " samples a step, 2 spare executors; 5 task slots now; " in dry_run(config, Asked([], room=True))
 
 
@@ -220,7 +229,9 @@ def test_a_spare_that_is_killed_is_replaced_and_one_that_is_not_used_ends(monkey
     monkeypatch.setattr(spares, "KEPT_S", 4.0)  # a busy machine looks for it in this time
 
     def pids() -> list[int]:
-        return [one.pid for one, words in below(os.getpid()).items() if words[-3:] == ["-m", "training.rank", ""]]
+        return [
+            one.pid for one, words in below(os.getpid()).items() if words[-3:] == ["-m", "lockstep.training.rank", ""]
+        ]
 
     key, ended = new_key(), threading.Event()
     roster = Roster(key, 1, "127.0.0.1", lambda rank: None)
@@ -287,7 +298,7 @@ def test_ranks_of_a_user_s_entry_get_no_process_that_has_imported_tensorflow(mon
     monkeypatch.setattr(spares, "_kept", [spare])
     assert spares.take((), "my.module:main") is None and gone
     monkeypatch.setattr(spares, "_kept", [spare])
-    assert spares.take((), "training.rank.runtime:main") is spare
+    assert spares.take((), "lockstep.training.rank.runtime:main") is spare
 
 
 def below(pid: int) -> dict[psutil.Process, list[str]]:

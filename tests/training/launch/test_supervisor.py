@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from training.control.client import SupervisorClient, open_channel
-from training.control.protocol import Role
-from training.control.server import ControlServer
-from training.control.task import Limits, RankTask
-from training.launch import supervisor
-from training.launch.process import Order
-from training.launch.supervisor import Supervisor
-from training.world import World
+from lockstep.training.control.client import SupervisorClient, open_channel
+from lockstep.training.control.protocol import Role
+from lockstep.training.control.server import ControlServer
+from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.launch import supervisor
+from lockstep.training.launch.process import Order
+from lockstep.training.launch.supervisor import Supervisor
+from lockstep.training.world import World
 
 KEY = bytes(range(32))
 PATIENCE_S = 120.0  # only against a hang

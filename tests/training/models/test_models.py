@@ -13,9 +13,9 @@ from sklearn.metrics import roc_auc_score
 
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
+from lockstep.training.batches.augmenting import soft_signature
+from lockstep.training.models import ModelOptions, build, function_of
 from tests.training._tiny import encoder_of, write_images
-from training.batches.augmenting import soft_signature
-from training.models import ModelOptions, build, function_of
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_the_auc_of_logistic_in_training_is_near_the_exact_one(middle: float, sp
 
 @pytest.mark.parametrize(("size", "depth"), [((28, 28, 1), 8), ((17, 9, 4), 14)])  # any size and channels
 def test_resnets_of_other_sizes(size: tuple[int, int, int], depth: int) -> None:
-    from training.steps.batchnorm import GhostBatchNormalization, statistics_of
+    from lockstep.training.steps.batchnorm import GhostBatchNormalization, statistics_of
 
     model = build(f"resnet{depth}", images(*size), ModelOptions(group_rows=2)).model
     assert model(np.zeros((3, *size), np.uint8)).shape == (3, 10)
@@ -76,7 +76,7 @@ def test_resnets_of_other_sizes(size: tuple[int, int, int], depth: int) -> None:
 def test_shares_of_classes_need_a_loss_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     import keras
 
-    from training import models
+    from lockstep.training import models
 
     soft = soft_signature(images(8, 8, 1))
     model = build("resnet8", soft, ModelOptions()).model
@@ -140,7 +140,7 @@ def test_what_cannot_be_built(name: str, signature: Signature, words: str) -> No
 
 @pytest.mark.parametrize("returned", [None, "model", ("a", "b")])
 def test_a_function_must_return_a_compiled_model(returned: Any) -> None:
-    from training.models import check_built
+    from lockstep.training.models import check_built
 
     with pytest.raises(ConfigError, match="cannot be trained"):
         check_built("mine:model", returned)
@@ -153,8 +153,8 @@ def test_names_are_found_without_building() -> None:
 def test_an_export_loads_as_plain_keras(tmp_path: Path) -> None:
     import keras
 
-    from training.models.on_disk import export
-    from training.steps.batchnorm import GhostBatchNormalization
+    from lockstep.training.models.on_disk import export
+    from lockstep.training.steps.batchnorm import GhostBatchNormalization
 
     manifest = write_images(tmp_path / "data")
     signature = encoder_of(manifest).signature

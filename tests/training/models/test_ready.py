@@ -15,12 +15,12 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from lockstep.training.models import ModelOptions, build
+from lockstep.training.models.ready import READY
+from lockstep.training.results.evaluate import evaluate
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
-from training.config import TrainConfig
-from training.models import ModelOptions, build
-from training.models.ready import READY
-from training.results.evaluate import evaluate
 
 pytestmark = pytest.mark.slow
 IDS = {"kind": "hash", "buckets": 9, "seed": 42, "output": "index"}
@@ -207,7 +207,7 @@ def test_what_a_model_cannot_use_is_refused_by_name(model: str, label: str, extr
 def test_pairs_are_a_row_of_the_last_id_alone() -> None:
     import keras
 
-    from training.models.inputs import pairs_of
+    from lockstep.training.models.inputs import pairs_of
 
     ids = np.array([[3, 2, 0], [1, 2, 0], [2, 1, 3], [0, 0, 0]])
     given = keras.Input((3,), dtype="int64")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_tensorflow_computes_what_the_encoder_does(encoding: dict[str, Any]) -> None:
     import tensorflow as tf
 
-    from training.models.saved_model import _bent
+    from lockstep.training.models.saved_model import _bent
 
     values = [None, float("nan"), 0.0, -0.5, 3.25, 1e12, -7e5, 40.0, 0.1]
     schema = Schema((sample_id_field(), Field(name="x", dtype="float64", nullable=True, encoding=encoding)))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 def test_the_hash_is_xxh64() -> None:
     import tensorflow as tf
 
-    from training.models.saved_model import xxh64
+    from lockstep.training.models.saved_model import xxh64
 
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in [*range(140), 997]]  # each tail, stripes
@@ -41,7 +41,7 @@ def test_columns_that_tensorflow_cannot_encode_are_named_and_constants_are_zero(
     import keras
     import tensorflow as tf
 
-    from training.models.saved_model import export_saved_model
+    from lockstep.training.models.saved_model import export_saved_model
 
     def exported(*fields: Field, fitted: dict[str, Moments]) -> tuple[str, dict[str, str]]:
         schema = Schema((sample_id_field(), *fields))
@@ -128,7 +128,7 @@ def pictures() -> dict[str, bytes]:
 def test_images_have_the_pixels_of_the_dataset(fit: str, height: int, width: int, channels: int) -> None:
     import tensorflow as tf
 
-    from training.models.saved_images import decoded
+    from lockstep.training.models.saved_images import decoded
 
     files = pictures()
     call = tf.function(lambda data: decoded(data, height, width, channels, fit))
@@ -141,7 +141,7 @@ def test_images_have_the_pixels_of_the_dataset(fit: str, height: int, width: int
 def test_other_images_fail() -> None:
     import tensorflow as tf
 
-    from training.models.saved_images import decoded
+    from lockstep.training.models.saved_images import decoded
 
     wide = {"transparency": 0}
     for kind, mode, more in (("GIF", "L", {}), ("JPEG", "CMYK", {}), ("PNG", "I;16", wide)):
@@ -152,7 +152,7 @@ def test_other_images_fail() -> None:
 
 
 def test_inputs_are_named_by_what_tensorflow_takes() -> None:
-    from training.models.saved_model import input_names
+    from lockstep.training.models.saved_model import input_names
 
     names = ["a", "x y", "x.y", "x_y", "1a", "self", "é"]
     assert list(input_names(names).values()) == ["a", "x_y", "x_y_", "x_y__", "arg_1a", "arg_self", "arg__"]

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import models
-from jobs._train import setting
+from lockstep.jobs import models
+from lockstep.jobs._train import setting
 from lockstep.storage.errors import ConfigError
-from training.config import TrainConfig
-from training.models import check_name, may_follow_length, scales_learning_rate
-from training.models.ready import READY, settings_of
+from lockstep.training.config import TrainConfig
+from lockstep.training.models import check_name, may_follow_length, scales_learning_rate
+from lockstep.training.models.ready import READY, settings_of
 
 PLAIN = TrainConfig(datasets=("data",), run="run", model="mlp", num_ranks=1, global_batch=8, epochs=1)
 
@@ -114,6 +114,6 @@ def test_the_list_names_each_model_and_setting(capsys: pytest.CaptureFixture[str
 
 
 def test_a_check_loads_no_keras() -> None:
-    call = "from training.models import check_name; check_name('gru', {'width': 3})"
+    call = "from lockstep.training.models import check_name; check_name('gru', {'width': 3})"
     code = f"import sys; {call}; assert 'keras' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.order import Interleaving, Run
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.world import World
 from tests.training._tiny import write_table
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.plan.order import Interleaving, Run
-from training.reading.open import OpenSplit
-from training.world import World
 
 
 @given(st.integers(0, 200), st.integers(2, 9), st.integers(1, 12), st.data())

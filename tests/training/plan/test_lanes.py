@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.batches.assembly import LaneStream, Strip
-from training.plan.epoch_plan import EpochPlan
+from lockstep.training.batches.assembly import LaneStream, Strip
+from lockstep.training.plan.epoch_plan import EpochPlan
 
 
 def planned(window_records: int = 7) -> EpochPlan:

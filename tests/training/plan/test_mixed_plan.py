@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.batches.feed import MixedFeed
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan.datasets import open_mixture
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.make_plan import plan_from
+from lockstep.training.plan.mixture import MixedPlan, check_ratios, lowest
+from lockstep.training.results.audit import check_audit, parse_audit
+from lockstep.training.world import World
 from tests.training._tiny import write_images, write_table
-from training.batches.feed import MixedFeed
-from training.batches.training_set import TrainingSet
-from training.config import TrainConfig
-from training.driver.preflight import plan_for
-from training.plan.datasets import open_mixture
-from training.plan.epoch_plan import EpochPlan
-from training.plan.make_plan import plan_from
-from training.plan.mixture import MixedPlan, check_ratios, lowest
-from training.results.audit import check_audit, parse_audit
-from training.world import World
 
 Sample = tuple[int, int, int]  # dataset, epoch, position
 

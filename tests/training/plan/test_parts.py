@@ -14,12 +14,12 @@ from lockstep.features.schema.sampled import Sampled, sampled_of
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan import datasets
+from lockstep.training.plan.datasets import held_out, open_mixture, open_parts
+from lockstep.training.reading.open import OpenSplit
 from tests.training._tiny import write_images, write_table
-from training.config import TrainConfig
-from training.driver.preflight import plan_for
-from training.plan import datasets
-from training.plan.datasets import held_out, open_mixture, open_parts
-from training.reading.open import OpenSplit
 
 
 def ids_of(opened: OpenSplit, split: str, plan_of: Any) -> list[int]:

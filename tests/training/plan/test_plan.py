@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
-from training.plan.epoch_plan import EpochPlan
-from training.plan.lane_count import check_lanes, default_lanes
-from training.plan.mixture import MixedPlan
-from training.plan.order import BlockTable, Orders
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.plan.lane_count import check_lanes, default_lanes
+from lockstep.training.plan.mixture import MixedPlan
+from lockstep.training.plan.order import BlockTable, Orders
 
 Record = tuple[int, int]  # shard, record
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.plan.permutation import BlockPermutation, derive_key, shuffled, shuffled_each
-from training.plan.permutation_kernel import sort
+from lockstep.training.plan.permutation import BlockPermutation, derive_key, shuffled, shuffled_each
+from lockstep.training.plan.permutation_kernel import sort
 
 
 @given(size=st.integers(0, 3000), key=st.binary(min_size=32, max_size=32))

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.batches import feed as batches
+from lockstep.training.batches.training_set import Feed
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import open_dataset, plan_for
+from lockstep.training.profiling.profile import NO_RUN, Profile, profile, table
+from lockstep.training.profiling.profile_rank import ProfileData, drop_pages
+from lockstep.training.reading.fetch import BlockFetcher
+from lockstep.training.reading.files import ShardFiles
+from lockstep.training.world import World
 from tests.training._threads import run_threads
 from tests.training._tiny import write_images
-from training.batches import feed as batches
-from training.batches.training_set import Feed
-from training.config import TrainConfig
-from training.driver.preflight import open_dataset, plan_for
-from training.profiling.profile import NO_RUN, Profile, profile, table
-from training.profiling.profile_rank import ProfileData, drop_pages
-from training.reading.fetch import BlockFetcher
-from training.reading.files import ShardFiles
-from training.world import World
 
 SLOW_S = 0.02
 
@@ -134,7 +134,7 @@ def test_the_budget_of_reading_ahead_is_the_flag_s(images: str, monkeypatch: pyt
             budgets.append(budget_bytes)
             super().__init__(*args, budget_bytes=budget_bytes, **more)
 
-    monkeypatch.setattr("training.reading.reader.BlockFetcher", Noted)
+    monkeypatch.setattr("lockstep.training.reading.reader.BlockFetcher", Noted)
     config = config_of(images, 1, read_ahead_bytes=300_000)
     with ProfileData(config, World.local(0, 1, 1), plan_for(open_dataset(config)[0], config).identity()) as data:
         data.far()

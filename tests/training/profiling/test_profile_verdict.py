@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.profiling.verdict import (
+from lockstep.training.profiling.verdict import (
     ALONE,
     COMPUTING_SHARE,
     KINDS,

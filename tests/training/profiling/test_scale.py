@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from lockstep.training.profiling.profile import NO_RUN, Profile
+from lockstep.training.profiling.scale import cores_of, points, scale, table
+from lockstep.training.profiling.verdict import Measured, Setting, Spread, Verdict
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.profiling.profile import NO_RUN, Profile
-from training.profiling.scale import cores_of, points, scale, table
-from training.profiling.verdict import Measured, Setting, Spread, Verdict
 
 ZERO = Spread(0.0, 0.0, 0.0)
 SHARES = ("storage", "input", "exchange", "computing")

@@ -11,20 +11,20 @@ import pytest
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import CorruptionError
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.bad_records import BadRecords
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.report import write_report
+from lockstep.training.run.metrics import read_history
+from lockstep.training.world import World
 from tests.storage.repacked import repacked
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_table
-from training.batches.feed import RankFeed
-from training.batches.training_set import TrainingSet
-from training.config import TrainConfig
-from training.driver.preflight import plan_for
-from training.plan.order import Run
-from training.reading.bad_records import BadRecords
-from training.results.audit import check_run_audit
-from training.results.evaluate import evaluate
-from training.results.report import write_report
-from training.run.metrics import read_history
-from training.world import World
 
 LENGTH_FIELD, DATA = 3, 20  # bytes of a record
 

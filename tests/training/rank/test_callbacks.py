@@ -35,8 +35,8 @@ class Loop:
 def test_the_hooks_of_a_validation_are_those_of_keras() -> None:
     import keras
 
+    from lockstep.training.rank.callbacks import RunCallbacks
     from tests.training._models import Tested
-    from training.rank.callbacks import RunCallbacks
 
     model, x, y = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), np.ones((6, 1)), np.ones(6)
     model.compile("sgd", "mse", metrics=["mae"])
@@ -55,7 +55,7 @@ def test_a_batch_is_an_optimizer_step_and_metrics_may_be_arrays() -> None:
     """F1Score gives a value a class."""
     import keras
 
-    from training.rank.callbacks import RunCallbacks
+    from lockstep.training.rank.callbacks import RunCallbacks
 
     seen: list[Any] = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: seen.append((batch, logs)))

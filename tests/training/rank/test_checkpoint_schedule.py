@@ -13,14 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import DataError, StorageTimeoutError
-from training.comm import SoloCommunicator
-from training.config import TrainConfig
-from training.exchange.agreement import Agreement, NonFiniteError
-from training.exchange.exchange import Exchange
-from training.rank.checkpointing import FIRST_S, MEAN_TIME_BETWEEN_FAILURES_S, Checkpoints, Schedule, best_interval_s
-from training.rank.metrics import Saved
-from training.rank.saver import InFlight, Report
-from training.rules import CheckpointEvery
+from lockstep.training.comm import SoloCommunicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.exchange.agreement import Agreement, NonFiniteError
+from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.rank.checkpointing import (
+    FIRST_S,
+    MEAN_TIME_BETWEEN_FAILURES_S,
+    Checkpoints,
+    Schedule,
+    best_interval_s,
+)
+from lockstep.training.rank.metrics import Saved
+from lockstep.training.rank.saver import InFlight, Report
+from lockstep.training.rules import CheckpointEvery
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.compression.choose import CANDIDATES
+from lockstep.training.config import TrainConfig
+from lockstep.training.run.result import RunResult
 from tests.training._threads import final_tensors, rows_of, run
 from tests.training._tiny import write_table
-from training.compression.choose import CANDIDATES
-from training.config import TrainConfig
-from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 METHODS = [

@@ -14,21 +14,21 @@ from lockstep.features.sample_id import sample_id
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.batches.audit_log import sample_hex
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.stop import EXIT_STOPPED
+from lockstep.training.driver.train import Hooks
+from lockstep.training.exchange.agreement import NonFiniteError
+from lockstep.training.rank.checkpointing import Schedule
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.run.checkpoint import upload
+from lockstep.training.run.lineage import find_tip
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
 from tests.training._threads import LEAVE_AFTER, final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
-from training.batches.audit_log import sample_hex
-from training.config import TrainConfig
-from training.driver.stop import EXIT_STOPPED
-from training.driver.train import Hooks
-from training.exchange.agreement import NonFiniteError
-from training.rank.checkpointing import Schedule
-from training.results.audit import check_run_audit
-from training.results.evaluate import evaluate
-from training.run.checkpoint import upload
-from training.run.lineage import find_tip
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
     data: dict[str, str], undisturbed: tuple[Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the copy, in the writing, between report and rename; then storage so slow that some are skipped."""
-    from training.rank.saver import Saver  # imports TensorFlow
+    from lockstep.training.rank.saver import Saver  # imports TensorFlow
 
     pending, save = ["copy", "write", "rename"], Saver.save
     skipped, skip = threading.Event(), Schedule.skipped
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
         skipped.set()
 
     monkeypatch.setattr(Saver, "save", failing_save)
-    monkeypatch.setattr("training.rank.saver.upload", slow_upload)
+    monkeypatch.setattr("lockstep.training.rank.saver.upload", slow_upload)
     monkeypatch.setattr(Schedule, "skipped", told_skip)
     hooks = Hooks(lease_watch_s=0.1, before_rename=lambda: fails("rename"))
     options: dict[str, Any] = {"checkpoint_every": 3, "audit": True, "max_restarts": 9}
@@ -275,7 +275,7 @@ def test_weights_that_part_are_found_and_the_run_goes_on_from_a_checkpoint(
     data: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit changes after step 17; the next look is after step 21, the last checkpoint is that of step 12."""
-    monkeypatch.setattr("training.exchange.compare_ranks.COMPARE_EVERY", 7)
+    monkeypatch.setattr("lockstep.training.exchange.compare_ranks.COMPARE_EVERY", 7)
     from tests.training import _models  # imports TensorFlow
 
     options: dict[str, Any] = {"checkpoint_every": 12, "epochs": 3}

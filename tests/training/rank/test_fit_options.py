@@ -11,13 +11,13 @@ import pytest
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.report import write_report
+from lockstep.training.run.metrics import read_history
 from tests.training._threads import final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from tests.training.rank.test_fit import assert_same
-from training.config import TrainConfig
-from training.results.evaluate import evaluate
-from training.results.report import write_report
-from training.run.metrics import read_history
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -83,7 +83,7 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
 def test_what_cannot_be_is_told_before_ranks_start(
     data: dict[str, str], tmp_path: Path, model: str, more: dict[str, Any], message: str
 ) -> None:
-    from training.driver.preflight import plan_for
+    from lockstep.training.driver.preflight import plan_for
 
     dataset = data["images" if model == "resnet8" else "table"]
     with pytest.raises(ConfigError, match=message):

@@ -14,25 +14,25 @@ from lockstep import numpy_batches
 from lockstep.storage.errors import TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.models import ModelOptions
+from lockstep.training.models.logistic import logistic
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.export_run import export_run
+from lockstep.training.results.predict import predict
+from lockstep.training.results.report import write_report
+from lockstep.training.results.runs import read_runs
+from lockstep.training.run.checkpoint import read_manifest
+from lockstep.training.run.checkpoint_division import read_whole
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.run.run_json import read_run
+from lockstep.training.run.weights_source import located
 from tests.training import _models
 from tests.training._threads import rows_of, run, run_threads
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.models import ModelOptions
-from training.models.logistic import logistic
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate
-from training.results.export_run import export_run
-from training.results.predict import predict
-from training.results.report import write_report
-from training.results.runs import read_runs
-from training.run.checkpoint import read_manifest
-from training.run.checkpoint_division import read_whole
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.run.run_json import read_run
-from training.run.weights_source import located
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"

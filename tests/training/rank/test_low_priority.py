@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from training.rank.saver import NICE, at_low_priority
+from lockstep.training.rank.saver import NICE, at_low_priority
 
 
 def nice() -> int:

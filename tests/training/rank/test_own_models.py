@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
 from tests.training._threads import final_tensors, rows_of, run
 from tests.training._tiny import write_table
-from training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._coupled"
@@ -35,13 +35,13 @@ def plain(chosen: TrainConfig) -> list[np.ndarray]:
     import keras
 
     from lockstep.storage.dataset.manifest import load_dataset
-    from training.batches.tf_dataset import FeedPipeline
-    from training.batches.training_set import TrainingSet
-    from training.driver.preflight import plan_for
-    from training.models import ModelOptions, build
-    from training.rank.runtime import set_precision
-    from training.reading.reader import ReadOptions
-    from training.world import World
+    from lockstep.training.batches.tf_dataset import FeedPipeline
+    from lockstep.training.batches.training_set import TrainingSet
+    from lockstep.training.driver.preflight import plan_for
+    from lockstep.training.models import ModelOptions, build
+    from lockstep.training.rank.runtime import set_precision
+    from lockstep.training.reading.reader import ReadOptions
+    from lockstep.training.world import World
 
     keras.utils.clear_session()
     set_precision(chosen.precision)

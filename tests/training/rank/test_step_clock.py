@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.comm.base import LinkUse
-from training.driver.stragglers import times_a_step
-from training.rank.metrics import PACE_KEPT, PACE_STEPS, StepClock
-from training.run.metrics import PARTS
+from lockstep.training.comm.base import LinkUse
+from lockstep.training.driver.stragglers import times_a_step
+from lockstep.training.rank.metrics import PACE_KEPT, PACE_STEPS, StepClock
+from lockstep.training.run.metrics import PARTS
 
 
 class Clock:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.rank.usage import Sampler, Usage, children, container_memory, gpu_reader
 from tests.waiting import until
-from training.rank.usage import Sampler, Usage, children, container_memory, gpu_reader
 
 NO_LIMIT_V1 = 9223372036854771712
 
@@ -50,7 +50,7 @@ def test_a_container_s_memory_is_that_of_its_control_group(
 
 
 def test_memory_and_processor_of_children_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.rank.usage.CHILDREN_EVERY", 1)
+    monkeypatch.setattr("lockstep.training.rank.usage.CHILDREN_EVERY", 1)
     sampler = Sampler()
     before = sampler.sample()
     code = "import time; kept = bytearray(80 << 20); print(flush=True)\nwhile time.process_time() < 60: pass"

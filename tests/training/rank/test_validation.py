@@ -1,4 +1,4 @@
-"""Validation in a run: what jobs.evaluate says of each checkpoint, and no trace of it in the training."""
+"""Validation in a run: what lockstep evaluate says of each checkpoint, and no trace of it in the training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lockstep import numpy_batches
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import train
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.launch.local import run_local
+from lockstep.training.launch.session import Launch
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.report import write_report
+from lockstep.training.results.runs import listing, read_runs
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult, find_result
+from lockstep.training.run.status import now_utc, read_status, words
 from tests.training._fit_ranks import precision
 from tests.training._ranks import HERE, rank_path
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_files, write_table
-from training.config import TrainConfig
-from training.driver.train import train
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
-from training.launch.session import Launch
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate
-from training.results.report import write_report
-from training.results.runs import listing, read_runs
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import RunResult, find_result
-from training.run.status import now_utc, read_status, words
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +54,7 @@ def config(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> 
 
 
 def evaluated(url: str, dataset: str, step: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    """What jobs.evaluate says of the checkpoint of one step."""
+    """What lockstep evaluate says of the checkpoint of one step."""
     shutil.copytree(url, folder)
     shutil.rmtree(folder / "results")
     for checkpoint in (folder / "checkpoints").iterdir():
@@ -102,8 +102,8 @@ def test_plain_keras_finds_the_same(data: str, tmp_path: Path) -> None:
     """`fit(validation_data=)` on one process, with the batches of the run."""
     import keras
 
-    from training.models import ModelOptions
-    from training.models.logistic import logistic
+    from lockstep.training.models import ModelOptions
+    from lockstep.training.models.logistic import logistic
 
     done = run(config(data, tmp_path / "run", 2, "logistic", validate="test", precision="float64"))
     split = OpenSplit.at(data, "test")
@@ -170,7 +170,7 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
 
 
 def shown_status(url: str) -> str:
-    """What jobs.status prints."""
+    """What lockstep status prints."""
     return words(read_status(filesystem(url), RunPaths(url)), url, now_utc())
 
 
@@ -233,7 +233,7 @@ def test_a_run_that_max_steps_cut_becomes_the_whole_run(data: str, tmp_path: Pat
 
 
 def test_a_failure_in_a_validation_changes_no_log(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.scoring.score_split import score
+    from lockstep.training.scoring.score_split import score
 
     """Of a mixture, whose test splits are scored end to end."""
     write_table(tmp_path / "more", records={"train": 200, "test": 50}, seed=1)
@@ -249,7 +249,7 @@ def test_a_failure_in_a_validation_changes_no_log(data: str, tmp_path: Path, mon
             raise LockstepError("told to fail")
         return score(model, split, signature, comm, *rest, **more)
 
-    monkeypatch.setattr("training.rank.validation.score", failing)
+    monkeypatch.setattr("lockstep.training.rank.validation.score", failing)
     broken = run(config(data, tmp_path / "broken", 2, f"{OWN}:watches_validation", **options))
     assert (broken.restarts, whole.restarts) == (1, 0) and calls[1] == 4, "the second validation was made again"
     assert_same_runs(whole, broken)
@@ -284,7 +284,7 @@ def test_a_process_of_a_barrier_stage_that_is_killed_in_a_validation_changes_no_
 
 def test_a_long_validation_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver takes another phase, or another step, as progress."""
-    from training.rank import validation
+    from lockstep.training.rank import validation
 
     class Control:
         phases: ClassVar[list[tuple[int, str]]] = []

@@ -23,15 +23,15 @@ import pytest
 
 from lockstep.storage.errors import ConfigError, CorruptionError
 from lockstep.storage.fs import filesystem
+from lockstep.training.plan.order import Run
+from lockstep.training.reading import cache as block_cache
+from lockstep.training.reading import cache as cache_folder
+from lockstep.training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockId
+from lockstep.training.reading.files import ShardFiles
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import ReadOptions, SplitReader
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
-from training.plan.order import Run
-from training.reading import cache as block_cache
-from training.reading import cache as cache_folder
-from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockId
-from training.reading.files import ShardFiles
-from training.reading.open import OpenSplit
-from training.reading.reader import ReadOptions, SplitReader
 
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 
@@ -163,7 +163,7 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_counte
 
 WRITER = """
 import sys
-from training.reading.cache import BlockCache, BlockId
+from lockstep.training.reading.cache import BlockCache, BlockId
 cache = BlockCache(sys.argv[1], 400_000)
 cache.reads("a" * 64)
 print("ready", flush=True)

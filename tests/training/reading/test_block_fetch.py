@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CorruptionError, StorageError, StorageTimeoutError
-from training.reading.fetch import BlockFetcher
+from lockstep.training.reading.fetch import BlockFetcher
 
 RECORD = 10
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8))

@@ -13,13 +13,13 @@ import pytest
 
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import CorruptionError, LockstepError
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit, verify_share
+from lockstep.training.reading.reader import ReadOptions, SplitReader
+from lockstep.training.world import World
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit, verify_share
-from training.reading.reader import ReadOptions, SplitReader
-from training.world import World
 
 BLOCK = 2
 FORMATS = ("tfrecord", "gzip", "parquet")

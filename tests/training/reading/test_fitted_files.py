@@ -11,12 +11,12 @@ from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fitted import Vocabulary
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.config import TrainConfig
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit, load_encoder
+from lockstep.training.world import World
 from tests.training._tiny import write_rows
-from training.batches.feed import RankFeed
-from training.config import TrainConfig
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit, load_encoder
-from training.world import World
 
 SCHEMA = load_schema("""
 fields = [{name = "w", dtype = "string", encoding = {kind = "vocabulary", max_size = 5}}]
@@ -64,7 +64,7 @@ def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
 def test_a_run_is_evaluated_with_the_statistics_it_was_trained_with(
     tmp_path: Path, evaluated: str, columns: int
 ) -> None:
-    from training.scoring.score_split import open_split  # imports TensorFlow
+    from lockstep.training.scoring.score_split import open_split  # imports TensorFlow
 
     url = str(tmp_path / "d")
     write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")

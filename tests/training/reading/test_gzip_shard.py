@@ -14,13 +14,13 @@ from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.formats.gzip_blocks import pack
 from lockstep.storage.fs import filesystem
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.shards import GzipShard
+from lockstep.training.world import World
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
-from training.batches.feed import RankFeed
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.reading.shards import GzipShard
-from training.world import World
 
 
 def feed(plan: EpochPlan, root: Path, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> RankFeed:

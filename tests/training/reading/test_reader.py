@@ -18,13 +18,13 @@ from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.fs import filesystem
+from lockstep.training.plan.order import Run
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.parquet_shard import ParquetShard
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.reading.shards import TFRecordShard
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
-from training.plan.order import Run
-from training.reading.open import OpenSplit
-from training.reading.parquet_shard import ParquetShard
-from training.reading.reader import SplitReader
-from training.reading.shards import TFRecordShard
 
 Write = Callable[..., DatasetManifest]
 FORMATS = ("tfrecord", "parquet")
@@ -220,7 +220,7 @@ def test_a_parquet_number_that_is_no_uint64_is_refused_with_its_place(
     url = str(tmp_path / "d" / info.path)
     shard = ParquetShard(filesystem(url), url, info, 8, schema)
     assert shard.read_block(0).equals(rows.slice(0, 8))
-    told = dataset_blocks(str(tmp_path / "d"), manifest)["train"][1]  # what jobs.describe reads
+    told = dataset_blocks(str(tmp_path / "d"), manifest)["train"][1]  # what lockstep describe reads
     for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4)), lambda: list(told.read())):
         with pytest.raises(CorruptionError, match="`u` has a number that is not a uint64") as caught:
             read()

@@ -8,13 +8,13 @@ import pytest
 
 from lockstep.storage.errors import CorruptionError, StorageError
 from lockstep.storage.files.local import LocalFileSystem
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.rank.metrics import reading_row
+from lockstep.training.reading.files import ShardFiles
+from lockstep.training.reading.open import verify_share
+from lockstep.training.reading.reader import ReadOptions
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
-from training.batches.training_set import TrainingSet
-from training.rank.metrics import reading_row
-from training.reading.files import ShardFiles
-from training.reading.open import verify_share
-from training.reading.reader import ReadOptions
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet", "gzip"])

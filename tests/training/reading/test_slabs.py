@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from training.reading.buffer_pool import Slabs
+from lockstep.training.reading.buffer_pool import Slabs
 
 SHAPE = (1000, 32)
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CorruptionError
+from lockstep.training.batches.audit_log import HEADER, AuditLog, sample_hex
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.batches.training_set import left_over
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.reader import SplitReader
+from lockstep.training.results.audit import ROW, _records_at, all_ids, check_audit, parse_audit
+from lockstep.training.world import World
 from tests.training._tiny import write_table
-from training.batches.audit_log import HEADER, AuditLog, sample_hex
-from training.batches.feed import RankFeed
-from training.batches.training_set import left_over
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.reading.reader import SplitReader
-from training.results.audit import ROW, _records_at, all_ids, check_audit, parse_audit
-from training.world import World
 
 EPOCHS, STEPS = 2, 8  # 2 * 100 samples in global batches of 24: 8 steps and 8 left over
 

@@ -13,18 +13,18 @@ from lockstep.storage.documents import seal, sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import temporary_name, write_file
+from lockstep.training.batches.audit_log import AuditLog
+from lockstep.training.batches.feed import RankFeed
+from lockstep.training.config import TrainConfig
+from lockstep.training.plan.epoch_plan import EpochPlan
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.audit import audit_files, check_run_audit
+from lockstep.training.run.lineage import CheckpointRef, claim_next
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import open_run
+from lockstep.training.world import World
 from tests.training._tiny import write_table
 from tests.training.reading.test_fitted_files import write as write_folds
-from training.batches.audit_log import AuditLog
-from training.batches.feed import RankFeed
-from training.config import TrainConfig
-from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.results.audit import audit_files, check_run_audit
-from training.run.lineage import CheckpointRef, claim_next
-from training.run.paths import RunPaths
-from training.run.run_json import open_run
-from training.world import World
 
 EPOCHS = 2
 

@@ -13,8 +13,8 @@ from sklearn.metrics import accuracy_score, log_loss, mean_absolute_error, mean_
 
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.fs import filesystem
-from training.results import baselines
-from training.run.paths import RunPaths
+from lockstep.training.results import baselines
+from lockstep.training.run.paths import RunPaths
 
 ABOUT = {
     "dataset": "/data/visits", "dataset_digest": "00", "split": "test", "train_split": "train", "kind": "gbt",

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.chosen_on import chosen_on, chosen_words
+from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.publish import publish
+from lockstep.training.results.report import write_report
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.results.chosen_on import chosen_on, chosen_words
-from training.results.evaluate import evaluate, summary
-from training.results.publish import publish
-from training.results.report import write_report
 
 RULES: dict[str, Any] = {"keep_best": "val_auc:max", "early_stop": "val_auc:max:3"}
 SAID = ["--keep-best val_auc:max", "--early-stop val_auc:max:3"]

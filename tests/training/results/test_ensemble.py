@@ -12,11 +12,11 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, confusion_matrix, log_loss, roc_auc_score
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate, summary
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images
-from training.config import TrainConfig
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate, summary
 
 pytestmark = pytest.mark.slow
 BATCH = 100
@@ -106,7 +106,7 @@ def test_the_mean_of_models_its_slices_and_its_calibration(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="no slices by"):
         evaluate(runs, data, "test", run_threads, slices=("pages",))
 
-    # Classes, with the names that jobs.etl_images stores.
+    # Classes, with the names that lockstep etl_images stores.
     images, names = tmp_path / "images", ["north-west", "north-east", "south-west", "south-east"]
     manifest = write_images(images, records={"train": 320, "test": 150})
     own = {**manifest.created_by, "config": {"class_names": names}}

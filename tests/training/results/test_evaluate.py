@@ -24,16 +24,16 @@ from sklearn.metrics import (
 from lockstep.features.schema.sampled import corrected
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import RankTask
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.export_run import export_run
+from lockstep.training.run import notes
+from lockstep.training.run.weights_source import weights_at
+from lockstep.training.scoring.scores import OutputForm, output_columns
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images, write_table
-from training.config import TrainConfig
-from training.control.task import RankTask
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate, summary
-from training.results.export_run import export_run
-from training.run import notes
-from training.run.weights_source import weights_at
-from training.scoring.scores import OutputForm, output_columns
 
 pytestmark = pytest.mark.slow
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from jobs import evaluate as job
+from lockstep.jobs import evaluate as job
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError, TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
+from lockstep.training.control.task import RankTask
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.follow import follow, followed
+from lockstep.training.run.lineage import CheckpointRef
+from lockstep.training.run.paths import RunPaths, checkpoint_of
 from tests.training._tiny import write_table
 from tests.waiting import until
-from training.control.task import RankTask
-from training.launch.local import run_local
-from training.results.evaluate import evaluate
-from training.results.follow import follow, followed
-from training.run.lineage import CheckpointRef
-from training.run.paths import RunPaths, checkpoint_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,7 +40,7 @@ def test_each_checkpoint_is_scored_once_while_the_run_is_killed_and_resumed(
     data, run, resumed = str(tmp_path / "data"), str(tmp_path / "run"), tmp_path / "resumed"
     write_table(data)
     model = "tests.training._models:waits_in_its_second_epoch"
-    command = [sys.executable, "-m", "jobs.train", "--dataset", data, "--run", run, "--model", model]
+    command = [sys.executable, "-m", "lockstep.jobs.train", "--dataset", data, "--run", run, "--model", model]
     command += ["--global-batch", "16", "--epochs", "2", "--keep-best", "loss:min", "--keep-checkpoints", "9"]
     command += ["--num-ranks", "1", "--launcher", "local"]
     shown: list[str] = []

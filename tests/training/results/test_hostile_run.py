@@ -18,15 +18,15 @@ import pytest
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex
 from lockstep.storage.errors import CorruptionError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
+from lockstep.training.driver.retention import empty_trash
+from lockstep.training.models.on_disk import load_initial, load_model
+from lockstep.training.results.predictor import ExportedModel
+from lockstep.training.results.report import write_report
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.weights_source import checked_file
 from tests.training._tiny import TABLE_SCHEMA
 from tests.training.results.test_report import run as run  # the run of a report's tests
-from training.driver.retention import empty_trash
-from training.models.on_disk import load_initial, load_model
-from training.results.predictor import ExportedModel
-from training.results.report import write_report
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.weights_source import checked_file
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 ROOM = 64 << 20  # more than a test's file

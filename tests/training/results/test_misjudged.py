@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.evaluate import evaluate, without_pictures
+from lockstep.training.results.report import write_report
+from lockstep.training.scoring.misjudged import MOST_BYTES, MOST_PICTURES, _within_bytes
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_images
 from tests.training.results.test_ensemble import BATCH, outputs_of, rows_of
-from training.config import TrainConfig
-from training.results.evaluate import evaluate, without_pictures
-from training.results.report import write_report
-from training.scoring.misjudged import MOST_BYTES, MOST_PICTURES, _within_bytes
 
 
 def test_the_surest_mistakes_are_those_of_plain_numpy_at_any_number_of_ranks(tmp_path: Path) -> None:

@@ -22,18 +22,18 @@ from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.launch.local import run_local
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.export_run import export_run
+from lockstep.training.results.predict import predict
+from lockstep.training.results.trained_run import TrainedRun
+from lockstep.training.run import notes
 from tests.training._ranks import living_ranks
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_files
 from tests.training._visits import write_visits
-from training.config import TrainConfig
-from training.launch.local import run_local
-from training.reading.open import OpenSplit
-from training.results.evaluate import evaluate
-from training.results.export_run import export_run
-from training.results.predict import predict
-from training.results.trained_run import TrainedRun
-from training.run import notes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -188,7 +188,7 @@ def raw_inputs(rows: pa.RecordBatch) -> dict[str, Any]:
 
 
 def test_classes_are_lists_and_the_largest() -> None:
-    from training.results.predict_rank import Form, columns_of
+    from lockstep.training.results.predict_rank import Form, columns_of
 
     rows = Encoded({}, np.array([2, 0]), np.array([7, 8]))
     outputs = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]], np.float32)
@@ -199,7 +199,7 @@ def test_classes_are_lists_and_the_largest() -> None:
 
 
 def test_predictions_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    from training.results.predict_rank import doubts_in
+    from lockstep.training.results.predict_rank import doubts_in
 
     lists = [[0.5, 0.5], [np.nan, 1.0], None, [np.inf, np.nan], [0.0, 1.0]]
     for column in (pa.array([0.5, np.nan, -np.inf, 1.0, None]), pa.array(lists, pa.list_(pa.float32()))):
@@ -242,7 +242,7 @@ def test_bad_images_have_no_prediction_and_are_counted_and_named(
 
 
 def test_classes_of_bad_images_are_null() -> None:
-    from training.results.predict_rank import Form, columns_of
+    from lockstep.training.results.predict_rank import Form, columns_of
 
     image = BadImageError(1, "no image")
     rows = Encoded({}, np.array([1, 0, 1]), np.arange(3), bad=(image,))

@@ -17,12 +17,12 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.verify import verify
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.export_run import export_run
+from lockstep.training.results.predict import predict
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_rows
-from training.config import TrainConfig
-from training.results.evaluate import evaluate
-from training.results.export_run import export_run
-from training.results.predict import predict
 
 pytestmark = pytest.mark.slow
 NAMES = {"bool": ("<=50K", ">50K"), "int64": ("high", "low", "middle")}

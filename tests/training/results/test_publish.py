@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.publish import publish
+from lockstep.training.run.weights_source import located
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.results.evaluate import evaluate
-from training.results.publish import publish
-from training.run.weights_source import located
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.results.predictor import ExportedModel, Predictor, prediction_column, raw_batch
 from tests.training._visits import SCHEMA, visits
-from training.results.predictor import ExportedModel, Predictor, prediction_column, raw_batch
 
 FIELDS = tuple(field for field in SCHEMA.features if field.name != "ip")
 

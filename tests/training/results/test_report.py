@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import report, train
+from lockstep.jobs import report, train
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
+from lockstep.training.results.curves import LOSS, curve_names, distinct, epoch_curve
+from lockstep.training.results.follow import followed
+from lockstep.training.results.report import about_run, render, write_report
+from lockstep.training.results.resources import checkpoint_rows, reading_rows, straggler_rows, time_rows, usage_rows
+from lockstep.training.run.lineage import CheckpointRef, Claim, claim_next
+from lockstep.training.run.metrics import read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import RunResult
+from lockstep.training.run.summary import read_summary
 from tests.training._tiny import write_table
-from training.results.curves import LOSS, curve_names, distinct, epoch_curve
-from training.results.follow import followed
-from training.results.report import about_run, render, write_report
-from training.results.resources import checkpoint_rows, reading_rows, straggler_rows, time_rows, usage_rows
-from training.run.lineage import CheckpointRef, Claim, claim_next
-from training.run.metrics import read_history
-from training.run.paths import RunPaths
-from training.run.result import RunResult
-from training.run.summary import read_summary
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -159,7 +159,7 @@ def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: p
     (Path(RunPaths(run).metrics(1)) / "part-00000.jsonl").write_text("{")
     train.report(result)
     told = capsys.readouterr().err
-    assert "the report was not written: " in told and f"next: python -m jobs.report {run}" in told
+    assert "the report was not written: " in told and f"next: lockstep report {run}" in told
 
 
 def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_loss_in_another_precision_is_one_curve_with_the_log_loss(run: str) 
 def test_a_dataset_is_linked_with_its_page_or_how_to_make_one(run: str, tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     text = Path(write_report(run)).read_text()
-    assert f'<a href="../../data">data</a>, not described yet: <code>python -m jobs.describe {tmp_path}/data' in text
+    assert f'<a href="../../data">data</a>, not described yet: <code>lockstep describe {tmp_path}/data' in text
     (tmp_path / "data.html").touch()
     assert 'described in <a href="../../data.html">data.html</a>' in Path(write_report(run)).read_text()
 

@@ -17,24 +17,22 @@ from typing import Any
 
 import pytest
 
-from jobs import describe as describe_job
-from jobs import runs as job
-from jobs import status as status_job
-from jobs import watch
+from lockstep.jobs import describe as describe_job
+from lockstep.jobs import runs as job
+from lockstep.jobs import status as status_job
+from lockstep.jobs import watch
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileStat
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from tests.training._threads import run_threads
-from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver.ownership import Ownership, driver_lives, read_lease
-from training.driver.stop import write_stopped
-from training.driver.train import train
-from training.results.report import write_report
-from training.results.runs import (
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.ownership import Ownership, driver_lives, read_lease
+from lockstep.training.driver.stop import write_stopped
+from lockstep.training.driver.train import train
+from lockstep.training.results.report import write_report
+from lockstep.training.results.runs import (
     SHOWN_METRICS,
     ListedRun,
     as_text,
@@ -45,10 +43,12 @@ from training.results.runs import (
     ordered,
     read_runs,
 )
-from training.results.runs_page import MOST_CURVES, SCRIPT, _Look, reports_of, runs_page
-from training.run.lineage import CheckpointRef
-from training.run.paths import RunPaths
-from training.run.status import RunStatus, now_utc
+from lockstep.training.results.runs_page import MOST_CURVES, SCRIPT, _Look, reports_of, runs_page
+from lockstep.training.run.lineage import CheckpointRef
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.status import RunStatus, now_utc
+from tests.training._threads import run_threads
+from tests.training._tiny import write_table
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<b>\x1b[2J"
@@ -288,7 +288,7 @@ def test_the_page_has_curves_and_a_lineage_with_relative_links(made: Path, folde
     url = str(folder / "page.html")
     page = runs_page(read_runs([str(made / "runs")]), "asked for", str(made / "page.html"))
     assert '<a href="runs/first/reports/g0001.html">first</a>' in page
-    assert '<a href="data.html">data</a>' in page, "the page of jobs.describe next to the dataset"
+    assert '<a href="data.html">data</a>' in page, "the page of lockstep describe next to the dataset"
     assert '<a href="runs/first/models/g0001">g0001</a>' in page
     first, second = (page.index(f"run {name}") for name in ('<a href="runs/first', "second (finished)"))
     assert first < second and "first weights of" in page[second:] and "<ul>" in page[first:second], "below its parent"

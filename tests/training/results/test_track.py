@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs import track as job
+from lockstep.jobs import track as job
 from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import train
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.track import MLflow, Sent, TensorBoard, track
+from lockstep.training.run.metrics import read_history
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.driver.train import train
-from training.launch.local import run_local
-from training.results.track import MLflow, Sent, TensorBoard, track
-from training.run.metrics import read_history
 
 # (validation, curve, step, value) of TensorBoard's own format: framed records of protobuf messages.
 Scalar = tuple[str, str, int, float]

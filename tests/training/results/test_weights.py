@@ -14,14 +14,14 @@ from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.run.result import RunResult
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
 from tests.training.rank.test_fit import assert_same
-from training.config import TrainConfig
-from training.reading.open import OpenSplit
-from training.results.audit import check_run_audit
-from training.results.evaluate import evaluate
-from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join
-from training.rank import callback_state
-from training.run.checkpoint import (
+from lockstep.training.rank import callback_state
+from lockstep.training.run.checkpoint import (
     STATE_KEYS,
     HostBuffer,
     Tensors,

@@ -15,10 +15,10 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from training.driver.ownership import Lease
-from training.driver.retention import empty_trash, retire, take_over
-from training.rules import Keep
-from training.run.lineage import (
+from lockstep.training.driver.ownership import Lease
+from lockstep.training.driver.retention import empty_trash, retire, take_over
+from lockstep.training.rules import Keep
+from lockstep.training.run.lineage import (
     MAX_GENERATION,
     CheckpointRef,
     Claim,
@@ -30,8 +30,8 @@ from training.run.lineage import (
     read_claims,
     superseded,
 )
-from training.run.paths import RunPaths
-from training.run.result import find_model, find_result
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_model, find_result
 
 Ref = CheckpointRef
 
@@ -108,7 +108,7 @@ def test_a_number_that_no_frame_can_say_is_not_claimed(paths: RunPaths) -> None:
 
 
 def test_only_one_of_many_drivers_gets_a_generation(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.run.lineage.claimed", lambda fs, paths: [])  # all look at the same moment
+    monkeypatch.setattr("lockstep.training.run.lineage.claimed", lambda fs, paths: [])  # all look at the same moment
     won: list[int] = []
     lost: list[ConfigError] = []
 

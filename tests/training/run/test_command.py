@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from jobs._train import config_of, parser
-from training.config import TrainConfig
-from training.run.command import command_of, setting_word
+from lockstep.jobs._train import config_of, parser
+from lockstep.training.config import TrainConfig
+from lockstep.training.run.command import command_of, setting_word
 
 PLAIN = TrainConfig(
     datasets=("/data/a set", "hdfs://host/b"), run="/runs/it's", model="mlp", num_ranks=2, global_batch=64, epochs=3
@@ -27,10 +27,10 @@ PLAIN = TrainConfig(
 )
 def test_the_command_of_a_configuration_is_read_back_as_it(config: TrainConfig) -> None:
     words = shlex.split(command_of(config.to_json()))
-    assert words[:3] == ["python", "-m", "jobs.train"]
+    assert words[:3] == ["python", "-m", "lockstep.jobs.train"]
     assert config_of(parser("").parse(words[3:])) == config
 
 
 def test_options_with_their_default_are_left_out_and_fields_may_be_missing() -> None:
-    assert command_of({"model": "mlp", "seed": 0, "extra": {}}) == "python -m jobs.train --model mlp"
+    assert command_of({"model": "mlp", "seed": 0, "extra": {}}) == "lockstep train --model mlp"
     assert setting_word("64") == '"64"' and setting_word("relu") == "relu" and setting_word(False) == "false"

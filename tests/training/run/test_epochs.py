@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.rank.metrics import StepClock
-from training.run.epochs import epochs_trained, epochs_words
+from lockstep.training.rank.metrics import StepClock
+from lockstep.training.run.epochs import epochs_trained, epochs_words
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 12), st.data())

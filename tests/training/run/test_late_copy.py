@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.run import late_copy
-from training.run.late_copy import LateCopy
+from lockstep.training.run import late_copy
+from lockstep.training.run.late_copy import LateCopy
 
 
 @pytest.mark.parametrize("rows", [0, 1, 777])

@@ -14,13 +14,13 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
+from lockstep.training import config as configuration
+from lockstep.training.config import TrainConfig, flag_of
+from lockstep.training.driver.preflight import plan_for
+from lockstep.training.plan.client_plan import ClientPlan, RunPlan
+from lockstep.training.run import run_json
+from lockstep.training.run.paths import RunPaths
 from tests.training._tiny import write_table
-from training import config as configuration
-from training.config import TrainConfig, flag_of
-from training.driver.preflight import plan_for
-from training.plan.client_plan import ClientPlan, RunPlan
-from training.run import run_json
-from training.run.paths import RunPaths
 
 REFUSED: dict[str, Any] = {
     "model": "tests.training._models:momentum",

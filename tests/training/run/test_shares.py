@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LostWriteError
 from lockstep.storage.fs import filesystem
-from training.run import checkpoint_division as division
-from training.run.checkpoint import (
+from lockstep.training.run import checkpoint_division as division
+from lockstep.training.run.checkpoint import (
     HostBuffer,
     Tensors,
     TensorSpec,
@@ -172,12 +172,12 @@ def test_a_file_that_reads_back_otherwise_is_refused(
 ) -> None:
     file = HostBuffer().fill(TENSORS)
     fs = filesystem(str(tmp_path))
-    monkeypatch.setattr("training.run.checkpoint.PIECE_BYTES", file.size)
+    monkeypatch.setattr("lockstep.training.run.checkpoint.PIECE_BYTES", file.size)
 
     def changes(_fs: object, url: str, _produce: object) -> None:
         Path(url).write_bytes(change(file.tobytes()))
 
-    monkeypatch.setattr("training.run.checkpoint.write_stream", changes)
+    monkeypatch.setattr("lockstep.training.run.checkpoint.write_stream", changes)
     with pytest.raises(LostWriteError, match="does not read back"):
         upload(fs, str(tmp_path / "file"), file)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from lockstep.storage.documents import seal
 from lockstep.storage.fs import filesystem
-from training.results.resources import time_rows, usage_rows
-from training.run import summary
-from training.run.lineage import CheckpointRef, claim_next
-from training.run.metrics import PARTS, read_history
-from training.run.paths import RunPaths
-from training.run.summary import POINTS, SMOOTHED_STEPS, Spans, read_summary
+from lockstep.training.results.resources import time_rows, usage_rows
+from lockstep.training.run import summary
+from lockstep.training.run.lineage import CheckpointRef, claim_next
+from lockstep.training.run.metrics import PARTS, read_history
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.summary import POINTS, SMOOTHED_STEPS, Spans, read_summary
 
 Row = dict[str, Any]
 

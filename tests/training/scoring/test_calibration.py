@@ -12,7 +12,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import auc, brier_score_loss, confusion_matrix, log_loss, roc_auc_score, roc_curve
 
 from lockstep.features.schema.sampled import corrected
-from training.scoring.calibration import (
+from lockstep.training.scoring.calibration import (
     MOST_CLASSES,
     PREDICTED,
     ROC_POINTS,
@@ -22,7 +22,7 @@ from training.scoring.calibration import (
     confusion_of,
     roc_of,
 )
-from training.scoring.scores import OutputForm, measure
+from lockstep.training.scoring.scores import OutputForm, measure
 
 BINARY, CLASSES = OutputForm(logits=False, width=1), OutputForm(logits=False, width=4)
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
-from tests.training._ring import run_ring
-from training.comm import Communicator
-from training.scoring.estimates import average_precision, means, roc_auc
-from training.scoring.scores import (
+from lockstep.training.comm import Communicator
+from lockstep.training.scoring.estimates import average_precision, means, roc_auc
+from lockstep.training.scoring.scores import (
     OutputForm,
     RowMetric,
     binary_log_losses,
@@ -22,6 +21,7 @@ from training.scoring.scores import (
     measure,
     sorted_rows,
 )
+from tests.training._ring import run_ring
 
 FORM = OutputForm(logits=False, width=1)
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import r2_score
 
-from training.scoring.estimates import (
+from lockstep.training.scoring.estimates import (
     Estimate,
     Estimates,
     average_precision,
@@ -23,7 +23,7 @@ from training.scoring.estimates import (
     t95,
     wilson,
 )
-from training.scoring.scores import OutputForm, RowMetric, measure, sorted_rows
+from lockstep.training.scoring.scores import OutputForm, RowMetric, measure, sorted_rows
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 3.5, 5, 7.3, 10, 30.5, 400, 1e5, 1e9])

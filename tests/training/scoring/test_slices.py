@@ -13,11 +13,10 @@ from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score, r
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
-from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator
-from training.comm.base import SoloCommunicator
-from training.scoring.scores import OutputForm, gathered_on_first
-from training.scoring.slices import (
+from lockstep.training.comm import Communicator
+from lockstep.training.comm.base import SoloCommunicator
+from lockstep.training.scoring.scores import OutputForm, gathered_on_first
+from lockstep.training.scoring.slices import (
     MISSING,
     MOST_SLICES,
     MOST_VALUES,
@@ -28,6 +27,7 @@ from training.scoring.slices import (
     rows_of_slices,
     slices_of,
 )
+from tests.training._ring import run_ring, run_solo
 
 SCHEMA = Schema(
     (

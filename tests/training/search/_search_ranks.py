@@ -9,9 +9,9 @@ from typing import Any
 import _ranks  # type: ignore[import-not-found]  # the folder of both files is on the ranks' import path
 
 from lockstep.storage.dataset.manifest import load_dataset
-from training.config import TrainConfig
-from training.control.context import RankContext
-from training.driver.preflight import plan_for
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.driver.preflight import plan_for
 
 
 def train(context: RankContext) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.run.result import RunResult
-from training.search.config import SearchConfig
-from training.search.space import space_of
-from training.search.tune import run_trials
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.run.result import RunResult
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.space import space_of
+from lockstep.training.search.tune import run_trials
 
 SPACE = {"learning_rate": {"low": 1e-3, "high": 1.0, "log": True}, "global_batch": {"choices": [8, 16]}}
 

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, average_precision_score, log_loss, roc_auc_score
 
-from jobs.cross_validate import main, parser
+from lockstep.jobs.cross_validate import main, parser
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import ConfigError, CorruptionError
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import RankTask
+from lockstep.training.driver.train import Hooks
+from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.predict import predict
+from lockstep.training.search.folds import cross_validate, over_folds, runs_of_folds, summary
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
-from training.config import TrainConfig
-from training.control.task import RankTask
-from training.driver.train import Hooks
-from training.results.evaluate import evaluate
-from training.results.predict import predict
-from training.search.folds import cross_validate, over_folds, runs_of_folds, summary
 
 FOLDS = {"fold-0": 40, "fold-1": 30}
 
@@ -167,7 +167,7 @@ def test_the_same_call_resumes_at_the_fold_that_was_interrupted(tmp_path: Path) 
     assert caught.value.next_step.startswith("Delete this file") and not third.entries
     (tmp_path / "cv" / "fold-0.json").unlink()
     assert cross_validate(config, third, hooks=hooks) == result and third.entries == ["results"]
-    # Each fold is an ordinary run, and its numbers are those of jobs.evaluate on the fold held out.
+    # Each fold is an ordinary run, and its numbers are those of lockstep evaluate on the fold held out.
     single = evaluate(str(tmp_path / "cv" / "fold-1"), str(tmp_path / "data"), "fold-1", run_threads)
     assert result["folds"][1]["metrics"] == single["metrics"]
     with pytest.raises(ConfigError, match="begun with another `learning_rate`"):

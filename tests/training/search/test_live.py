@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.training.search.live import best_so_far, curve, table
+from lockstep.training.search.study import DONE, FAILED, OPEN, PRUNED, Trial
 from tests.training.search._searches import run, search
-from training.search.live import best_so_far, curve, table
-from training.search.study import DONE, FAILED, OPEN, PRUNED, Trial
 
 
 def test_a_table_has_each_trial_and_marks_the_best(tmp_path: Path) -> None:

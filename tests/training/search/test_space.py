@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs._train import setting
+from lockstep.jobs._train import setting
 from lockstep.storage.errors import ConfigError
+from lockstep.training.search.space import Parameter, config_of_trial, corners, flags_of, space_of
 from tests.training.search._searches import search
-from training.search.space import Parameter, config_of_trial, corners, flags_of, space_of
 
 TOML = """
 learning_rate = {low = 1e-3, high = 1, log = true}

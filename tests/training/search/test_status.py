@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from jobs import status as job
+from lockstep.jobs import status as job
 from lockstep.storage.fs import filesystem
+from lockstep.training.run.status import now_utc
+from lockstep.training.search.journal import Journal
+from lockstep.training.search.status import SHOWN_TRIALS, read_search
+from lockstep.training.search.study import Study
 from tests.training.search._searches import run, search
-from training.run.status import now_utc
-from training.search.journal import Journal
-from training.search.status import SHOWN_TRIALS, read_search
-from training.search.study import Study
 
 
 class Killed(BaseException):
@@ -24,7 +24,7 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No report, and no wait for the disk: no machine fails here."""
-    monkeypatch.setattr("training.search.tune.write_search_report", lambda *of: "report")
+    monkeypatch.setattr("lockstep.training.search.tune.write_search_report", lambda *of: "report")
     monkeypatch.setattr("os.fsync", lambda file: None)
 
 
@@ -66,6 +66,6 @@ def test_a_search_of_many_trials_is_a_page_of_lines_and_whole_as_json(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{tmp_path}: finished, 40 trials, 40 done, best loss {best['value']:.6g}")
     assert len(lines) == 1 + 1 + SHOWN_TRIALS + 1 and any("done (best)" in line for line in lines)
-    assert lines[-1] == f"  20 more trials: python -m jobs.runs {tmp_path}"
+    assert lines[-1] == f"  20 more trials: lockstep runs {tmp_path}"
     assert job.main([str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["trials"]) == 40

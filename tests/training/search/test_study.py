@@ -13,17 +13,17 @@ from typing import Any
 import optuna
 import pytest
 
-from jobs import _train
-from jobs.tune import config_of
-from jobs.tune import parser as parser_of_tune
+from lockstep.jobs import _train
+from lockstep.jobs.tune import config_of
+from lockstep.jobs.tune import parser as parser_of_tune
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, TrainingFailedError
 from lockstep.storage.fs import filesystem
+from lockstep.training.run.lineage import SupersededError
+from lockstep.training.search.config import check_search, open_search
+from lockstep.training.search.journal import Journal
+from lockstep.training.search.report import render
+from lockstep.training.search.study import DONE, Study
 from tests.training.search._searches import SPACE, journal, loss_of, run, search
-from training.run.lineage import SupersededError
-from training.search.config import check_search, open_search
-from training.search.journal import Journal
-from training.search.report import render
-from training.search.study import DONE, Study
 
 SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 PRUNERS: dict[str, Callable[[], Any]] = {
@@ -36,7 +36,7 @@ PRUNERS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No report, and no wait for the disk: no machine fails here."""
-    monkeypatch.setattr("training.search.tune.write_search_report", lambda *of: "report")
+    monkeypatch.setattr("lockstep.training.search.tune.write_search_report", lambda *of: "report")
     monkeypatch.setattr("os.fsync", lambda file: None)
 
 

@@ -11,12 +11,12 @@ import pytest
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, DataError, StorageError, TrainingFailedError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.stop import EndedByCallerError
+from lockstep.training.driver.train import Hooks
+from lockstep.training.search.journal import Journal
+from lockstep.training.search.study import Study
 from tests.training.search._searches import journal, result_of, run, search, trainer
-from training.config import TrainConfig
-from training.driver.stop import EndedByCallerError
-from training.driver.train import Hooks
-from training.search.journal import Journal
-from training.search.study import Study
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def states(root: Path, **options: Any) -> list[str]:
 def test_a_driver_killed_at_any_event_leaves_no_trial_lost_or_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.search.tune.write_search_report", lambda *of: "report")
+    monkeypatch.setattr("lockstep.training.search.tune.write_search_report", lambda *of: "report")
     options: dict[str, Any] = {"trials": 12, "pruner": "median", "sampler": "tpe", "epochs": 2, "seed": 3}
     best = run(search(tmp_path / "whole", **options))
     expected = events(tmp_path / "whole")

@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.random_kills import fingerprint
-from jobs import train as train_job
+from lockstep.process.installed import ROOT
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.task import Limits
+from lockstep.training.driver.train import Hooks
+from lockstep.training.launch.barrier import OnSpark
+from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.result import find_result
+from lockstep.training.search.config import SearchConfig
+from lockstep.training.search.space import space_of
+from lockstep.training.search.tune import tune
 from tests.training._ranks import HERE, rank_path
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 from tests.training.search._searches import journal
 from tests.waiting import until
-from training.config import TrainConfig
-from training.control.task import Limits
-from training.driver.train import Hooks
-from training.launch.barrier import OnSpark
-from training.results.evaluate import evaluate, summary
-from training.run.paths import RunPaths
-from training.run.result import find_result
-from training.search.config import SearchConfig
-from training.search.space import space_of
-from training.search.tune import tune
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,7 +74,7 @@ class Command:
         self.of_a_run += ["--validate", "test"]
         search = ["--space", "space.toml", "--metric", "val_auc:max", *more]
         self.words = [sys.executable, "-m", "lockstep", "tune", *self.of_a_run, *search]
-        self.where: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": train_job.ROOT}}
+        self.where: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
 
     def begin(self, root: str, *launcher: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*self.words, "--run", root, *launcher], **self.where)
@@ -241,7 +241,7 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     with pytest.raises(ConfigError, match="Lower --parallel"):  # a trial's spares would take the slots of others' ranks
         tune(SearchConfig(base=spares, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
     assert not (tmp_path / "tune").exists()
-    monkeypatch.setattr("training.search.tune.split_apart", lambda config: None)  # these ranks export no model
+    monkeypatch.setattr("lockstep.training.search.tune.split_apart", lambda config: None)  # these ranks export no model
     best = tune(SearchConfig(base=base, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
     root = tmp_path / "tune"
     pruned = events(root, "pruned")

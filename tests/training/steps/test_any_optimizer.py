@@ -85,7 +85,7 @@ class Masked(Learner):
         import keras
         import tensorflow as tf
 
-        from training.steps.losses import Denominators
+        from lockstep.training.steps.losses import Denominators
 
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
         w1, b1, w2, b2 = (weight.value for weight in self.weights)
@@ -100,7 +100,7 @@ class Masked(Learner):
 
 def masked_on_ranks(make: Any, data: list[Batch], dtype: str = "float64") -> tuple[list[Learner], list[list[Any]]]:
     """`Masked` learners of two uneven ranks, each with communicators for its exchange and for its loss."""
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.ordered import OrderedCalls
 
     comms = _threads._join(2, 1)
     waiting = [

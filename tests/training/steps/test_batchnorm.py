@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def layer(group_rows: int = 4, **options: Any) -> Any:
     import keras
 
-    from training.steps.batchnorm import GhostBatchNormalization
+    from lockstep.training.steps.batchnorm import GhostBatchNormalization
 
     keras.utils.set_random_seed(2)
     options = {"momentum": 0.5, "gamma_initializer": "normal", "beta_initializer": "normal"} | options

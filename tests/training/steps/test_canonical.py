@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.comm.tree_sums import TreeSums
+from lockstep.training.config import TrainConfig
+from lockstep.training.plan.lane_count import allowed_ranks
+from lockstep.training.steps.canonical import ADD, KEEP, NOTHING, carries
 from tests.training._ring import run_ring
 from tests.training._tiny import write_images, write_table
-from training.comm import Communicator
-from training.comm.tree_sums import TreeSums
-from training.config import TrainConfig
-from training.plan.lane_count import allowed_ranks
-from training.steps.canonical import ADD, KEEP, NOTHING, carries
 
 OWN = "tests.training._models"
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator, SoloCommunicator
 from tests.training._fit_ranks import UNEVEN, alone, assert_as_one, on_ranks, precision
 from tests.training._ring import run_ring
-from training.comm import Communicator, SoloCommunicator
 
 pytestmark = pytest.mark.slow
 ROWS = 12
@@ -75,8 +75,8 @@ def test_the_sum_over_ranks_is_the_loss_of_all_rows(
     """Value and gradient; `some` masks all entries of one rank."""
     import keras
 
-    from training.steps.losses import Denominators
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.losses import Denominators
+    from lockstep.training.steps.ordered import OrderedCalls
 
     rng = np.random.default_rng(1)
     y, pred = rng.integers(0, 4, (ROWS, 3)), rng.standard_normal((ROWS, 3, 4))
@@ -103,8 +103,8 @@ def test_the_sum_over_ranks_is_the_loss_of_all_rows(
 def test_each_rank_may_pad_to_a_length_of_its_own(reduction: str) -> None:
     import keras
 
-    from training.steps.losses import Denominators
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.losses import Denominators
+    from lockstep.training.steps.ordered import OrderedCalls
 
     rng = np.random.default_rng(1)
     y, pred, mask = rng.integers(0, 4, (ROWS, 5)), rng.standard_normal((ROWS, 5, 4)), rng.random((ROWS, 5)) < 0.7
@@ -181,8 +181,8 @@ def calls_in(loss: Any, *, weighted: bool, masked: bool, micro_batches: int = 1)
     import keras
     import tensorflow as tf
 
-    from training.steps.losses import Denominators
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.losses import Denominators
+    from lockstep.training.steps.ordered import OrderedCalls
 
     class Two:
         num_ranks = 2
@@ -226,8 +226,8 @@ def test_a_loop_of_ones_own_builds_its_loss_as_it_goes() -> None:
     """The first loss is a global one already, and nothing of it stays."""
     import keras
 
-    from training.steps.losses import Denominators
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.losses import Denominators
+    from lockstep.training.steps.ordered import OrderedCalls
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
@@ -242,8 +242,8 @@ def test_what_cannot_be_split_is_refused_by_name(caplog: pytest.LogCaptureFixtur
     import keras
     from keras.src.losses.losses import LossFunctionWrapper  # what compile() makes of a function
 
-    from training.steps.losses import Denominators
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.losses import Denominators
+    from lockstep.training.steps.ordered import OrderedCalls
 
     def one_number(y_true: Any, y_pred: Any) -> Any:
         return keras.ops.mean(keras.ops.square(y_true - y_pred))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator, SoloCommunicator
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
-from training.comm import Communicator, SoloCommunicator
 
 pytestmark = pytest.mark.slow
 ROWS = 12
@@ -26,7 +26,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def fit_ranks(make: Any, shares: list[slice], **options: Any) -> list[Any]:
     """Models after three steps on the same twelve rows, shared out by `shares`."""
-    from training.steps.distribute import distribute, undistribute
+    from lockstep.training.steps.distribute import distribute, undistribute
 
     x, y = data()
     comms: list[Communicator] = _threads._join(len(shares), 1)
@@ -111,12 +111,12 @@ def test_sparse_and_absent_gradients_and_ema() -> None:
     plain = make()
     plain.fit(x, y, batch_size=ROWS, epochs=3, verbose=0, shuffle=False)
     averages = [np.asarray(v) for v in plain.trainable_variables]
-    from training.steps.distribute import finalize
+    from lockstep.training.steps.distribute import finalize
 
     first, second = fit_ranks(make, [slice(0, 5), slice(5, 12)], finalizes=False)
     assert [v.tolist() for v in first.get_weights()] == [v.tolist() for v in second.get_weights()]
     assert not np.allclose(averages[0], first.trainable_variables[0]), "averages are taken at the run's end alone"
-    from training.steps.distribute import distribute
+    from lockstep.training.steps.distribute import distribute
 
     distribute(first.optimizer, SoloCommunicator(), scale=1.0)
     finalize(first.optimizer, first.trainable_variables)
@@ -152,7 +152,7 @@ def test_an_optimizer_that_keeps_its_gradients_keeps_them() -> None:
 def test_a_model_saved_during_training_loads_without_lockstep(tmp_path: Path) -> None:
     import keras
 
-    from training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.distribute import distribute, exchange_of
 
     model = small(lambda: keras.optimizers.Adam(0.1))()
     distribute(model.optimizer, SoloCommunicator(), scale=1.0)
@@ -167,8 +167,8 @@ def test_a_model_saved_during_training_loads_without_lockstep(tmp_path: Path) ->
 def test_no_gradient_at_all_is_what_keras_says_of_it() -> None:
     import keras
 
+    from lockstep.training.steps.distribute import distribute
     from tests.training._ring import run_ring
-    from training.steps.distribute import distribute
 
     def one(comm: Communicator) -> None:
         variable = keras.Variable(np.ones(3))
@@ -183,7 +183,7 @@ def test_no_gradient_at_all_is_what_keras_says_of_it() -> None:
 def test_what_cannot_be_distributed() -> None:
     import keras
 
-    from training.steps.distribute import distribute
+    from lockstep.training.steps.distribute import distribute
 
     optimizer = distribute(keras.optimizers.SGD(), SoloCommunicator())
     with pytest.raises(ConfigError, match="already"):
@@ -211,7 +211,7 @@ def test_what_cannot_be_distributed() -> None:
 def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) -> None:
     import keras
 
-    from training.steps.distribute import distribute
+    from lockstep.training.steps.distribute import distribute
 
     with pytest.raises(ConfigError, match=f"`{name}` of distribute is invalid"):
         distribute(**{"optimizer": keras.optimizers.SGD(), "communicator": SoloCommunicator(), **arguments})
@@ -220,7 +220,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) ->
 def test_statistics_may_be_an_iterator() -> None:
     import keras
 
-    from training.steps.distribute import distribute, undistribute
+    from lockstep.training.steps.distribute import distribute, undistribute
 
     mean = keras.Variable(np.zeros(3, np.float32))
     optimizer: Any = distribute(keras.optimizers.SGD(), SoloCommunicator(), statistics=iter([mean]))  # type: ignore[arg-type]  # a user's mistake
@@ -233,8 +233,8 @@ def test_a_rate_that_is_a_lambda_is_the_same_wherever_its_script_lies(tmp_path: 
     import keras
     import tensorflow as tf
 
+    from lockstep.training.steps.distribute import distribute
     from tests.training._ring import run_ring
-    from training.steps.distribute import distribute
 
     def one(comm: Communicator) -> None:
         file = tmp_path / f"{comm.rank}.py"
@@ -255,8 +255,8 @@ def test_ranks_that_begin_apart_are_told_on_all() -> None:
     import keras
     import tensorflow as tf
 
+    from lockstep.training.steps.distribute import distribute
     from tests.training._ring import run_ring
-    from training.steps.distribute import distribute
 
     def step(comm: Communicator, rate: float, weight: float, **options: Any) -> None:
         with tf.init_scope():
@@ -288,8 +288,8 @@ def test_a_step_that_was_traced_before_undistribute_says_so() -> None:
     """Its exchange has no thread any more: it would wait for its sums to the deadline."""
     import keras
 
+    from lockstep.training.steps.distribute import distribute, undistribute
     from tests.training._ring import run_ring
-    from training.steps.distribute import distribute, undistribute
 
     def one(comm: Communicator) -> None:
         variable = keras.Variable(np.ones(3, np.float32))

@@ -34,11 +34,11 @@ def small_net(**options: Any) -> Any:
 
 def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[np.ndarray], int]:
     """Weights after four steps, and how often the kernel stands in the step's graph."""
-    from training.comm import SoloCommunicator
-    from training.steps.distribute import distribute
-    from training.steps.fused import can_fuse_batchnorm
-    from training.steps.fused import normalise as plain
-    from training.steps.rank_step import RankStep
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.fused import can_fuse_batchnorm
+    from lockstep.training.steps.fused import normalise as plain
+    from lockstep.training.steps.rank_step import RankStep
 
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((12, 6, 5, 3)) * 3 + 5).astype(np.float32)
@@ -54,8 +54,8 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
 
     can = can_fuse_batchnorm if fuses else lambda *args: False
     with (
-        mock.patch("training.steps.batchnorm.normalise", normalise),
-        mock.patch("training.steps.batchnorm.can_fuse_batchnorm", can),
+        mock.patch("lockstep.training.steps.batchnorm.normalise", normalise),
+        mock.patch("lockstep.training.steps.batchnorm.can_fuse_batchnorm", can),
     ):
         model.fit(x, y, batch_size=12, epochs=4, shuffle=False, verbose=0)
     return model.get_weights(), len(made)
@@ -82,7 +82,7 @@ def test_what_the_kernel_cannot_do_stays_keras() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.fused import can_fuse_batchnorm
+    from lockstep.training.steps.fused import can_fuse_batchnorm
 
     layer = keras.layers.BatchNormalization()
     batch = tf.zeros((4, 3, 3, 2))

@@ -18,9 +18,9 @@ AVERAGED = {"use_ema": True, "ema_overwrite_frequency": 4, "clipnorm": 0.2}
 
 def alone(make: Any) -> tuple[Learner, list[Any]]:
     """A learner whose optimizer is distributed over one rank, and the variables that the kernels update."""
-    from training.comm import SoloCommunicator
-    from training.steps import fused as fused_update
-    from training.steps.distribute import distribute
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps import fused as fused_update
+    from lockstep.training.steps.distribute import distribute
 
     learner, fused = Learner(make()), []
     plain = fused_update.update
@@ -32,7 +32,7 @@ def alone(make: Any) -> tuple[Learner, list[Any]]:
     step = learner._step
 
     def watched(*args: Any) -> Any:  # while it is traced
-        with mock.patch("training.steps.fused.update", update):
+        with mock.patch("lockstep.training.steps.fused.update", update):
             return step(*args)
 
     import tensorflow as tf
@@ -87,7 +87,7 @@ def test_what_no_kernel_does_stays_keras() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.fused import can_fuse_update
+    from lockstep.training.steps.fused import can_fuse_update
 
     class Own(keras.optimizers.SGD):
         """It might assign in its own way."""

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator, SoloCommunicator
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._fit_ranks import UNEVEN, fresh
 from tests.training._ring import run_ring
-from training.comm import Communicator, SoloCommunicator
 
 pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(9)
@@ -97,7 +97,7 @@ def names() -> list[str]:
 def test_each_metric_of_keras_is_that_of_all_rows() -> None:
     import keras
 
-    from training.steps.model_state import sum_variables
+    from lockstep.training.steps.model_state import sum_variables
 
     assert set(names()) - BASES == set(METRICS)
     weights = RNG.random(12)
@@ -126,7 +126,7 @@ def test_states_that_are_no_sums() -> None:
     """A metric says so to Keras' add_variable; what cannot be combined is refused by name."""
     import keras
 
-    from training.steps.model_state import sum_variables
+    from lockstep.training.steps.model_state import sum_variables
 
     def variable(aggregation: str, value: float) -> Any:
         metric = keras.metrics.Metric(name="own")
@@ -147,8 +147,8 @@ def test_states_of_metrics_that_go_on_with_another_number_of_ranks() -> None:
     """Two ranks wrote; then there are three: their sum is that of the two, whatever is not a sum is on each."""
     import keras
 
-    from training.steps.model_state import METRICS as KIND
-    from training.steps.model_state import load_metrics, tensors_of, variables_of
+    from lockstep.training.steps.model_state import METRICS as KIND
+    from lockstep.training.steps.model_state import load_metrics, tensors_of, variables_of
 
     class Own(keras.metrics.Metric):
         def __init__(self) -> None:
@@ -194,7 +194,7 @@ def model() -> Any:
 
 def test_evaluate_and_predict() -> None:
     """Two rows on three ranks: one has none."""
-    from training.steps.own_fit import evaluate, predict
+    from lockstep.training.steps.own_fit import evaluate, predict
 
     x, y = REAL[0][:2], np.array([[0.0], [1.0]])
     models = [fresh(model) for _ in range(3)]
@@ -223,7 +223,7 @@ def test_losses_of_single_outputs_count_rows() -> None:
     """Batches of 5 and of 1 row on each rank: Keras' own would count them alike. The whole is one batch."""
     import keras
 
-    from training.steps.own_fit import evaluate
+    from lockstep.training.steps.own_fit import evaluate
 
     def make() -> Any:
         inputs = keras.Input((4,))
@@ -244,8 +244,8 @@ def test_callbacks_decide_alike_and_write_once(tmp_path: Path) -> None:
     """Uneven ranks with validation; one rank's own callback stops all of them in the middle of an epoch."""
     import keras
 
-    from training.steps.distribute import distribute
-    from training.steps.own_fit import callbacks_on_ranks, rank_step
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.own_fit import callbacks_on_ranks, rank_step
 
     x, y = REAL[0], BINARY[0].astype("float32")
     shares = (slice(0, 4), slice(4, 12))  # batches of 2 and 4: two steps an epoch
@@ -317,8 +317,8 @@ def test_a_wish_to_stop_ends_one_fit_alone() -> None:
     """One in the middle of an accumulation, one with the last batch, which no step carries any more."""
     import keras
 
-    from training.steps.distribute import distribute
-    from training.steps.own_fit import callbacks_on_ranks
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.own_fit import callbacks_on_ranks
 
     def accumulating() -> Any:
         built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -354,8 +354,8 @@ def test_a_wish_to_stop_ends_one_fit_alone() -> None:
 
 
 def test_a_batch_normalisation_that_rank_step_does_not_know() -> None:
-    """`ghost` is known to jobs.train alone; taken for `local` it would depend on the number of ranks."""
-    from training.steps.own_fit import rank_step
+    """`ghost` is known to lockstep train alone; taken for `local` it would depend on the number of ranks."""
+    from lockstep.training.steps.own_fit import rank_step
 
     with pytest.raises(ConfigError, match="batchnorm='ghost'"):
         rank_step(fresh(model), SoloCommunicator(), batchnorm="ghost")  # type: ignore[arg-type]  # a user's mistake
@@ -363,8 +363,8 @@ def test_a_batch_normalisation_that_rank_step_does_not_know() -> None:
 
 def test_rank_step_again_after_another_compile() -> None:
     """The second takes the place of the first; inside of each other they would take the loss from each other."""
-    from training.steps.distribute import distribute
-    from training.steps.own_fit import rank_step
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.own_fit import rank_step
 
     models = [fresh(model) for _ in range(2)]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
     [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)],
 )
 def test_rules(rule: Any, expected: float) -> None:
-    from training.steps.optimizers import factor_of
+    from lockstep.training.steps.optimizers import factor_of
 
     assert factor_of(rule, 1024, 256) == expected
 
@@ -27,7 +27,7 @@ def test_rules(rule: Any, expected: float) -> None:
 def test_warm_up_rises_in_a_line_and_survives_saving() -> None:
     import keras
 
-    from training.steps.optimizers import WarmUp
+    from lockstep.training.steps.optimizers import WarmUp
 
     schedule = WarmUp(0.1, 4.0, start=1.0, warm_up_steps=5)
     rates = [float(schedule(step)) for step in range(8)]
@@ -59,7 +59,7 @@ def test_momentum_follows_the_rate() -> None:
     """Equation 10 of Goyal et al.; with a constant rate no bit differs from Keras' SGD, which rounds 0.9 to float32."""
     import keras
 
-    from training.steps.optimizers import CorrectedSGD, WarmUp
+    from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp
 
     rng = np.random.default_rng(0)
     w, gradients = rng.standard_normal(5), [[rng.standard_normal(5)] for _ in range(6)]
@@ -86,7 +86,7 @@ def test_lars_is_its_formula() -> None:
     """Also a variable and a gradient of zeros, and what is left out of the adaptation."""
     import keras
 
-    from training.steps.optimizers import LARS
+    from lockstep.training.steps.optimizers import LARS
 
     rng = np.random.default_rng(1)
     weights = [rng.standard_normal((3, 2)), rng.standard_normal(2), rng.standard_normal((2, 2)), np.zeros((2, 2))]
@@ -126,7 +126,7 @@ def linear_model(optimizer: Any) -> Any:
 def test_lars_on_uneven_ranks_and_in_a_file(tmp_path: Path) -> None:
     import keras
 
-    from training.steps.optimizers import LARS
+    from lockstep.training.steps.optimizers import LARS
 
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((12, 5)), rng.standard_normal((12, 1))
@@ -151,7 +151,7 @@ def test_what_was_done_is_told(
 ) -> None:
     import keras
 
-    from training.steps.optimizers import CorrectedSGD, WarmUp, scale_learning_rate
+    from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp, scale_learning_rate
 
     model = fresh(linear_model(lambda: getattr(keras.optimizers, optimizer)(0.1, **options)))
     told = scale_learning_rate(model, "linear", global_batch=64, base_batch=16, warm_up_steps=warm).to_json()
@@ -172,7 +172,7 @@ def test_momentum_is_corrected_where_flags_change_the_rate_alone() -> None:
     """Micro-batches wrap a schedule, whose rates stay what they are: the step is that of whole batches."""
     import keras
 
-    from training.steps.optimizers import CorrectedSGD, scale_learning_rate
+    from lockstep.training.steps.optimizers import CorrectedSGD, scale_learning_rate
 
     def scaled(**options: Any) -> tuple[type, Any]:
         rate = keras.optimizers.schedules.CosineDecay(0.1, 10)

@@ -82,9 +82,9 @@ def fit_two(
     """Two ranks' models after four steps of `fit`; what they agreed on after each; their moving means then."""
     import keras
 
-    from training.steps.batchnorm import statistics_of
-    from training.steps.distribute import distribute, exchange_of, undistribute
-    from training.steps.own_fit import rank_step
+    from lockstep.training.steps.batchnorm import statistics_of
+    from lockstep.training.steps.distribute import distribute, exchange_of, undistribute
+    from lockstep.training.steps.own_fit import rank_step
 
     comms = _threads._join(2, 1)
     models = []
@@ -175,8 +175,8 @@ def test_a_model_of_mixed_float16_that_was_made_under_another_policy_is_refused_
     import keras
 
     from lockstep.storage.errors import ConfigError
-    from training.comm import SoloCommunicator
-    from training.steps.distribute import distribute
+    from lockstep.training.comm import SoloCommunicator
+    from lockstep.training.steps.distribute import distribute
 
     with policy("mixed_float16"):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])

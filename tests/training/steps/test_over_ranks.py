@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.models import ModelOptions
 from tests.training._fit_ranks import UNEVEN, alone, assert_as_one, fresh, on_ranks
 from tests.training._ring import run_ring
-from training.comm import Communicator
-from training.models import ModelOptions
 
 pytestmark = pytest.mark.slow
 ROWS = 12
@@ -61,8 +61,8 @@ def made(kind: str, ranks: bool, **more: Any) -> Any:
 
 def check(model: Any, x: Any, y: Any, weights: Any = None) -> None:
     """The check before the first step, by one process."""
-    from training.steps.other_optimizers import optimizers_of
-    from training.steps.row_means import Steps, check_row_means
+    from lockstep.training.steps.other_optimizers import optimizers_of
+    from lockstep.training.steps.row_means import Steps, check_row_means
 
     batch = (x, y) if weights is None else (x, y, weights)
     model._symbolic_build(data_batch=batch)
@@ -261,8 +261,8 @@ def test_models_that_are_right_are_not_refused(caplog: pytest.LogCaptureFixture)
 
 def test_a_fit_of_ones_own_is_checked_too() -> None:
     """Before its first step; a step that gathers and does not know its ranks is refused while it is traced."""
-    from training.steps.distribute import distribute
-    from training.steps.own_fit import rank_step
+    from lockstep.training.steps.distribute import distribute
+    from lockstep.training.steps.own_fit import rank_step
 
     x, y = data(24)
     kind = "in-batch negatives, a value a row"

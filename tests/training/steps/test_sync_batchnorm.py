@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator, SoloCommunicator
 from tests.training._fit_ranks import UNEVEN, alone, assert_as_one, on_ranks, precision
 from tests.training._ring import run_ring
-from training.comm import Communicator, SoloCommunicator
 
 pytestmark = pytest.mark.slow
 TWO = (slice(0, 3), slice(3, 12))
@@ -28,7 +28,7 @@ TWO = (slice(0, 3), slice(3, 12))
 )
 def test_merged_moments_are_those_of_all_rows(rows: list[int], offset: float, seed: int) -> None:
     """Also far from zero, where a sum of squares would lose every digit, and with ranks that have no row."""
-    from training.steps.batchnorm import merged
+    from lockstep.training.steps.batchnorm import merged
 
     parts = [offset + np.random.default_rng([seed, i]).standard_normal((n, 3)) for i, n in enumerate(rows)]
     everything = np.concatenate(parts)
@@ -80,7 +80,7 @@ def apply(layer: Any, x: np.ndarray, mask: Any, weights: np.ndarray, moments: An
     import keras
     import tensorflow as tf
 
-    from training.steps.batchnorm import batchnorm_as
+    from lockstep.training.steps.batchnorm import batchnorm_as
 
     layer.build(x.shape)
     model = keras.Sequential([layer])
@@ -111,8 +111,8 @@ def test_a_layer_over_ranks_is_the_layer_over_all_rows(
 ) -> None:
     import keras
 
-    from training.steps.batchnorm import SyncMoments
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.batchnorm import SyncMoments
+    from lockstep.training.steps.ordered import OrderedCalls
 
     low = "dtype" in options
     dtype = np.float32 if low else np.float64
@@ -150,8 +150,8 @@ def test_what_is_refused() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.batchnorm import SyncMoments, batchnorm_as
-    from training.steps.ordered import OrderedCalls
+    from lockstep.training.steps.batchnorm import SyncMoments, batchnorm_as
+    from lockstep.training.steps.ordered import OrderedCalls
 
     calls = OrderedCalls(SoloCommunicator())
     moments = SyncMoments(calls, 1.0)
@@ -217,7 +217,7 @@ def test_micro_batches_move_averages_once_a_step() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.rank_step import MicroStatistics
+    from lockstep.training.steps.rank_step import MicroStatistics
 
     layer = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((3,)), layer])
@@ -237,11 +237,11 @@ def test_micro_batches_move_averages_once_a_step() -> None:
 
 def test_a_run_of_three_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> None:
     """4 lanes on 3 ranks, whose rows differ; there may be more ranks than ghosts have lane groups."""
+    from lockstep.training.config import TrainConfig
+    from lockstep.training.driver.preflight import plan_for
     from tests.training._threads import final_tensors, run
     from tests.training._tiny import write_images
     from tests.training.rank.test_fit import assert_same
-    from training.config import TrainConfig
-    from training.driver.preflight import plan_for
 
     manifest = write_images(tmp_path / "images", records={"train": 48, "test": 8})
     tensors = []

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.audit import check_run_audit
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring
 from tests.training._tiny import write_images
 from tests.training.rank.test_fit import assert_no_bit_differs, train
-from training.comm import Communicator
-from training.config import TrainConfig
-from training.results.audit import check_run_audit
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -34,10 +34,10 @@ class Ranks:
     """Steps of ranks whose gradients are counted: rank r adds 1 to element r in each step."""
 
     def __init__(self, comm: Communicator, staleness: int, *, last: int, every: int | None = None) -> None:
-        from training.exchange.agreement import STOPS
-        from training.exchange.buckets import lay_out
-        from training.exchange.exchange import Exchange
-        from training.strategies.asynchronous import AsyncExchange, Noise
+        from lockstep.training.exchange.agreement import STOPS
+        from lockstep.training.exchange.buckets import lay_out
+        from lockstep.training.exchange.exchange import Exchange
+        from lockstep.training.strategies.asynchronous import AsyncExchange, Noise
 
         options: dict[str, Any] = {"staleness": staleness, "every": every, "noise": Noise(0.0, 0, comm.rank)}
         self.exchange: Exchange = AsyncExchange(comm, 1.0, scaled_loss=False, non_finite=STOPS, **options)
@@ -127,7 +127,7 @@ def test_other_numbers_of_ranks_resume(strategy: str, images: str, tmp_path: Pat
 
 
 def test_noise_is_drawn_by_seed_rank_and_step_and_falls_with_steps() -> None:
-    from training.strategies.asynchronous import Noise
+    from lockstep.training.strategies.asynchronous import Noise
 
     def drawn(eta: float, seed: int, rank: int, step: int) -> np.ndarray:
         flat = np.ones(50_000, np.float32)

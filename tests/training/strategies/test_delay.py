@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.exchange.agreement import NonFiniteError
+from lockstep.training.exchange.buckets import lay_out
+from lockstep.training.results.audit import check_run_audit
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring, run_solo
 from tests.training._tiny import write_images, write_table
 from tests.training.rank.test_fit import assert_no_bit_differs, assert_same, assert_same_result, train
-from training.comm import Communicator
-from training.config import TrainConfig
-from training.exchange.agreement import NonFiniteError
-from training.exchange.buckets import lay_out
-from training.results.audit import check_run_audit
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -35,8 +35,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def late(comm: Communicator, model: Any, scale: float | None = None) -> Any:
     """The strategy of a model whose optimizer is late by DELAY steps; tables go by rows."""
-    from training.steps.distribute import distribute, exchange_of
-    from training.strategies.delay import Delayed, DelayedExchange
+    from lockstep.training.steps.distribute import distribute, exchange_of
+    from lockstep.training.strategies.delay import Delayed, DelayedExchange
 
     make = partial(DelayedExchange, delay=DELAY)
     distribute(model.optimizer, comm, scale, rows_from_bytes=0, bucket_bytes=64, make_exchange=make, finalizes=False)

@@ -13,26 +13,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.verify import audit_faults
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
+from lockstep.jobs.verify import audit_faults
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.batches.clients import ClientRows, read_table
+from lockstep.training.comm.base import SoloCommunicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.models import ModelOptions
+from lockstep.training.plan.client_plan import ClientPlan, ClientTable
+from lockstep.training.plan.privacy import uncovered
+from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.audit import ROW, Part, Span
+from lockstep.training.results.audit_clients import check_clients
+from lockstep.training.run import notes
+from lockstep.training.run.result import RunResult
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._tiny import write_rows
 from tests.training.rank.test_fit import assert_no_bit_differs, train
-from training.batches.clients import ClientRows, read_table
-from training.comm.base import SoloCommunicator
-from training.config import TrainConfig
-from training.models import ModelOptions
-from training.plan.client_plan import ClientPlan, ClientTable
-from training.plan.privacy import uncovered
-from training.reading.open import OpenSplit
-from training.results.audit import ROW, Part, Span
-from training.results.audit_clients import check_clients
-from training.run import notes
-from training.run.result import RunResult
 
 OWN = "tests.training.strategies.test_federated"
 CLIENTS = ("ann", "bob", "cid", "dan", "eve", "fay", "gus")
@@ -261,8 +261,8 @@ def test_what_does_not_fit_is_refused(more: dict[str, Any], named: str) -> None:
 
 def small(noise: float = 0.0, clip: float | None = None) -> Any:
     """A strategy over one weight (2, 1) that begins at 0, and its model."""
-    from training.strategies.federated import Federated
-    from training.strategies.local_steps import LocalExchange
+    from lockstep.training.strategies.federated import Federated
+    from lockstep.training.strategies.local_steps import LocalExchange
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)])
     model.compile(keras.optimizers.SGD(1.0, momentum=0.5), "mse", jit_compile=False)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.strategies.growing_table import FIRST_ROWS, Entries, GrowingTable, mixed, shard_of, unmixed
+from lockstep.training.strategies.sharded_table import BETAS, EPSILON, SHARDS, TableOptions
 from tests.training._ring import run_ring, run_solo
-from training.comm import Communicator, SoloCommunicator
-from training.strategies.growing_table import FIRST_ROWS, Entries, GrowingTable, mixed, shard_of, unmixed
-from training.strategies.sharded_table import BETAS, EPSILON, SHARDS, TableOptions
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.training.comm import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.results.audit import check_run_audit
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring
 from tests.training._tiny import write_clicks
 from tests.training.rank.test_fit import assert_no_bit_differs, train
-from training.comm import Communicator
-from training.config import TrainConfig
-from training.results.audit import check_run_audit
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -26,8 +26,8 @@ def on_two_ranks(gradients: Any, *, steps: int, inner: float = 0.0, **options: A
     """Each rank's weights and slots after steps of SGD with rate 1 and these gradients (step, rank) from weights 0."""
     import keras
 
-    from training.steps.distribute import distribute, exchange_of
-    from training.strategies.local_steps import LocalExchange, LocalSteps
+    from lockstep.training.steps.distribute import distribute, exchange_of
+    from lockstep.training.strategies.local_steps import LocalExchange, LocalSteps
 
     models = []
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_a_restart_changes_no_bit(table: str, tmp_path: Path) -> None:
 
 def test_no_step_between_meetings_calls_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of weights divides the loss: ranks that train together add it up in each step."""
-    from training.steps.ordered import OrderedCalls  # imports TensorFlow
+    from lockstep.training.steps.ordered import OrderedCalls  # imports TensorFlow
 
     def refused(*_: Any) -> Any:
         raise AssertionError("a call in a step")

@@ -13,16 +13,16 @@ import pytest
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks, train
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.run.result import RunResult
+from tests.horovod.test_horovod import DATA
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._tiny import write_rows
-from tests.training.horovod.test_horovod import DATA
 from tests.training.rank.test_fit import assert_same, assert_same_result
 from tests.training.rank.test_keep_best import checkpoint_weights, model_weights
-from training.config import TrainConfig
-from training.driver.train import Hooks, train
-from training.launch.local import run_local
-from training.results.audit import check_run_audit
-from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"

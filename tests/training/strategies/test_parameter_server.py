@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training.comm import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.driver.train import Hooks
+from lockstep.training.driver.train import train as drive
+from lockstep.training.launch.local import run_local
+from lockstep.training.results.audit import check_run_audit
+from lockstep.training.strategies.server import Push, Rule, Server
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ranks import living_ranks
 from tests.training._ring import run_ring
 from tests.training.rank.test_fit import assert_no_bit_differs, train
-from training.comm import Communicator
-from training.config import TrainConfig
-from training.driver.train import Hooks
-from training.driver.train import train as drive
-from training.launch.local import run_local
-from training.results.audit import check_run_audit
-from training.strategies.server import Push, Rule, Server
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -33,9 +33,9 @@ class Rank:
     """A rank's side without a model: SGD with rate 1 from weights 0."""
 
     def __init__(self, whole: Communicator, ranks: int, staleness: int, *, last: int, every: int | None = None) -> None:
-        from training.exchange.agreement import STOPS
-        from training.exchange.buckets import lay_out
-        from training.strategies.parameter_server import ServedExchange
+        from lockstep.training.exchange.agreement import STOPS
+        from lockstep.training.exchange.buckets import lay_out
+        from lockstep.training.strategies.parameter_server import ServedExchange
 
         comm, options = whole.group(range(ranks)), {"staleness": staleness, "every": every}
         self.exchange = ServedExchange(comm, 1 / ranks, whole=whole, scaled_loss=False, non_finite=STOPS, **options)
@@ -213,7 +213,7 @@ def test_a_late_rank_and_a_lost_server_are_named() -> None:
 def test_servers_compute_what_keras_does(name: str) -> None:
     import keras
 
-    from training.strategies.parameter_server import rule_of
+    from lockstep.training.strategies.parameter_server import rule_of
 
     momentum = 0.875 if "momentum" in name else 0.0
     optimizer = keras.optimizers.SGD(0.1, momentum=momentum, nesterov="Nesterov" in name)
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused(more: dict[str, Any], named: str) -> None:
 def test_optimizers_that_servers_lack_are_refused() -> None:
     import keras
 
-    from training.strategies.parameter_server import rule_of
+    from lockstep.training.strategies.parameter_server import rule_of
 
     for optimizer in (keras.optimizers.AdamW(), keras.optimizers.RMSprop(), keras.optimizers.SGD(clipnorm=1.0)):
         with pytest.raises(ConfigError, match="parameter servers cannot apply"):

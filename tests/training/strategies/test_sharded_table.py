@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.comm import Communicator, SoloCommunicator
+from lockstep.training.strategies.sharded_table import EPSILON, SHARDS, ShardedTable, TableOptions
+from lockstep.training.strategies.table_kernels import gather
 from tests.training._ring import run_ring, run_solo
 from tests.training._shared import run_shared
-from training.comm import Communicator, SoloCommunicator
-from training.strategies.sharded_table import EPSILON, SHARDS, ShardedTable, TableOptions
-from training.strategies.table_kernels import gather
 
 
 def run(num_ranks: int, work: Any, shared: bool = False) -> list[Any]:

@@ -124,7 +124,7 @@ def pointer_like(typingctx: Any, like: Any, address: Any) -> Any:
 
 @intrinsic
 def call_reducer(typingctx: Any, function: Any, op: Any, n: Any, sources: Any, m: Any, targets: Any, count: Any) -> Any:
-    """Call the compiled reducer at address `function`; see `training.comm.shm.reduce`."""
+    """Call the compiled reducer at address `function`; see `lockstep.training.comm.shm.reduce`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), *[_I64] * 6])

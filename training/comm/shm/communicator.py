@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm import auth
-from training.comm.base import (
+from lockstep.training.comm import auth
+from lockstep.training.comm.base import (
     CALL_DEADLINE_S,
     Communicator,
     Op,
@@ -33,12 +33,12 @@ from training.comm.base import (
     check_rank,
     part_bounds,
 )
-from training.comm.frames import describe_tag, tag_of
-from training.comm.shm import kernels as k
-from training.comm.shm.join import Exchange, Links, close_all, deal, join, take
-from training.comm.shm.kernels import announce, announced_size, exchange, gather, receive, reduce_all, send
-from training.comm.shm.reduce import OP_CODES, reducer
-from training.comm.shm.segment import PAGE_BYTES, Layout, Segment, default_arena_bytes
+from lockstep.training.comm.frames import describe_tag, tag_of
+from lockstep.training.comm.shm import kernels as k
+from lockstep.training.comm.shm.join import Exchange, Links, close_all, deal, join, take
+from lockstep.training.comm.shm.kernels import announce, announced_size, exchange, gather, receive, reduce_all, send
+from lockstep.training.comm.shm.reduce import OP_CODES, reducer
+from lockstep.training.comm.shm.segment import PAGE_BYTES, Layout, Segment, default_arena_bytes
 
 SPINS = 400  # reads of a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
 SLICE_S = 0.05  # a waiting kernel returns this often, to check for lost ranks, an abort and the deadline
@@ -236,7 +236,7 @@ def connect_shm(
     `arena_bytes` the most that a rank may `allocate`, rounded up to whole pages, by default its share of the machine's
     memory (address space: memory is taken only when it is allocated).
     Raises SharedMemoryUnavailableError on every rank, with the reason, if memory cannot be shared. Ranks whose
-    `training.comm.hosts.host_identity` is equal are of one host.
+    `lockstep.training.comm.hosts.host_identity` is equal are of one host.
     """
     if not 0 <= rank < num_ranks or num_ranks < 2:
         raise ValueError(f"shared memory got rank {rank} of {num_ranks}; allowed are 2 ranks or more, numbered from 0")

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.comm import auth
-from training.comm.auth import BACKLOG, Reception, peer_of
-from training.comm.hosts import host_identity
-from training.comm.shm.atomics import FUTEX_CALL
-from training.comm.shm.segment import MAX_RANKS, Layout, Segment, create_file
+from lockstep.training.comm import auth
+from lockstep.training.comm.auth import BACKLOG, Reception, peer_of
+from lockstep.training.comm.hosts import host_identity
+from lockstep.training.comm.shm.atomics import FUTEX_CALL
+from lockstep.training.comm.shm.segment import MAX_RANKS, Layout, Segment, create_file
 
 JOIN_S = 20.0  # the ranks of one host have all met when they begin
 _HAND = struct.Struct("<8sQII16s")
@@ -48,8 +48,8 @@ def join(
     arena_bytes: int,
     deadline_s: float,
 ) -> tuple[Segment, Links]:
-    """Share a segment; see `training.comm.shm.communicator.connect_shm`. Calls `exchange` twice on every rank, also
-    if one of them fails.
+    """Share a segment; see `lockstep.training.comm.shm.communicator.connect_shm`. Calls `exchange` twice on every rank,
+    also if one of them fails.
     """
     found: tuple[Segment, Links] | None = None
     problem = ""

@@ -14,9 +14,9 @@ from numba import njit, types
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import copy, load_i64, store_u64
-from training.comm.shm import atomics, segment
-from training.comm.shm.atomics import call_reducer, load_word, publish, reached, wait_until
-from training.comm.shm.segment import (
+from lockstep.training.comm.shm import atomics, segment
+from lockstep.training.comm.shm.atomics import call_reducer, load_word, publish, reached, wait_until
+from lockstep.training.comm.shm.segment import (
     CALL_BYTES,
     CALLS,
     FLAG,
@@ -120,7 +120,7 @@ def compare(ctx: Any) -> Any:
 
 @njit
 def part(ctx: Any, rank: Any) -> Any:
-    """(first byte, bytes) of a rank's part, like training.comm.base.part_bounds."""
+    """(first byte, bytes) of a rank's part, like lockstep.training.comm.base.part_bounds."""
     count = ctx[SIZE] // ctx[ITEM]
     each, longer = count // ctx[RANKS], count % ctx[RANKS]
     start = rank * each + min(rank, longer)

@@ -21,8 +21,8 @@ from numba.np.numpy_support import as_dtype
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import load_i64
-from training.comm.shm import atomics
-from training.comm.shm.atomics import bits_of, float_of, pointer_like
+from lockstep.training.comm.shm import atomics
+from lockstep.training.comm.shm.atomics import bits_of, float_of, pointer_like
 
 SUM, MEAN, MIN, MAX = range(4)
 OP_CODES = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX}

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from lockstep.storage.errors import CommunicationError
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
-from training.comm.base import ALIGN_BYTES
-from training.comm.shm import atomics
-from training.comm.shm.atomics import claim_word
+from lockstep.training.comm.base import ALIGN_BYTES
+from lockstep.training.comm.shm import atomics
+from lockstep.training.comm.shm.atomics import claim_word
 
 PAGE_BYTES = 4096
 FLAG, LEFT, CALLS, REASON = 0, 64, 128, 1024  # offsets in a rank's control page

@@ -4,7 +4,7 @@ Ring (Patarasuk and Yuan, 2009): each rank sends to the next and receives from t
 every rank adding its own, and ends complete on the rank that it belongs to; then complete parts go round once more.
 2 (N - 1) / N of the buffer leaves each rank, the least possible, in 2 (N - 1) steps.
 
-Halving and doubling, and the double tree, are those of training.comm.cost, with their sources.
+Halving and doubling, and the double tree, are those of lockstep.training.comm.cost, with their sources.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.tcp.schedule import Builder, Combine, Grid, Program, even_grid
+from lockstep.training.comm.tcp.schedule import Builder, Combine, Grid, Program, even_grid
 
 
 def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import (
+from lockstep.training.comm.base import (
     UFUNCS,
     Communicator,
     LinkUse,
@@ -29,8 +29,8 @@ from training.comm.base import (
     divide_by_ranks,
     links_of,
 )
-from training.comm.frames import tag_of
-from training.comm.tcp.algorithms import (
+from lockstep.training.comm.frames import tag_of
+from lockstep.training.comm.tcp.algorithms import (
     SMALL_BYTES,
     ProgramKey,
     Programs,
@@ -39,11 +39,11 @@ from training.comm.tcp.algorithms import (
     pairwise_exchange,
     ring_all_gather,
 )
-from training.comm.tcp.engine import Engine
-from training.comm.tcp.link import Call
-from training.comm.tcp.mesh import Mesh
-from training.comm.tcp.schedule import Program, grid_of
-from training.comm.tls import Tls
+from lockstep.training.comm.tcp.engine import Engine
+from lockstep.training.comm.tcp.link import Call
+from lockstep.training.comm.tcp.mesh import Mesh
+from lockstep.training.comm.tcp.schedule import Program, grid_of
+from lockstep.training.comm.tls import Tls
 
 _open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
 
@@ -310,7 +310,7 @@ def connect_tcp(
     call_deadline_s: float,
     tls: Tls | None = None,
 ) -> TcpCommunicator:
-    """Join the ranks; see `training.comm.connect`. `tls` encrypts what leaves this host."""
+    """Join the ranks; see `lockstep.training.comm.connect`. `tls` encrypts what leaves this host."""
     mesh = Mesh(rank, num_ranks, generation, key, host, tls)
     try:
         mesh.rendezvous(rendezvous)

@@ -17,8 +17,8 @@ from contextlib import suppress
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import LinkUse
-from training.comm.frames import (
+from lockstep.training.comm.base import LinkUse
+from lockstep.training.comm.frames import (
     ENDED,
     HEADER_BYTES,
     LEFT,
@@ -28,9 +28,9 @@ from training.comm.frames import (
     is_word,
     pack_header,
 )
-from training.comm.tcp.link import HUNG_UP, Call, Link, held, link_use, receive_some, send_some
-from training.comm.tcp.mesh import Mesh
-from training.comm.tcp.parting import ask_around, last_word, rest_of_word, say_farewell
+from lockstep.training.comm.tcp.link import HUNG_UP, Call, Link, held, link_use, receive_some, send_some
+from lockstep.training.comm.tcp.mesh import Mesh
+from lockstep.training.comm.tcp.parting import ask_around, last_word, rest_of_word, say_farewell
 
 CALLS_AT_A_TIME = 4  # two large ones, and small ones between them
 TURN_BYTES = 64 << 10  # after a longer frame, other connections get their turn

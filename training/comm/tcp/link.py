@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.comm.base import LinkUse
-from training.comm.frames import HEADER_BYTES
-from training.comm.tcp.schedule import Program, Receive, Send
+from lockstep.training.comm.base import LinkUse
+from lockstep.training.comm.frames import HEADER_BYTES
+from lockstep.training.comm.tcp.schedule import Program, Receive, Send
 
 PIECE_BYTES = 128 << 10  # of TLS at a time: eight records; see docs/decisions/044-links-between-hosts.md
 

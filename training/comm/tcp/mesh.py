@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lockstep.storage.errors import CommunicationError
-from training.comm import auth
-from training.comm.auth import BACKLOG, Reception
-from training.comm.tcp.link import Link
-from training.comm.tcp.parting import say_farewell
-from training.comm.tls import Tls
+from lockstep.training.comm import auth
+from lockstep.training.comm.auth import BACKLOG, Reception
+from lockstep.training.comm.tcp.link import Link
+from lockstep.training.comm.tcp.parting import say_farewell
+from lockstep.training.comm.tls import Tls
 
 SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
 LIFELINE = (1 << 64) - 1  # the channel of lifelines

@@ -12,8 +12,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from training.comm.frames import ENDED, HEADER_BYTES, LEFT, STALLED, WORD_BYTES, is_word, pack_word, read_word
-from training.comm.tcp.link import HUNG_UP, Link, receive_some, send_some
+from lockstep.training.comm.frames import ENDED, HEADER_BYTES, LEFT, STALLED, WORD_BYTES, is_word, pack_word, read_word
+from lockstep.training.comm.tcp.link import HUNG_UP, Link, receive_some, send_some
 
 GRACE_S = 0.5  # for a rank to answer that it is alive
 LINGER_S = 0.25  # for a last word to arrive

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from training.comm.base import part_bounds
+from lockstep.training.comm.base import part_bounds
 
 CHUNK_BYTES = 512 << 10  # stays in the caches between receiving, checking and adding; benchmarks/all_reduce.py chose it
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError, ConfigError
-from training import devices
-from training.comm.base import Communicator
-from training.comm.hosts import local_addresses
-from training.comm.tcp.communicator import TcpCommunicator
+from lockstep.training import devices
+from lockstep.training.comm.base import Communicator
+from lockstep.training.comm.hosts import local_addresses
+from lockstep.training.comm.tcp.communicator import TcpCommunicator
 
 JOB = "worker"
 HEALTH_LIMIT_MS = 1000

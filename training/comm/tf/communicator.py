@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.base import (
+from lockstep.training.comm.base import (
     FLOATS,
     UFUNCS,
     Communicator,
@@ -33,10 +33,10 @@ from training.comm.base import (
     divide_by_ranks,
     part_bounds,
 )
-from training.comm.hosts import require_trust
-from training.comm.options import CommOptions
-from training.comm.tcp.communicator import TcpCommunicator
-from training.comm.tf.cluster import (
+from lockstep.training.comm.hosts import require_trust
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.comm.tcp.communicator import TcpCommunicator
+from lockstep.training.comm.tf.cluster import (
     RESTART,
     WORD,
     Call,

@@ -1,3 +1,0 @@
-"""`training.horovod.keras.callbacks`, for scripts that keep Horovod's module path."""
-
-from training.horovod.callbacks import *  # noqa: F403 - the same names
