@@ -35,7 +35,7 @@ FIELDS = r'^(\S+) (\S+) (\S+) \[([^\]]+)\] "([^"]*)" (\d+|-) (\d+|-)'
 
 
 def etl(spark: SparkSession, source: Path, folder: Path) -> Callable[[], object]:
-    """lockstep.jobs.etl_logs of `source` as the demo calls it."""
+    """lockstep etl_logs of `source` as the demo calls it."""
 
     def work() -> None:
         out = folder / secrets.token_hex(8)

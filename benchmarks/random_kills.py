@@ -327,13 +327,13 @@ def etl_among_faults(one: Campaign, expected: str, seconds: float) -> None:
     one.wrong += [f"left: {path.name}" for path in one.folder.glob("_staging-*")]
     code, printed = verified(one.run)
     if code:
-        one.wrong.append(f"lockstep.jobs.verify ended with {code}: {printed[-300:]}")
+        one.wrong.append(f"lockstep verify ended with {code}: {printed[-300:]}")
     file = one.rng.choice(sorted(path for path in Path(one.run).rglob("*") if path.is_file()))
     flip(file, one.rng)
     one.done.append("flip published")
     code, printed = verified(one.run)
     if code != 1 or str(file.relative_to(one.run)) not in printed:
-        one.wrong.append(f"lockstep.jobs.verify of a flipped {file.name} ended with {code}: {printed[-300:]}")
+        one.wrong.append(f"lockstep verify of a flipped {file.name} ended with {code}: {printed[-300:]}")
 
 
 def verified(url: str) -> tuple[int, str]:

@@ -135,7 +135,7 @@ class Pipeline:
     def check(self) -> None:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
-        refuse_idle("--dry-run", self.train_args.dry_run, "lockstep.jobs.train")
+        refuse_idle("--dry-run", self.train_args.dry_run, "lockstep train")
         check_name(config.model, config.extra, here=imported_here(config.launcher))
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)

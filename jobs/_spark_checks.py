@@ -295,7 +295,7 @@ class SparkChecks:
             raise kind(
                 f"the clock of {at} differs from the driver's by {worst:.0f} s or more",
                 next_step="Run NTP or chrony on all hosts. Kerberos refuses more than 5 minutes; times in logs and "
-                "lockstep.jobs.status are wrong by the difference.",
+                "lockstep status are wrong by the difference.",
             )
         return f"within {self._ended_s - self._began_s + worst:.1f} s of the driver's, the time that asking took"
 

@@ -1,1 +1,1 @@
-"""One process: where its code lies, which modules of the user it imports, and the signals that end it."""
+"""One process: where its code is, which modules of the user it imports, and the signals that end it."""

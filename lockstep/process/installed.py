@@ -1,4 +1,4 @@
-"""Where our code lies: a checkout, site-packages, or the zip that a cluster's processes import."""
+"""Where our code is: a checkout, site-packages, or the zip that a cluster's processes import."""
 
 from __future__ import annotations
 

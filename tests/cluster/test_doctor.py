@@ -1,4 +1,4 @@
-"""lockstep.jobs.doctor on a real YARN: its queue before a session waits for it, and the executors in its containers."""
+"""lockstep doctor on a real YARN: its queue before a session waits for it, and the executors in its containers."""
 
 from __future__ import annotations
 

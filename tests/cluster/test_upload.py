@@ -1,4 +1,4 @@
-"""lockstep.jobs.upload on a real HDFS: killed in the middle and run again; a DataNode that dies under a read and an
+"""lockstep upload on a real HDFS: killed in the middle and run again; a DataNode that dies under a read and an
 upload.
 """
 

@@ -24,6 +24,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--pid", "--logdir",  # py-spy, tensorboard
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # lockstep doctor
+    "--version",  # lockstep alone
     "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date", "--max-active-runs",
     "--reprocess-behavior", "--state",  # airflow
 }  # fmt: skip

@@ -216,4 +216,4 @@ def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession,
     with pytest.raises(ConfigError, match="--propose-schema") as caught:
         lines = TableConfig(output=toml, inputs=("x.csv",), input_format="csv", proposes=True, id_columns=())
         tables.propose(spark, lines)
-    assert "lockstep.jobs.etl_logs" in caught.value.next_step
+    assert "lockstep etl_logs" in caught.value.next_step

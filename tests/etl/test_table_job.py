@@ -1,4 +1,4 @@
-"""lockstep.jobs.etl_table, as far as it goes without Spark: what its call may say, told before anything is started."""
+"""lockstep etl_table, as far as it goes without Spark: what its call may say, told before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lockstep.jobs.bench_comm: what is refused before ranks start, the table's arithmetic, and two real ranks."""
+"""lockstep bench_comm: what is refused before ranks start, the table's arithmetic, and two real ranks."""
 
 from __future__ import annotations
 

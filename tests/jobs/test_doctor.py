@@ -1,4 +1,4 @@
-"""lockstep.jobs.doctor: one line a check, exit 1 on a FAIL, never the environment."""
+"""lockstep doctor: one line a check, exit 1 on a FAIL, never the environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "passes", passes)
     assert doctor.main(["--master", "local[2]"]) == 0
     page = (ROOT / "docs/tutorial.md").read_text("utf-8")
-    step = next(step for step in steps_of(page) if "lockstep.jobs.doctor" in step.commands)
+    step = next(step for step in steps_of(page) if "lockstep doctor" in step.commands)
     assert step.seen == [f"OK   {name}: ..." for name in told]
 
 
@@ -101,7 +101,7 @@ def test_packages_are_judged_by_what_can_be_imported(monkeypatch: pytest.MonkeyP
 def from_zip(folder: Path, code: str) -> str:
     """What a Python prints that runs from our zip, as a driver of YARN's cluster mode."""
     environment = {**os.environ, "PYTHONPATH": ship_rooms(str(folder))}
-    command = [sys.executable, "-P", "-c", f"from jobs import _checks\n{code}"]
+    command = [sys.executable, "-P", "-c", f"from lockstep.jobs import _checks\n{code}"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""lockstep.jobs.doctor on executors of a real standalone master: what a job would meet there, one line each."""
+"""lockstep doctor on executors of a real standalone master: what a job would meet there, one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lockstep.jobs.index: a manifest beside files of somebody else, which stay as they are."""
+"""lockstep index: a manifest beside files of somebody else, which stay as they are."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, harm: object, error:
     told = "b.tfrecord-00001" if error is CorruptionError else "no one schema fits"
     with pytest.raises(error, match=told) as caught:
         index.main([str(folder)])
-    assert "lockstep.jobs.verify" not in caught.value.next_step  # which takes no files without a manifest
+    assert "lockstep verify" not in caught.value.next_step  # which takes no files without a manifest
     assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b.tfrecord-00001"]
 
 

@@ -1,4 +1,4 @@
-"""lockstep.jobs.profile_run: its flags are those of lockstep train that change a step, and what is refused before ranks
+"""lockstep profile_run: its flags are those of lockstep train that change a step, and what is refused before ranks
 start.
 """
 

@@ -1,4 +1,4 @@
-"""lockstep.jobs.train: its flags are the configuration, and what cannot be right is told before anything starts."""
+"""lockstep train: its flags are the configuration, and what cannot be right is told before anything starts."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_feature_that_the_schema_lacks_is_refused_unless_the_call_chooses(tmp_
     for columns in ("n", '["n"]'):
         with pytest.raises(DataError, match="record 1000 of the batch has a feature that the schema lacks") as caught:
             read(path, columns=columns)
-        assert caught.value.got == "`promo`" and "lockstep.jobs.index" in caught.value.next_step
+        assert caught.value.got == "`promo`" and "lockstep index" in caught.value.next_step
     with pytest.raises(DataError, match="has a feature that the schema lacks"):
         read(path)
     rows, _ = read(path, sampleRecords="1001")

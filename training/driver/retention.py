@@ -51,9 +51,7 @@ def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Calla
         _remove_trash(fs, join(paths.trash(generation), name))
 
 
-def take_over(
-    fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep
-) -> Checkpoint | None:
+def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep) -> Checkpoint | None:
     """Tidy up after a new claim; returns the tip with its URL.
 
     The tip and its base are moved back out of the trash, into which an older driver's retention may have moved them

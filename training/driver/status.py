@@ -1,14 +1,11 @@
-"""Keeps RUN/status.json, follows the requests in RUN/control, and calls the --on-event command."""
+"""Keeps RUN/status.json: what the run is doing, from what the driver and the ranks report."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import shlex
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -18,15 +15,17 @@ from fractions import Fraction
 from statistics import median
 from typing import Any
 
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.protocol import Tag
 from lockstep.training.driver.live import RunProgress
+from lockstep.training.driver.on_event import OnEvent
+from lockstep.training.driver.open_requests import Requests
 from lockstep.training.driver.stop import StopRequest
 from lockstep.training.driver.stragglers import NETWORK, WELL, times_a_step
-from lockstep.training.run import requests, status
+from lockstep.training.run import status
 from lockstep.training.run.epochs import epochs_trained
 from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError
 from lockstep.training.run.metrics import BAD_RECORD, STRAGGLER, USAGE
@@ -37,69 +36,7 @@ log = logging.getLogger(__name__)
 WRITE_EVERY_S = 5.0
 RATE_OVER_S = 30.0
 ROWS = 20  # of a rank whose medians are shown
-STACKS_WITHIN_S = 20.0
 NETWORK_S = 60.0
-EVENT_LIMIT_S = 30.0
-REQUESTED = "lockstep.jobs.control"
-"""Who asked for a stop that RUN/control brought."""
-
-
-class OnEvent:
-    """The command of --on-event: it gets each event as one JSON object on standard input.
-
-    Events are called one after the other by a thread of their own; a command that fails or needs more than
-    EVENT_LIMIT_S is logged, and never holds up the run.
-    """
-
-    def __init__(self, command: str | None, run: str) -> None:
-        """Raises ConfigError for a command that is empty or has an open quote."""
-        self._run = run
-        try:
-            self._command = [] if command is None else shlex.split(command)
-        except ValueError as error:
-            raise _no_command(command, str(error)) from error
-        if command is not None and not self._command:
-            raise _no_command(command, "no words")
-        self._waiting: list[threading.Thread] = []
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Call the command with {event, run, host, at} and `fields`; returns at once."""
-        if not self._command:
-            return
-        at = now_utc().isoformat(timespec="seconds")
-        document = {"event": event, "run": self._run, "host": socket.gethostname(), "at": at, **fields}
-        before = self._waiting[-1] if self._waiting else None
-        thread = threading.Thread(target=self._call, args=(document, before), name="on-event", daemon=True)
-        self._waiting.append(thread)
-        thread.start()
-
-    def finish(self) -> None:
-        """Wait for the last event's command, at most its limit."""
-        if self._waiting:
-            self._waiting[-1].join(EVENT_LIMIT_S)
-
-    def _call(self, document: dict[str, Any], before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        try:
-            done = subprocess.run(
-                self._command, input=json.dumps(document).encode(), capture_output=True, timeout=EVENT_LIMIT_S
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:  # its arguments may hold secrets, so they are not shown
-            log.warning("--on-event %s: %s of %s", document["event"], type(error).__name__, self._command[0])
-            return
-        if done.returncode:
-            said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            log.warning("--on-event %s: exit code %d: %s", document["event"], done.returncode, *said or ["(silent)"])
-
-
-def _no_command(command: str | None, why: str) -> ConfigError:
-    return ConfigError(
-        "--on-event cannot be called",
-        got=f"{command!r}: {why}",
-        allowed="a command and its arguments, quoted as in a shell",
-        next_step="Pass a program that reads one JSON object from standard input, such as --on-event ./notify.sh.",
-    )
 
 
 class Board:
@@ -149,14 +86,12 @@ class Board:
         self.quiet = threading.Lock()
         """Held while the status is written: hold it to remove temporary files of the run's folder."""
         self._ended = threading.Event()
-        self._open: dict[str, tuple[requests.Request, float, int]] = {}  # when it was seen, and at which step
-        self._orders: list[Tag] = []
-        self._stacks: dict[int, str] = {}
+        self._requests = Requests(fs, paths, stop)
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
 
     def __enter__(self) -> Board:
         self._inner.__enter__()
-        requests.clear(self._fs, self._paths)
+        self._requests.clear()
         self._thread.start()
         return self
 
@@ -199,9 +134,8 @@ class Board:
             if done < self._status.step:
                 self._rate.clear()
             state = status.TRAINING if trains else self._status.state
-            begins = trains and self._status.state != status.TRAINING
-            if begins and any(each.kind == requests.CHECKPOINT for each, *_ in list(self._open.values())):
-                self._orders.append(Tag.SAVE)  # the ranks that were asked have ended without it
+            if trains and self._status.state != status.TRAINING:
+                self._requests.begun()
             self._status = replace(self._status, step=done, state=state)
             self._rate.append((now, done))
             while len(self._rate) > 2 and now - self._rate[1][0] > RATE_OVER_S:
@@ -232,69 +166,24 @@ class Board:
 
     def orders(self) -> Sequence[Tag]:
         """What all ranks are to be asked now; each order is returned once."""
-        with self._lock:
-            taken, self._orders = self._orders, []
-        return taken
+        return self._requests.orders()
 
     def stacks(self, rank: int, text: str) -> None:
         """A rank's supervisor has sent the stacks of its threads."""
-        with self._lock:
-            self._stacks[rank] = text
+        self._requests.stacks(rank, text)
 
     def _keep(self) -> None:
         while True:
             self._follow()
             self._write()
-            if self._ended.wait(min(1.0, self._every_s) if self._open else self._every_s):
+            if self._ended.wait(min(1.0, self._every_s) if self._requests.open else self._every_s):
                 return
 
     def _follow(self) -> None:
         """Take new requests, and answer those whose work is done."""
-        try:
-            found = requests.open_requests(self._fs, self._paths)
-            for nonce in self._open.keys() - {request.nonce for request in found}:
-                del self._open[nonce]  # withdrawn: no process would remove its answer
-            for request in found:
-                if request.nonce not in self._open:
-                    self._begin(request)
-            for nonce, (request, at, step) in list(self._open.items()):
-                text = self._done(request, time.monotonic() - at, step)
-                if text is not None:
-                    requests.answer(self._fs, self._paths, request, text)
-                    del self._open[nonce]
-        except LockstepError as error:  # a storage that is away for a while: the next look follows
-            log.warning("requests to the run cannot be read or answered: %s", error.what)
-
-    def _begin(self, request: requests.Request) -> None:
-        log.info("%s asks for `%s`", request.by, request.kind)
         with self._lock:
-            step, trains = self._status.step, self._status.state == status.TRAINING
-            if request.kind == requests.CHECKPOINT and trains:
-                self._orders.append(Tag.SAVE)
-            elif request.kind == requests.STACKS and self._status.num_ranks:
-                self._stacks.clear()
-                self._orders.append(Tag.STACKS)
-        if request.kind == requests.STOP:
-            self._stop.by = self._stop.by or f"{REQUESTED} on {request.by}"
-        elif request.kind not in requests.KINDS or (request.kind == requests.CHECKPOINT and not trains):
-            why = f"`{request.kind}` cannot be followed while the run is {self._status.state}"
-            requests.answer(self._fs, self._paths, request, why, done=False)
-            return
-        self._open[request.nonce] = request, time.monotonic(), step
-
-    def _done(self, request: requests.Request, age_s: float, step: int) -> str | None:
-        """The answer to a request whose work is done; None before."""
-        tip = self._tip()
-        if request.kind == requests.STOP:
-            return "the ranks write a checkpoint after their next step, and leave"
-        if request.kind == requests.CHECKPOINT:
-            return f"checkpoint {tip}" if tip is not None and tip.step > step else None
-        with self._lock:
-            stacks, ranks = dict(self._stacks), self._status.num_ranks
-        if len(stacks) < ranks and age_s < STACKS_WITHIN_S:
-            return None
-        missing = f"no answer within {STACKS_WITHIN_S:.0f} s: its supervisor or host is gone, or it has ended"
-        return "\n".join(f"rank {rank}:\n{stacks.get(rank, missing).rstrip()}\n" for rank in range(ranks))
+            now = self._status
+        self._requests.follow(now, self._tip())
 
     # The file
 
@@ -383,11 +272,7 @@ class Board:
 
     def _publish_end(self, state: str) -> None:
         self._follow()
-        for request, *_ in self._open.values():
-            try:
-                requests.answer(self._fs, self._paths, request, f"the run is {state}", done=False)
-            except LockstepError as lost:
-                log.warning("a request was not answered: %s", lost.what)
+        self._requests.end(state)
         self._write()
 
 

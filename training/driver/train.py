@@ -31,14 +31,16 @@ from lockstep.training.control.failures import MemoryKillError, PreemptedError
 from lockstep.training.control.protocol import is_final
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.balance import Balancer
-from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.elastic import Slots
+from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal, RunProgress
+from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownership
 from lockstep.training.driver.preflight import CheckedRun, preflight
 from lockstep.training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
-from lockstep.training.driver.retention import drop_stagings, empty_trash, take_over
-from lockstep.training.driver.status import Board, OnEvent
+from lockstep.training.driver.retention import drop_stagings, empty_trash, tidy_up
+from lockstep.training.driver.status import Board
 from lockstep.training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from lockstep.training.launch.executors import ExecutorMemory
 from lockstep.training.launch.session import Launch, Launches, SessionLauncher
@@ -233,6 +235,9 @@ class _Driver:
         self._bad_records: dict[str, int] = {}  # words, and how many records they are for
         self._first_weights: str | None = None  # their URL, the same for all ranks and after a restart
         self._saved = "its newest checkpoint"  # in words, where the same call would resume
+        self._killed_before = False  # for their memory
+        self._ranks_before: int | None = None
+        self._void: int | None = None  # a claim of this driver whose parent is deleted
 
     def run(self) -> RunResult:
         """Train to the end. Raises StorageAwayError, which says where the run resumes, if the storage is away."""
@@ -242,100 +247,118 @@ class _Driver:
             raise self._without_storage(error) from error
 
     def _run(self) -> RunResult:
-        killed_before = False
-        ranks_before: int | None = None
-        void: int | None = None  # a claim of this driver whose parent is deleted
         while True:
-            tip = find_tip(self._fs, self._paths, void)
-            began = tip.ref if tip else None
-            self._saved = str(began or "the start")
-            self._board.found(began)
-            if began is not None and ranks_before is None:
-                # Later claims asked for epochs too, but no step followed them.
-                claims = read_claims(self._fs, self._paths)
-                self._note_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
-                if self._balancer is not None:
-                    self._balancer.shares = claims[began.generation].shares
-            try:
-                num_ranks = self._slots.choose(ranks_before, self._ended)
-            except (KeyboardInterrupt, SystemExit):
-                self._say_saved(began)
-                raise
-            shares = None if self._balancer is None else self._balancer.begin(num_ranks)
-            claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=num_ranks, shares=shares)
-            if claim is None:
-                continue  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
-            needed = {tip.ref, tip.base or tip.ref} if tip else set()
-            if not needed <= checkpoints(self._fs, self._paths).keys():
-                # Between the look-up and the claim, an older driver's retention deleted that checkpoint or its base.
-                void = claim.generation
-                continue
-            void = None
-            # Remove what a paused older driver has staged, so that it cannot publish it when it resumes; then tidy up
-            # what it has published until now.
-            with self._board.quiet:
-                self._ownership.sweep()
-            drop_stagings(self._fs, self._paths, claim.generation)
-            self._fs.discard(self._paths.stopped)
-            tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
-            if tip is not None:
-                change = "" if ranks_before in (None, num_ranks) else f" with {num_ranks} ranks after {ranks_before}"
-                print(f"resuming from checkpoint {tip.ref}{change}", file=sys.stderr, flush=True)
-            ranks_before = num_ranks
-            commits = self._commits(claim)
-            handler = self._handler(claim, tip, commits)
-            self._board.begin(claim, commits.newest)
-            try:
-                with handler, self._stop.waits():
-                    processes = replace(self._config, num_ranks=num_ranks).processes  # one rank has no servers
-                    results = self._launches.run(self._task(claim), claim.generation, handler, processes)
-                self._board.set(int(results[0]["steps"]))
-                if not results[0].get("left"):
-                    return self._finish(claim, commits, results[0])
-            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
-                commits.close(COMMIT_WAIT_S)
-                self._say_saved(commits.tip)
-                raise
-            except LockstepError as error:
-                commits.close(COMMIT_WAIT_S)
-                self._saved = str(commits.tip or "the start")
-                if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
-                    print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
-                    self._stopped(claim, commits.tip, saved=False)
-                if (last := incurable(error)) is not None:
-                    if isinstance(last, RESUMED_LATER):
-                        last.next_step += f" It resumes from {commits.tip or 'the start'}."
-                    raise last from (None if last is not error else error.__cause__)
-                if isinstance(error, MemoryKillError):
-                    if killed_before:
-                        raise self._memory_too_small(error, commits.tip) from error
-                    killed_before = True
-                where = commits.tip or "the start"
-                words = f"generation {claim.generation} failed, resuming from {where}"
-                if isinstance(error, PreemptedError):
-                    print(f"{words}: {error}", file=sys.stderr)
-                    continue
-                if self._balancer is not None and commits.tip == began:
-                    self._balancer.failed()
-                try:
-                    progress, samples = commits.tip != began, handler.suspects
-                    wait_s = self._policy.failed(
-                        error, num_ranks=num_ranks, progress=progress, samples=samples, shares=claim.shares
-                    )
-                except LockstepError as last:
-                    if last is not error:
-                        print(f"generation {claim.generation} failed: {error}", file=sys.stderr, flush=True)
-                    raise
-                then = f" in {wait_s:g} s" if wait_s else ""
-                print(f"{words}{then}: {error}", file=sys.stderr, flush=True)
-                self._board.failed(error)
-                self._wait(wait_s, commits.tip)
-            else:
-                moves = self._balancer is not None and self._balancer.wanted is not None
-                if self._stop.by is None and (self._config.elastic or moves):
-                    continue  # with as many ranks as there are slots for now, or other lanes
-                self._stop.by = self._stop.by or "SIGTERM to a rank"
-                self._stopped(claim, commits.tip, saved=True)
+            begun = self._begin()
+            if begun is not None and (result := self._train(*begun)) is not None:
+                return result
+
+    def _begin(self) -> tuple[Claim, Checkpoint | None] | None:
+        """Claim the next generation: its claim, and the checkpoint that it starts from.
+
+        None where another driver's commit or retention came in between: look again.
+        """
+        found = find_tip(self._fs, self._paths, self._void)
+        began = found.ref if found else None
+        self._saved = str(began or "the start")
+        self._board.found(began)
+        if began is not None and self._ranks_before is None:
+            self._note_earlier(began)
+        try:
+            num_ranks = self._slots.choose(self._ranks_before, self._ended)
+        except (KeyboardInterrupt, SystemExit):
+            self._say_saved(began)
+            raise
+        shares = None if self._balancer is None else self._balancer.begin(num_ranks)
+        claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=num_ranks, shares=shares)
+        if claim is None:
+            return None  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
+        needed = {found.ref, found.base or found.ref} if found else set()
+        if not needed <= checkpoints(self._fs, self._paths).keys():
+            # Between the look-up and the claim, an older driver's retention deleted that checkpoint or its base.
+            self._void = claim.generation
+            return None
+        self._void = None
+        # Remove what a paused older driver has staged, so that it cannot publish it when it resumes; then tidy up
+        # what it has published until now.
+        with self._board.quiet:
+            self._ownership.sweep()
+        drop_stagings(self._fs, self._paths, claim.generation)
+        self._fs.discard(self._paths.stopped)
+        tip = tidy_up(self._fs, self._paths, claim.generation, found, self._config.keep)
+        if tip is not None:
+            before = self._ranks_before
+            change = "" if before in (None, num_ranks) else f" with {num_ranks} ranks after {before}"
+            print(f"resuming from checkpoint {tip.ref}{change}", file=sys.stderr, flush=True)
+        self._ranks_before = num_ranks
+        return claim, tip
+
+    def _train(self, claim: Claim, tip: Checkpoint | None) -> RunResult | None:
+        """Train one generation to its end: the run's result, or None if another generation follows."""
+        commits = self._commits(claim)
+        handler = self._handler(claim, tip, commits)
+        self._board.begin(claim, commits.newest)
+        try:
+            with handler, self._stop.waits():
+                processes = replace(self._config, num_ranks=claim.num_ranks).processes  # one rank has no servers
+                results = self._launches.run(self._task(claim), claim.generation, handler, processes)
+            self._board.set(int(results[0]["steps"]))
+            if not results[0].get("left"):
+                return self._finish(claim, commits, results[0])
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
+            commits.close(COMMIT_WAIT_S)
+            self._say_saved(commits.tip)
+            raise
+        except LockstepError as error:
+            commits.close(COMMIT_WAIT_S)
+            self._after_failure(error, claim, commits.tip, handler.suspects)
+        else:
+            self._after_leaving(claim, commits.tip)
+        return None
+
+    def _after_leaving(self, claim: Claim, tip: CheckpointRef | None) -> None:
+        """Return if the ranks left for another number of ranks or other lanes; else this call ends."""
+        moves = self._balancer is not None and self._balancer.wanted is not None
+        if self._stop.by is None and (self._config.elastic or moves):
+            return
+        self._stop.by = self._stop.by or "SIGTERM to a rank"
+        self._stopped(claim, tip, saved=True)
+
+    def _after_failure(
+        self, error: LockstepError, claim: Claim, tip: CheckpointRef | None, suspects: dict[int, list[str]]
+    ) -> None:
+        """Wait for the restart of a failed generation. Raises what ends the run."""
+        where = str(tip or "the start")
+        self._saved = where
+        if self._stop.by is not None and not isinstance(error, SupersededError) and not is_final(error):
+            print(f"stopped by {self._stop.by}: {error}", file=sys.stderr)
+            self._stopped(claim, tip, saved=False)
+        if (last := incurable(error)) is not None:
+            if isinstance(last, RESUMED_LATER):
+                last.next_step += f" It resumes from {where}."
+            raise last from (None if last is not error else error.__cause__)
+        if isinstance(error, MemoryKillError):
+            if self._killed_before:
+                raise self._memory_too_small(error, tip) from error
+            self._killed_before = True
+        words = f"generation {claim.generation} failed, resuming from {where}"
+        if isinstance(error, PreemptedError):
+            print(f"{words}: {error}", file=sys.stderr)
+            return
+        progress = tip != claim.parent
+        if self._balancer is not None and not progress:
+            self._balancer.failed()
+        try:
+            wait_s = self._policy.failed(
+                error, num_ranks=claim.num_ranks, progress=progress, samples=suspects, shares=claim.shares
+            )
+        except LockstepError as last:
+            if last is not error:
+                print(f"generation {claim.generation} failed: {error}", file=sys.stderr, flush=True)
+            raise
+        then = f" in {wait_s:g} s" if wait_s else ""
+        print(f"{words}{then}: {error}", file=sys.stderr, flush=True)
+        self._board.failed(error)
+        self._wait(wait_s, tip)
 
     def _wait(self, seconds: float, tip: CheckpointRef | None) -> None:
         """Let `seconds` pass before a restart; a signal, another driver and the caller end the run meanwhile."""
@@ -346,8 +369,15 @@ class _Driver:
             self._say_saved(tip)
             raise
 
-    def _note_longer(self, asked: int) -> None:
-        """Print a note if the steps done so far may have followed another schedule than the rest will."""
+    def _note_earlier(self, began: CheckpointRef) -> None:
+        """Take the shares of the lanes over from the earlier call, and print a note if its steps may have followed
+        another schedule than the rest will.
+        """
+        # Later claims asked for epochs too, but no step followed them.
+        claims = {g: claim for g, claim in read_claims(self._fs, self._paths).items() if g <= began.generation}
+        if self._balancer is not None:
+            self._balancer.shares = claims[began.generation].shares
+        asked = epochs_asked(claims)
         epochs, model = self._config.epochs, self._config.model
         if asked and asked != epochs and may_follow_length(model):
             print(
@@ -413,23 +443,20 @@ class _Driver:
 
     def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
         plan, ranks, groups = self._plan, claim.num_ranks, lane_groups(self._config)
-        rows = []
+        rows = [1] * ranks
         if isinstance(plan, EpochPlan | MixedPlan):
             rows = [plan.rows(rank, ranks, groups, claim.shares) for rank in range(ranks)]
+        watch = Watch(rows, memory=self._memory, balancer=self._balancer, bad_records=self._bad_records)
         return RunHandler(
             self._paths,
             claim,
             tip,
             commits,
             self._board,
-            self._ended,
-            self._memory,
+            watch,
+            overtaken=self._ended,
             on_epoch=self._hooks.on_epoch,
-            leave=partial(self._leave, claim.num_ranks),
-            rows=rows,
-            balancer=self._balancer,
-            bad_records=self._bad_records,
-            board=self._board,
+            leave=partial(self._leave, ranks),
         )
 
     def _commits(self, claim: Claim) -> CommitHandler:

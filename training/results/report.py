@@ -243,7 +243,7 @@ def _result_section(
     validation = "validation (chosen on: optimistic)" if chosen else "validation"
     body = table([("metric", "training", validation), *rows], head=True) if rows else Markup()
     if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
-        words = ["python", "-m", "lockstep.jobs.evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
+        words = ["lockstep", "evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
         of_classes = any("auc" in name or "accuracy" in name for name in names)
         of_numbers = any("error" in name for name in names) and not of_classes
         call = shlex.join([*words, "--baseline", "mean" if of_numbers else "majority", "--report"])

@@ -18,7 +18,7 @@ WORDS = {
     TRAINING: "its driver lives",
     STOPPED: "in good order; lockstep train with the same flags resumes it",
     FAILED: "its driver gave up; lockstep status has the error, and lockstep train with the same flags tries again",
-    INTERRUPTED: "lockstep.jobs.train with the same flags resumes it",
+    INTERRUPTED: "lockstep train with the same flags resumes it",
     ELSEWHERE: "its driver is on another host; if it has died, lockstep train with the same flags resumes it",
 }
 

@@ -17,7 +17,7 @@ def command_of(config: Mapping[str, Any]) -> str:
 
     A configuration of an older version may lack fields.
     """
-    words = ["python", "-m", "lockstep.jobs.train"]
+    words = ["lockstep", "train"]
     for field in fields(TrainConfig):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         value = config.get(field.name)

@@ -100,7 +100,7 @@ def ask(fs: FileSystem, paths: RunPaths, kind: str, within_s: float) -> str:
                     got=f"no answer within {within_s:.0f} s{silent}",
                     allowed="a driver that lives and reaches the run's directory; it looks every 5 s",
                     next_step=f"See `lockstep status {paths.root}`: its driver may have ended; the same "
-                    "lockstep.jobs.train call then resumes the run.",
+                    "lockstep train call then resumes the run.",
                 )
             time.sleep(LOOK_S)
     finally:

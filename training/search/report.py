@@ -109,7 +109,7 @@ def _next_calls(config: SearchConfig, best: Trial) -> Markup:
     searched = {parameter.name for parameter in config.space}
     settings = {name: value for name, value in config.base.extra.items() if f"{SETTING}{name}" not in searched}
     words = shlex.split(command_of(replace(config.base, extra=settings).to_json()))
-    words[2] = "lockstep.jobs.tune"
+    words[1] = "tune"
     words += ["--metric", config.metric, "--trials", str(2 * config.number), "--parallel", str(config.parallel)]
     words += ["--sampler", config.sampler, "--pruner", config.pruner, "--space", "space.toml"]
     words += [] if config.test is None else ["--test", config.test]

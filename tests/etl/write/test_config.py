@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import lockstep
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.spark.errors import from_text, to_wire
 from lockstep.etl.split.sampling import parse_share
@@ -140,11 +138,6 @@ def test_shares_sizes_and_splits() -> None:
         kind="group", names=("train", "test"), weights=(70, 30), column="a:b"
     )
     assert SplitSpec.parse("given").given
-
-
-def test_the_version_is_the_projects() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["version"] == lockstep.__version__
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""lockstep.jobs.verify on datasets: any flipped byte, cut, missing or extra file is found, with its place."""
+"""lockstep verify on datasets: any flipped byte, cut, missing or extra file is found, with its place."""
 
 from __future__ import annotations
 

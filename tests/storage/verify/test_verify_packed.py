@@ -1,4 +1,4 @@
-"""lockstep.jobs.verify and the manifest of a gzip dataset: what is changed or forged is found, with its place."""
+"""lockstep verify and the manifest of a gzip dataset: what is changed or forged is found, with its place."""
 
 from __future__ import annotations
 

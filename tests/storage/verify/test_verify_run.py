@@ -1,4 +1,4 @@
-"""lockstep.jobs.verify on runs, checkpoints and exported models."""
+"""lockstep verify on runs, checkpoints and exported models."""
 
 from __future__ import annotations
 

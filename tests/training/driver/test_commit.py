@@ -15,9 +15,12 @@ from lockstep.storage.errors import CommunicationError, LockstepError, LostWrite
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.training.config import TrainConfig
-from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.commit import CommitHandler
+from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal
 from lockstep.training.driver.retention import drop_stagings
+from lockstep.training.driver.status import Board
+from lockstep.training.driver.stop import StopRequest
 from lockstep.training.rules import Keep
 from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
 from lockstep.training.run.metrics import PartWriter, read_history
@@ -244,13 +247,18 @@ def test_metrics_with_dropped_lines_are_read(paths: RunPaths, monkeypatch: pytes
     assert [row["step"] for row in read_history(paths.root).steps] == [8]
 
 
+def board_of(paths: RunPaths, config: TrainConfig, progress: OnTerminal) -> Board:
+    return Board(progress, filesystem(paths.root), paths, config, 4, StopRequest(), confirm=lambda: None)
+
+
 def test_progress_says_of_which_epoch_a_val_loss_is(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     claim, commits = generation(paths)
     config = TrainConfig(datasets=("data",), run=paths.root, model="logistic", num_ranks=2, global_batch=1, epochs=2)
 
     def lines(epochs: int) -> str:
         with OnTerminal(config, 4) as progress:
-            handler = RunHandler(paths, claim, None, commits, progress)
+            board = board_of(paths, config, progress)
+            handler = RunHandler(paths, claim, None, commits, board, Watch([1, 1]))
             for epoch in range(2):
                 last = 2 * epoch + 2
                 step = {"kind": "step", "step": last, "epoch": epoch, "loss": 1.0 - epoch / 2}
@@ -272,7 +280,10 @@ def test_a_slow_rank_and_memory_that_runs_out_are_noted_and_kept(
     used = {"kind": "usage", "step": 1, "rss_bytes": 95 << 20, "held_bytes": 95 << 20, "limit_bytes": 100 << 20}
     used |= {"limit_of": "container", "cores": 0.5}
     times = {"kind": "pace", "steps": 1, "links": {}}
-    with OnTerminal(config, 40) as progress, RunHandler(paths, claim, None, commits, progress) as handler:
+    with (
+        OnTerminal(config, 40) as progress,
+        RunHandler(paths, claim, None, commits, board_of(paths, config, progress), Watch([1, 1])) as handler,
+    ):
         for rank in (1, 0):
             handler.answer(rank, "metrics", {"rows": [{**used, "rank": rank, "host": f"host-{rank}"}]})
         for step in range(1, 41):

@@ -16,8 +16,8 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import LauncherError
 from lockstep.training.control.task import Limits
 from lockstep.training.driver import elastic
-from lockstep.training.driver.commit import RunHandler
 from lockstep.training.driver.elastic import Slots
+from lockstep.training.driver.generation import RunHandler
 from lockstep.training.driver.preflight import numbers_of_ranks, plan_for, preflight
 from lockstep.training.launch.session import Session, SessionLauncher
 from lockstep.training.run.lineage import read_claims

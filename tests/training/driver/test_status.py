@@ -27,8 +27,9 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.protocol import Tag
+from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import Ownership
-from lockstep.training.driver.status import Board, OnEvent
+from lockstep.training.driver.status import Board
 from lockstep.training.driver.stop import StopRequest
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.local import run_local
@@ -358,6 +359,6 @@ def test_a_run_whose_driver_was_killed_before_a_rank_started_says_so(
         "the same lockstep train begins again, since there is no checkpoint yet" in text for text in (first, last)
     )
     with pytest.raises(
-        TrainingFailedError, match=r"no driver has written its status for 9\d s\n[\s\S]*the same\s+jobs"
+        TrainingFailedError, match=r"no driver has written its status for 9\d s\n[\s\S]*the same\s+lockstep"
     ):
         control.main([str(tmp_path), "stop", "--within", "0.1"])

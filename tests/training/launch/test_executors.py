@@ -11,8 +11,11 @@ import pytest
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.training.config import TrainConfig
-from lockstep.training.driver.commit import CommitHandler, RunHandler
+from lockstep.training.driver.commit import CommitHandler
+from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal
+from lockstep.training.driver.status import Board
+from lockstep.training.driver.stop import StopRequest
 from lockstep.training.launch.executors import (
     RANK_MIB,
     ExecutorMemory,
@@ -111,14 +114,17 @@ def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: 
     run = str(tmp_path)
     config = TrainConfig(datasets=("data",), run=run, model="logistic", num_ranks=1, global_batch=1, epochs=1)
     with OnTerminal(config, 1) as progress:
-        enforced = RunHandler(paths, claim, None, commits, progress, memory=ExecutorMemory(2304, 1024, 1280, 1))
+        board = Board(progress, fs, paths, config, 1, StopRequest(), confirm=lambda: None)
+        watch = Watch([1], memory=ExecutorMemory(2304, 1024, 1280, 1))
+        enforced = RunHandler(paths, claim, None, commits, board, watch)
         assert enforced.answer(0, "memory", {"rank_mib": RANK_MIB}) == {}
         assert "warning" not in capsys.readouterr().err
         assert enforced.answer(0, "memory", {"rank_mib": RANK_MIB + 100}) == {}
         assert "warning: an executor's container of 2304 MiB has little room" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="cannot fit"):
             enforced.answer(0, "memory", {"rank_mib": 4000})
-        assert RunHandler(paths, claim, None, commits, progress).answer(0, "memory", {"rank_mib": 4000}) == {}
+        free = RunHandler(paths, claim, None, commits, board, Watch([1]))
+        assert free.answer(0, "memory", {"rank_mib": 4000}) == {}
 
 
 class Scala(list[Any]):

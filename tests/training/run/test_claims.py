@@ -16,7 +16,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from lockstep.training.driver.ownership import Lease
-from lockstep.training.driver.retention import empty_trash, retire, take_over
+from lockstep.training.driver.retention import empty_trash, retire, tidy_up
 from lockstep.training.rules import Keep
 from lockstep.training.run.lineage import (
     MAX_GENERATION,
@@ -218,7 +218,7 @@ def test_retention_moves_and_only_a_later_claimant_deletes(paths: RunPaths) -> N
     assert names(paths.trash(1)) == ["step-0000000005.g0001", "step-0000000010.g0001"]
     found = find_tip(fs, paths)
     start(paths, Ref(20, 1))
-    take_over(fs, paths, 2, found, keep=Keep(2))
+    tidy_up(fs, paths, 2, found, keep=Keep(2))
     assert names(paths.trash(1)) == []
     assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
 
@@ -242,7 +242,7 @@ def test_a_generation_empties_its_own_trash_while_lease_and_claims_are_its_own(p
     assert names(paths.trash(1)) == [] and tip(paths) == Ref(15, 1)
     swept.mkdir()
     start(paths, Ref(15, 1))
-    take_over(fs, paths, 2, find_tip(fs, paths), keep=Keep(1))
+    tidy_up(fs, paths, 2, find_tip(fs, paths), keep=Keep(1))
     assert names(paths.trash(1)) == []
 
 
@@ -257,7 +257,7 @@ def test_best_checkpoint_and_one_for_many_steps_survive_a_take_over(paths: RunPa
     assert names(paths.checkpoints) == kept
     found = find_tip(fs, paths)
     start(paths, Ref(25, 1))
-    take_over(fs, paths, 2, found, keep)
+    tidy_up(fs, paths, 2, found, keep)
     assert names(paths.checkpoints) == kept
 
 
@@ -275,7 +275,7 @@ def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths, thrown: s
         retire(fs, paths, 1, keep=Keep(0))
     assert names(paths.checkpoints) == []
     start(paths, found.ref)
-    left = take_over(fs, paths, 2, found, keep=Keep(3))
+    left = tidy_up(fs, paths, 2, found, keep=Keep(3))
     assert names(paths.checkpoints) == ["step-0000000005.g0001"]
     assert left is not None and left.url == paths.checkpoint(5, 1)
     assert tip(paths) == Ref(5, 1)
@@ -289,7 +289,7 @@ def test_trash_inside_the_chain_is_kept(paths: RunPaths) -> None:
         put(paths, step, 1, where=join(paths.trash(1), f"step-{step:010d}.g0001"))
     found = find_tip(fs, paths)
     start(paths, Ref(15, 1))
-    take_over(fs, paths, 2, found, keep=Keep(2))  # 15 and 10 are what a flipped byte may send us back to
+    tidy_up(fs, paths, 2, found, keep=Keep(2))  # 15 and 10 are what a flipped byte may send us back to
     assert names(paths.trash(1)) == ["step-0000000010.g0001"]
 
 
@@ -302,7 +302,7 @@ def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
     retire(fs, paths, 2, keep=Keep(1))
     assert names(paths.checkpoints) == ["step-0000000005.g0001", "step-0000000010.g0001"]  # not generation 2's business
     start(paths, Ref(5, 1))
-    take_over(fs, paths, 3, find_tip(fs, paths), keep=Keep(1))
+    tidy_up(fs, paths, 3, find_tip(fs, paths), keep=Keep(1))
     assert names(paths.checkpoints) == ["step-0000000005.g0001"]
     assert names(paths.trash(3)) == ["step-0000000010.g0001"]
 

@@ -27,8 +27,8 @@ PLAIN = TrainConfig(
 )
 def test_the_command_of_a_configuration_is_read_back_as_it(config: TrainConfig) -> None:
     words = shlex.split(command_of(config.to_json()))
-    assert words[:3] == ["python", "-m", "lockstep.jobs.train"]
-    assert config_of(parser("").parse(words[3:])) == config
+    assert words[:2] == ["lockstep", "train"]
+    assert config_of(parser("").parse(words[2:])) == config
 
 
 def test_options_with_their_default_are_left_out_and_fields_may_be_missing() -> None:
