@@ -21,9 +21,9 @@ def check_page(url: str, job: str) -> None:
         )
     if fs.exists(url) and not _is_page(fs, url, job):
         raise ExistsError(
-            f"--html: {url} exists and is not a page of jobs.{job}",
+            f"--html: {url} exists and is not a page of lockstep {job}",
             got="a folder" if fs.stat(url).is_dir else "another file",
-            allowed=f"a new name, or a page that jobs.{job} wrote",
+            allowed=f"a new name, or a page that lockstep {job} wrote",
             next_step="Choose another name after --html.",
         )
 

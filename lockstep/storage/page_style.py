@@ -84,5 +84,5 @@ HEAD = page_head()
 
 def page_start(job: str) -> str:
     """The beginning of each page that the job of this name writes, by which it recognises its own pages."""
-    meta = f'<meta name="generator" content="Lockstep jobs.{job}">'
+    meta = f'<meta name="generator" content="lockstep {job}">'
     return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{meta}\n'

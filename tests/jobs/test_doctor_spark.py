@@ -35,7 +35,7 @@ def test_on_executors_foreign_modules_wrong_clocks_and_dynamic_allocation_are_na
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    (tmp_path / "training.py").write_text("")
+    (tmp_path / "lockstep.py").write_text("")
     (tmp_path / "site").mkdir()
     shift = "import time\nnow = time.time\ntime.time = lambda: now() + 100\n"
     (tmp_path / "site" / "sitecustomize.py").write_text(shift)
@@ -43,11 +43,11 @@ def test_on_executors_foreign_modules_wrong_clocks_and_dynamic_allocation_are_na
         settings = ["spark.dynamicAllocation.enabled=true", "spark.dynamicAllocation.shuffleTracking.enabled=true"]
         settings += [f"spark.executorEnv.PYTHONPATH={tmp_path / 'site'}", "spark.ui.enabled=false"]
         flags = [word for setting in settings for word in ("--conf", setting)]
-        files = str(tmp_path / "training.py")
+        files = str(tmp_path / "lockstep.py")
         found = lines_of(SUBMIT, "--master", master, "--files", files, *flags, SCRIPT, cwd=tmp_path / "site", code=1)
     assert found["spark"].startswith("OK   Spark 4") and found["executors"].startswith("OK   Python 3.")
     assert found["java there"].startswith("OK   Java ") and found["glibc there"].startswith("OK   glibc ")
-    assert found["modules there"].startswith("FAIL training on ") and "training.py | Rename" in found["modules there"]
+    assert found["modules there"].startswith("FAIL lockstep on ") and "lockstep.py | Rename" in found["modules there"]
     assert found["clocks"].startswith("WARN the clock of ") and " by 100 s or more | Run NTP" in found["clocks"]
     assert found["gpus there"].startswith("WARN Spark gives none of the GPUs of ")
     assert found["slots"].startswith("FAIL a barrier stage cannot run under dynamic allocation")

@@ -351,6 +351,6 @@ def test_the_job_prints_tables_and_replaces_only_its_own_page(folder: Path, caps
     assert job.main([str(folder), "--where", "model=mlp", "--sort", "auc", "--compare"]) == 0
     assert capsys.readouterr().out == "none of 2 runs meets all conditions\n"
     page.write_text("mine")
-    with pytest.raises(ExistsError, match=r"not a page of jobs\.runs"):
+    with pytest.raises(ExistsError, match=r"not a page of lockstep runs"):
         job.main(asked)
     assert page.read_text() == "mine"
