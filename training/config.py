@@ -24,6 +24,7 @@ from lockstep.training.rules import (
     StopRule,
     of_validation,
 )
+from lockstep.training.ways import WAYS
 
 READ_AHEAD_BYTES = 64 << 20
 CACHE_BYTES = 16 << 30
@@ -382,28 +383,17 @@ class TrainConfig:
         self._check(
             "gradient_noise", noise, "0 or more; 0 unless several ranks train with --strategy async --staleness S"
         )
-        if late:
-            self._check_alone("strategy", "sync")
-            self._check("strategy", self.delay == 0, "sync with --delay")
-            self._check("strategy", self.sync_every == 1, "sync with --sync-every")
-            self._check("strategy", self.compression == "none", "sync with --compression")
-            self._check("strategy", self.batchnorm != "sync", "sync with --batchnorm sync, which meets in each step")
-            over = not serves or self.backend in ("auto", "tcp")
-            self._check("backend", over, "auto or tcp with --strategy parameter-server, whose links are TCP")
-        if self.is_federated:
-            self._check_alone("strategy", "another one")
-            self._check("strategy", not self.elastic, "another one with --min-ranks or --max-ranks")
+        self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
+        self._check("sync_every", 0 <= self.sync_every < 2**31, "an integer from 0 up")
+        for way in WAYS:
+            for allowed in way.faults(self) if way.asked(self) else ():
+                self._check(way.field, False, allowed)
+        over = not serves or self.backend in ("auto", "tcp")
+        self._check("backend", over, "auto or tcp with --strategy parameter-server, whose links are TCP")
         self._check_federated()
         self._check_of_tensorflow()
-        self._check("delay", 0 <= self.delay < 2**31, "an integer from 0 up")
-        if self.delay:
-            self._check_alone("delay", "0")
-        self._check("sync_every", 0 <= self.sync_every < 2**31, "an integer from 0 up")
         local, several = self.sync_every != 1, self.sync_every > 1
         if local:
-            self._check_alone("sync_every", "1")
-            self._check("sync_every", self.delay == 0, "1 with --delay")
-            self._check("sync_every", self.batchnorm != "sync", "1 with --batchnorm sync, which meets in each step")
             whole = self.max_steps is None or (several and self.max_steps % self.sync_every == 0)
             self._check("max_steps", whole, "a multiple of --sync-every; unset with --sync-every 0")
             once = self.sync_every == 0 and (self.validate or self.keep_best)
@@ -441,30 +431,11 @@ class TrainConfig:
     def _check_of_tensorflow(self) -> None:
         several = self.devices is None or (self.strategy == "mirrored" and self.devices >= 1)
         self._check("devices", several, "devices from 1 up with --strategy mirrored; unset without it")
-        if self.strategy not in OF_TENSORFLOW:
-            return
-        self._check_alone("strategy", "sync")
-        self._check("strategy", not self.elastic, "sync with --min-ranks or --max-ranks")
-        self._check("strategy", self.delay == 0, "sync with --delay")
-        self._check("strategy", self.sync_every == 1, "sync with --sync-every")
-        self._check("strategy", self.compression == "none", "sync with --compression")
-        self._check("strategy", self.batchnorm != "sync", "sync with --batchnorm sync")
-        self._check("strategy", self.shard_embeddings is None, "sync with --shard-embeddings")
         if self.strategy == "mirrored":
             self._check("num_ranks", self.num_ranks == 1, "1 with --strategy mirrored: its devices are in one process")
-        else:
+        if self.strategy == "multi-worker-mirrored":
             trust = "a network that only ranks can reach: TensorFlow's servers do not authenticate their peers"
             self._check("trust_network", self.trust_network is not None, trust)
-
-    def _check_alone(self, name: str, usual: str) -> None:
-        """Another way to exchange than one sum in each step cannot be combined with what assumes one."""
-        self._check(name, not self.canonical, f"{usual} with --canonical")
-        self._check(name, self.micro_batches == 1, f"{usual} with --micro-batches")
-        self._check(
-            name, self.precision != "mixed_float16", f"{usual} with --precision mixed_float16, whose scale changes"
-        )
-        self._check(name, self.non_finite == "stop", f"{usual} with --non-finite skip")
-        self._check(name, self.backend not in UNAUTHENTICATED, f"{usual} with --backend {self.backend}")
 
     def _check_compression(self) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from lockstep.training.batches.tf_dataset import FeedPipeline, to_device
 from lockstep.training.comm.base import Communicator
 from lockstep.training.comm.tree_sums import TreeSums
 from lockstep.training.compression.method import NONE, Compression
-from lockstep.training.config import OF_TENSORFLOW, TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
@@ -30,7 +29,7 @@ from lockstep.training.plan.mixture import Plan
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.memory import arena_bytes, reckoned_bytes
 from lockstep.training.rank.metrics import resident_bytes
-from lockstep.training.rules import VALIDATION, CheckpointEvery, StopRule, check_metric
+from lockstep.training.rules import VALIDATION, StopRule, check_metric
 from lockstep.training.scoring.score_split import DATA_LOSS
 from lockstep.training.scoring.scores import BINARY, CLASSES
 from lockstep.training.steps.batchnorm import normalisations, statistics_of
@@ -43,12 +42,8 @@ from lockstep.training.steps.other_optimizers import build_others, optimizers_of
 from lockstep.training.steps.rank_step import RankStep
 from lockstep.training.steps.reduction import exchange_for
 from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
-from lockstep.training.strategies.asynchronous import AsyncExchange, AsyncSteps, Noise
-from lockstep.training.strategies.delay import Delayed, DelayedExchange
-from lockstep.training.strategies.every_step import EveryStep
-from lockstep.training.strategies.local_steps import LocalExchange, LocalSteps
-from lockstep.training.strategies.mirrored import TensorflowExchange, TensorflowStep, share_of_replica, start_strategy
-from lockstep.training.strategies.parameter_server import ServedExchange, ServedSteps
+from lockstep.training.strategies.every_step import EveryStep, exchanging
+from lockstep.training.strategies.mirrored import OfTensorflow, TensorflowExchange, TensorflowStep
 from lockstep.training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 
 
@@ -356,59 +351,26 @@ class RankModel(JoinedModel):
         rows: int,
         non_finite: NonFinitePolicy,
     ) -> None:
-        world, groups = context.world, lane_groups(config)
+        groups = lane_groups(config)
         self._plan, self._signature = plan, signature
         self._copy: keras.Model | None = None
-        of_tensorflow: tf.distribute.Strategy | None = None
-        if config.strategy in OF_TENSORFLOW:
-            context.control.beat(0, "start TensorFlow's strategy")
-            of_tensorflow = start_strategy(config, context)
-            rows = share_of_replica(config, of_tensorflow, rows)
-        with nullcontext() if of_tensorflow is None else of_tensorflow.scope():
+        self._way = way = exchanging(config, context)
+        rows = way.rows(rows)
+        with way.scope():
             super().__init__(context, config, plan, signature, rows, groups)
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep
-        self.strategy = EveryStep(self.communicator)
-        if of_tensorflow is not None:
-            self.exchange = TensorflowExchange(self.communicator, non_finite=non_finite)
-            self._step = TensorflowStep(
-                of_tensorflow,
-                self.model,
-                self.exchange,
-                seed=config.seed,
-                group_rows=self.prepared.group_rows,
-                name=config.strategy,
-            )
+        if isinstance(way, OfTensorflow):
+            self.exchange = exchange = TensorflowExchange(self.communicator, non_finite=non_finite)
+            self._step = way.step(self.model, exchange, self.prepared.group_rows)
+            self.strategy = way.between_steps(self.model, exchange)
             return
-        servers = config.num_servers
-        make: Callable[..., Exchange] | None = LocalExchange if config.sync_every != 1 else None
-        if config.delay:
-            make = partial(DelayedExchange, delay=config.delay)
-        elif config.is_async or servers:
-            every, most = CheckpointEvery.parse(config.checkpoint_every).steps, config.staleness or 0
-            noise = Noise(config.gradient_noise, config.seed, world.rank)
-            make = partial(AsyncExchange, staleness=most, every=every, noise=noise)
-            if servers:
-                make = partial(ServedExchange, staleness=most, every=every, whole=self._whole)
+        make = way.exchange_maker(self._whole)
         self._step = distributed(config, plan, self.prepared, self.communicator, rows, groups, non_finite, make)
         self.exchange = exchange_of(self.model.optimizer)
         self._others = [exchange_of(one) for one in others_of(self.model)]
-        if isinstance(self.exchange, DelayedExchange):
-            self.strategy = Delayed(self.model, self.exchange)
-        elif isinstance(self.exchange, ServedExchange):
-            self.strategy = ServedSteps(self.model, self.exchange)
-        elif isinstance(self.exchange, AsyncExchange):
-            self.strategy = AsyncSteps(self.model, self.exchange)
-        elif isinstance(self.exchange, LocalExchange):
-            self.strategy = LocalSteps(
-                self.model,
-                self.exchange,
-                every=config.sync_every,
-                first_epoch=config.sync_until_epoch,
-                learning_rate=config.outer_learning_rate,
-                momentum=config.outer_momentum,
-            )
+        self.strategy = way.between_steps(self.model, self.exchange)
         self.tables = Tables.of(self.model, self.communicator)
 
     def install_step(self) -> None:
@@ -421,10 +383,10 @@ class RankModel(JoinedModel):
 
     def check_rows(self, batch: Callable[[], Any]) -> None:
         """As of JoinedModel: on several ranks, and where a rank takes its rows in parts. A collective."""
-        config, apart = self._config, isinstance(self.exchange, LocalExchange)
+        config = self._config
         parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
         parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
-        if not parts or apart or ready_model(config.model) is not None:
+        if not parts or not self._way.sums_gradients or ready_model(config.model) is not None:
             return
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -23,8 +24,9 @@ from lockstep.storage.errors import CommunicationError, ConfigError
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.buckets import all_finite
-from lockstep.training.exchange.exchange import GRACE_S, Array
-from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.exchange.exchange import GRACE_S, Array, Exchange
+from lockstep.training.rules import CheckpointEvery
+from lockstep.training.strategies.every_step import EveryStep, Exchanging
 from lockstep.training.strategies.local_steps import LocalExchange, average_state
 
 
@@ -297,3 +299,22 @@ class AsyncSteps(EveryStep):
 
     def _average(self) -> None:
         average_state(self._model, self.communicator, self._exchange.scale)
+
+
+class Asynchronous(Exchanging):
+    """The way of --strategy async."""
+
+    sums_gradients = False
+
+    def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
+        config = self._config
+        noise = Noise(config.gradient_noise, config.seed, self._context.world.rank)
+        every = CheckpointEvery.parse(config.checkpoint_every).steps
+        return partial(AsyncExchange, staleness=config.staleness or 0, every=every, noise=noise)
+
+    def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
+        assert isinstance(exchange, ApartExchange)
+        return AsyncSteps(model, exchange)
+
+
+WAY: type[Exchanging] = Asynchronous

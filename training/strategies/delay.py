@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -25,7 +26,7 @@ from lockstep.training.exchange.exchange import Array, Exchange
 from lockstep.training.exchange.sparse import Rows
 from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.steps.distribute import apply_sums
-from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.every_step import EveryStep, Exchanging
 
 
 @dataclass(slots=True)
@@ -242,3 +243,17 @@ class Delayed(EveryStep):
                 shape = tf.constant(tuple(variable.shape), tf.int64)
                 sums.append(tf.IndexedSlices(tf.convert_to_tensor(rows.values), rows.indices, shape))
             apply_sums(self._model.optimizer, sums, chosen)
+
+
+class DelayedSums(Exchanging):
+    """The way of --delay."""
+
+    def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
+        return partial(DelayedExchange, delay=self._config.delay)
+
+    def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
+        assert isinstance(exchange, DelayedExchange)
+        return Delayed(model, exchange)
+
+
+WAY = DelayedSums

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
 from lockstep.training.comm.base import Communicator
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
 from lockstep.training.exchange.agreement import Agreement
+from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.run.checkpoint import Tensors
+from lockstep.training.ways import way_of
+
+if TYPE_CHECKING:
+    import keras
 
 
 class EveryStep:
@@ -41,3 +53,40 @@ class EveryStep:
 
     def finish(self) -> None:
         """The last checkpoint is written; the weights are exported next."""
+
+
+class Exchanging:
+    """How the code of a way takes part in a rank's model; by default one sum of gradients in each step."""
+
+    sums_gradients = True
+    """Whether all ranks apply the same sums: else a rank's step is its own."""
+
+    def __init__(self, config: TrainConfig, context: RankContext) -> None:
+        """Called before the model is built and the first tensor is made."""
+        self._config, self._context = config, context
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context in which the model is built."""
+        return nullcontext()
+
+    def rows(self, rows: int) -> int:
+        """The rows of the model's batch on this rank, of the `rows` that the rank reads."""
+        return rows
+
+    def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange] | None:
+        """What makes the exchange; None for plain sums. `whole` has all processes of the launch."""
+        return None
+
+    def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
+        """What the run does between its steps."""
+        return EveryStep(exchange.communicator)
+
+
+WAY: type[Exchanging] = Exchanging
+
+
+def exchanging(config: TrainConfig, context: RankContext) -> Exchanging:
+    """The code of the configuration's way, for this rank."""
+    module = importlib.import_module(f"lockstep.training.strategies.{way_of(config).module}")
+    way: type[Exchanging] = module.WAY
+    return way(config, context)

@@ -11,7 +11,7 @@ ranks can continue from its checkpoint. docs/strategies.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Array, Exchange
 from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.steps.batchnorm import statistics_of
-from lockstep.training.strategies.every_step import EveryStep
+from lockstep.training.strategies.every_step import EveryStep, Exchanging
 
 
 class LocalExchange(Exchange):
@@ -227,3 +227,27 @@ def average(variables: list[Any], communicator: Communicator, share: float) -> N
             size = int(np.prod(variable.shape, dtype=np.int64))
             variable.assign(flat[start : start + size].reshape(variable.shape).copy())
             start += size
+
+
+class Meetings(Exchanging):
+    """The way of --sync-every."""
+
+    sums_gradients = False
+
+    def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
+        return LocalExchange
+
+    def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
+        assert isinstance(exchange, LocalExchange)
+        config = self._config
+        return LocalSteps(
+            model,
+            exchange,
+            every=config.sync_every,
+            first_epoch=config.sync_until_epoch,
+            learning_rate=config.outer_learning_rate,
+            momentum=config.outer_momentum,
+        )
+
+
+WAY = Meetings

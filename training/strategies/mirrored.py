@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import keras
@@ -31,6 +31,7 @@ from lockstep.training.steps.losses import Denominators, weigh_tests, weighed_by
 from lockstep.training.steps.model_state import SEEDS, variables_of
 from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
 from lockstep.training.steps.patching import swapped
+from lockstep.training.strategies.every_step import Exchanging
 
 
 def start_strategy(config: TrainConfig, context: RankContext) -> tf.distribute.Strategy:
@@ -227,3 +228,27 @@ class TensorflowStep:
 def _is_wrong(grad: Any) -> tf.Tensor:
     values: Array = grad.values if isinstance(grad, tf.IndexedSlices) else grad
     return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))
+
+
+class OfTensorflow(Exchanging):
+    """The ways of --strategy mirrored and multi-worker-mirrored."""
+
+    def __init__(self, config: TrainConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        context.control.beat(0, "start TensorFlow's strategy")
+        self.strategy = start_strategy(config, context)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        scope: AbstractContextManager[Any] = self.strategy.scope()
+        return scope
+
+    def rows(self, rows: int) -> int:
+        return share_of_replica(self._config, self.strategy, rows)
+
+    def step(self, model: keras.Model, exchange: TensorflowExchange, group_rows: int | None) -> TensorflowStep:
+        """The step of a model that was built in `scope`."""
+        seed, name = self._config.seed, self._config.strategy
+        return TensorflowStep(self.strategy, model, exchange, seed=seed, group_rows=group_rows, name=name)
+
+
+WAY = OfTensorflow

@@ -7,9 +7,9 @@ Each bucket of gradients is cut into equal parts, one a server. docs/strategies.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -19,10 +19,12 @@ from lockstep.storage.errors import CommunicationError, ConfigError
 from lockstep.training.comm.base import Communicator, part_bounds
 from lockstep.training.exchange.agreement import Agreement
 from lockstep.training.exchange.compare_ranks import view_of
-from lockstep.training.exchange.exchange import GRACE_S, Array
+from lockstep.training.exchange.exchange import GRACE_S, Array, Exchange
+from lockstep.training.rules import CheckpointEvery
 from lockstep.training.steps.batchnorm import statistics_of
 from lockstep.training.steps.distribute import own_class
 from lockstep.training.strategies.asynchronous import ApartExchange, AsyncSteps
+from lockstep.training.strategies.every_step import EveryStep, Exchanging
 from lockstep.training.strategies.local_steps import average
 from lockstep.training.strategies.server import SERVER, Begin, Push, Rule, links_between, receive, send
 
@@ -218,3 +220,21 @@ def rule_of(optimizer: keras.optimizers.Optimizer) -> Rule:
         numbers = [float(number) for number in (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon)]
         return Rule("adam", beta_1=numbers[0], beta_2=numbers[1], epsilon=numbers[2])
     return Rule("sgd", float(optimizer.momentum), bool(optimizer.nesterov))
+
+
+class Served(Exchanging):
+    """The way of --strategy parameter-server."""
+
+    sums_gradients = False
+
+    def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
+        config = self._config
+        every = CheckpointEvery.parse(config.checkpoint_every).steps
+        return partial(ServedExchange, staleness=config.staleness or 0, every=every, whole=whole)
+
+    def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
+        assert isinstance(exchange, ServedExchange)
+        return ServedSteps(model, exchange)
+
+
+WAY = Served
