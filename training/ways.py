@@ -120,6 +120,6 @@ def way_of(config: TrainConfig) -> Way:
 
 def table() -> list[tuple[str, str]]:
     """What the ways refuse, in words: the table of docs/strategies.md. Its first row is what all of them refuse."""
-    rows = [("each of these", SUM_IN_EACH_STEP)]
+    rows: list[tuple[str, tuple[Refused, ...]]] = [("each of these", SUM_IN_EACH_STEP)]
     rows += [(f"`{way.name}`", tuple(each for each in way.refuses if each not in SUM_IN_EACH_STEP)) for way in WAYS]
     return [(name, ", ".join(f"`{each.flag.replace('{}', 'X')}`" for each in refused) or "-") for name, refused in rows]
