@@ -110,54 +110,20 @@ def score(
     together = ClusterColumn(details.clusters) if details is not None and details.clusters is not None else None
     share = _Share(batches, watched, baseline, signature, slices if together is None else [*slices, together])
     outputs = outputs or Outputs(model, kept, details is not None)
-    sampled = sampled_of(split.manifest)
-    thinned = None
-    if sampled is not None and split.reader.split in sampled.splits:
-        thinned = shares_of_classes(sampled.unweighted(), split.encoder.schema.label)
-    outputs.begin(model)
-    model.reset_metrics()
-    start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
-    if start < stop:  # a rank without a batch waits for the sums
-        steps = -(-(stop - start) // batch)
-
-        def arrays(number: int) -> Arrays:
-            beat(number, "evaluate")  # a long evaluation is no stall
-            return share.next_arrays(number)
-
-        pipeline = ArrayPipeline(signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
-        try:
-            model.evaluate(pipeline.dataset, steps=steps, verbose=0, callbacks=callbacks)
-        except Exception as error:
-            if not isinstance(pipeline.failure, _NoBatchLeft):
-                raise pipeline.failure or error from None
+    _evaluate(model, split, signature, comm, beat, batch, share, outputs, callbacks)
     serve()
     beat(1, "put the ranks' rows together")
-    samples = np.array([share.samples], np.int64)
-    comm.all_reduce(samples)
-    left_out = share.left_out(comm)
-    if left_out["samples"] and not samples[0]:
-        raise DataError(
-            f"no row of split `{split.reader.split}` can be decoded",
-            got=left_out["first"][0],
-            allowed="a split with records and images that can be decoded",
-            next_step="Build the dataset again.",
-        )
-    model_state.summed_metrics(model, comm)
-    metrics = model_state.as_floats(model.get_metrics_result())
-    if regularisation := outputs.regularisation(comm):
-        metrics[DATA_LOSS] = metrics[LOSS] - regularisation
-    result = {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}
-    form = replace(outputs.agreed_form(comm, share.samples), thinned=thinned)
+    result, of_loss = _of_states(model, split, comm, share, outputs)
+    form = replace(outputs.agreed_form(comm, share.samples), thinned=_thinned(split))
     columns = [share.labels_and_weights()]
     if form.width is not None:
         columns.append(outputs.columns(form))
     if baseline is not None:
         seen = list(share.with_baseline(form))
+        of_baseline = _metrics_of(seen, model, of_loss, comm)
         result["baseline"] = {
-            "name": baseline.name,
-            "metrics": _metrics_of(seen, model, DATA_LOSS if regularisation else LOSS, comm),
-            "class_counts": baseline.class_counts,
-        }
+            "name": baseline.name, "metrics": of_baseline, "class_counts": baseline.class_counts,
+        }  # fmt: skip
         columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
     measured, sliced = sum(part.shape[1] for part in columns), [column.agreed(comm) for column in slices]
     columns += [outputs.details(form, len(columns[0])), *(values[:, None] for values, _ in sliced)]
@@ -171,32 +137,117 @@ def score(
     if comm.rank:
         return {}
     asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
-    classes = signature.num_classes
     rows, rest, theirs = np.split(table, [measured, sum(part.shape[1] for part in columns)], axis=1)
     clusters = None
     if together is not None:
         rest, clusters = rest[:, :-1], rest[:, -1]
         result["clusters"] = {"column": together.column, "clusters": len(np.unique(clusters))}
+    judged = _Judged(rows, rest, asked, form, signature.num_classes, clusters)
     if pool is not None:
-        pool.add(rows, asked, form, classes, clusters)
-    found = with_row_metrics(result, rows, asked, form, classes, clusters)
+        pool.add(rows, asked, form, judged.classes, clusters)
+    found = with_row_metrics(result, rows, asked, form, judged.classes, clusters)
     found["weighted"] = None if signature.weight is None else _weighted(model, found["metrics"])
     if details is not None:
-        of_classes, by_column = rest[:, : rest.shape[1] - len(slices)], rest.T[rest.shape[1] - len(slices) :]
-        found["calibration"] = calibration_of(rows, of_classes, form)
-        found["roc"] = roc_of(rows[:, : OUTPUTS + 1 + (baseline is not None)], form)
-        found["confusion"] = confusion_of(rows, of_classes, form, classes, details.class_names)
-        name = None if baseline is None else baseline.name
-        found["slices"] = {
-            by.name: metrics_of_slices(by, values, names, rows, asked, form, classes, name, clusters)
-            for by, values, (_, names) in zip(details.slices, by_column, sliced, strict=True)
-        }
-        if details.class_names is not None and split.encoder.schema.label is not None:
-            _name_classes(found["slices"].get(split.encoder.schema.label.name, []), details.class_names)
+        label = split.encoder.schema.label
+        found |= judged.details(details, None if baseline is None else baseline.name, [names for _, names in sliced])
+        if details.class_names is not None and label is not None:
+            _name_classes(found["slices"].get(label.name, []), details.class_names)
     if members:
         mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
         found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form, clusters) if others else []
     return json_safe(found)
+
+
+def _thinned(split: OpenSplit) -> tuple[float, ...] | None:
+    """The share of each class that the split itself kept, if it was sampled."""
+    sampled = sampled_of(split.manifest)
+    if sampled is None or split.reader.split not in sampled.splits:
+        return None
+    return shares_of_classes(sampled.unweighted(), split.encoder.schema.label)
+
+
+def _evaluate(
+    model: keras.Model,
+    split: OpenSplit,
+    signature: Signature,
+    comm: Communicator,
+    beat: Callable[[int, str], None],
+    batch: int,
+    share: _Share,
+    outputs: Outputs,
+    callbacks: keras.callbacks.CallbackList | None,
+) -> None:
+    """Run Keras' evaluate over this rank's share, whose outputs `outputs` collect."""
+    outputs.begin(model)
+    model.reset_metrics()
+    start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
+    if start == stop:
+        return  # a rank without a batch waits for the sums
+    steps = -(-(stop - start) // batch)
+
+    def arrays(number: int) -> Arrays:
+        beat(number, "evaluate")  # a long evaluation is no stall
+        return share.next_arrays(number)
+
+    pipeline = ArrayPipeline(signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
+    try:
+        model.evaluate(pipeline.dataset, steps=steps, verbose=0, callbacks=callbacks)
+    except Exception as error:
+        if not isinstance(pipeline.failure, _NoBatchLeft):
+            raise pipeline.failure or error from None
+
+
+def _of_states(
+    model: keras.Model, split: OpenSplit, comm: Communicator, share: _Share, outputs: Outputs
+) -> tuple[dict[str, Any], str]:
+    """What the states of the model's own metrics say over all ranks, and the name of its loss of rows. A collective.
+
+    Raises DataError if no row was left.
+    """
+    samples = np.array([share.samples], np.int64)
+    comm.all_reduce(samples)
+    left_out = share.left_out(comm)
+    if left_out["samples"] and not samples[0]:
+        raise DataError(
+            f"no row of split `{split.reader.split}` can be decoded",
+            got=left_out["first"][0],
+            allowed="a split with records and images that can be decoded",
+            next_step="Build the dataset again.",
+        )
+    model_state.summed_metrics(model, comm)
+    metrics, of_loss = model_state.as_floats(model.get_metrics_result()), LOSS
+    if regularisation := outputs.regularisation(comm):
+        of_loss = DATA_LOSS
+        metrics[DATA_LOSS] = metrics[LOSS] - regularisation
+    return {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}, of_loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The rows of all ranks on rank 0, and how they are measured."""
+
+    rows: Floats
+    rest: Floats
+    """Columns of classes, then one for each slice."""
+    asked: Sequence[RowMetric]
+    form: OutputForm
+    classes: int | None
+    clusters: NDArray[Any] | None
+
+    def details(self, details: Details, baseline: str | None, values: Sequence[Any]) -> dict[str, Any]:
+        """Calibration, roc, confusion and slices; `values` are the names of each slice's values."""
+        cut = self.rest.shape[1] - len(details.slices)
+        of_classes, by_column, form = self.rest[:, :cut], self.rest.T[cut:], self.form
+        how = (self.rows, self.asked, form, self.classes, baseline, self.clusters)
+        return {
+            "calibration": calibration_of(self.rows, of_classes, form),
+            "roc": roc_of(self.rows[:, : OUTPUTS + 1 + (baseline is not None)], form),
+            "confusion": confusion_of(self.rows, of_classes, form, self.classes, details.class_names),
+            "slices": {
+                by.name: metrics_of_slices(by, column, names, *how)
+                for by, column, names in zip(details.slices, by_column, values, strict=True)
+            },
+        }
 
 
 class Pool:
