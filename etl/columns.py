@@ -30,6 +30,8 @@ REJECTED = pa.schema(
 )
 NO_CLASS = "no_class"  # the reason of an image that is in no folder of a class
 PACKED = "_packed"  # whether an image is still an encoded file
+# The path of the file that an image was, below its folder or in its archive.
+FILE = "_file"
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
 # What a row leaves for the datasets that continue this one (lockstep.etl.write.carried), a struct; and the reason in

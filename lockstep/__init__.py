@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -398,21 +398,43 @@ def evaluate(
     return Shown(found, summary)
 
 
-def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
-    """Predict raw rows with the newest model of a run, or with an exported model, in this process.
+def predict(
+    run: str | os.PathLike[str],
+    rows: Any = None,
+    *,
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    batch: int = 512,
+) -> Any:
+    """Predict raw rows, or picture files, with the newest model of a run, or with an exported model, in this process.
 
     `rows` are a pandas DataFrame, a pyarrow Table or a dict of columns, with the columns of the dataset's declared
     schema that are features; label, sample id and others are ignored. They are encoded as the training data was; in a
     nullable column a NaN of pandas or NumPy is null. `batch` is the rows computed at a time.
 
-    Returns a NumPy array (n, outputs) as Keras' `model.predict` does, in the structure of the model's outputs. Raises
-    ConfigError for missing columns and other types, DataError for a null where the schema has none, NotFoundError for a
-    run without a model.
+    Returns a NumPy array (n, outputs) as Keras' `model.predict` does, in the structure of the model's outputs.
+
+    `images`, in place of rows, are picture files, or folders that are read with all below, for a model whose dataset
+    `write_images` made. They become what that job made of its pictures. Returns a pandas DataFrame with a row for each:
+    `file`, `prediction` (a number, or an array of them), and `class` and `class_name` if the label has classes.
+
+    Raises ConfigError for missing columns and other types, DataError for a null where the schema has none and for a
+    file that is no picture, NotFoundError for a run without a model and for missing files.
 
     >>> import lockstep
     >>> lockstep.predict("run", {"a": [0.5, 2.0], "b": [1.0, -1.0]}).shape
     (2, 1)
     """
+    if (rows is None) == (images is None):
+        raise ConfigError(
+            "nothing says what to predict" if rows is None else "rows and images exclude each other",
+            got="neither rows nor images" if rows is None else "both",
+            allowed="predict(run, rows) or predict(run, images=FOLDER)",
+            next_step="Pass one of them.",
+        )
+    if images is not None:
+        from lockstep.training.results.pictures import predict_pictures
+
+        return predict_pictures(os.fspath(run), images, batch)
     from lockstep.training.results.predictor import ExportedModel
 
     return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)

@@ -19,7 +19,7 @@ from lockstep.etl.images.source import ImagePlan, Piece, split_word, step_bytes
 from lockstep.etl.images.tar_format import read_members
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
-from lockstep.etl.write.late import Intake
+from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import DataError, NotFoundError
 from lockstep.storage.urls import absolute, basename
 

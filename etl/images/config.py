@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.etl.images.cifar import NUM_CLASSES
 from lockstep.etl.images.source import composed
 from lockstep.etl.write.config import OutputConfig
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import Limits
+from lockstep.features.images.intake import Intake
 from lockstep.features.images.resize import FITS, ROTATIONS
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema

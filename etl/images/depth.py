@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.etl.images.source import Piece
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import decode, has_wide_pixels
+from lockstep.features.images.intake import Intake
 
 log = logging.getLogger(__name__)
 _PIECES, _IMAGES = 4, 4  # images of each piece; on HDFS, opening a file takes some milliseconds

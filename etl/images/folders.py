@@ -23,7 +23,6 @@ from lockstep.etl.images.source import (
     ImagePlan,
     Piece,
     composed,
-    is_left_out,
     place_of,
     split_classes,
     split_word,
@@ -33,8 +32,8 @@ from lockstep.etl.input.files import Source
 from lockstep.etl.input.lines import RAW_BYTES
 from lockstep.etl.input.unpack import CHUNK_BYTES
 from lockstep.etl.spark.tasks import mapped
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError
+from lockstep.features.images.intake import Intake, is_left_out
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.fs import FileStat, filesystem, walk
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_FILES_A_PIECE = 2000
-_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.PLACE, c.LENGTH, c.SHA256)
+_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.FILE, c.PLACE, c.LENGTH, c.SHA256)
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -101,7 +100,7 @@ class FolderPiece(Piece):
             gather.bad(error.reason, 0, data, place)
             return
         digest = hashlib.sha256(data).hexdigest()
-        gather.record(image, packed, known.split, known.label, known.name, place, size, digest)
+        gather.record(image, packed, known.split, known.label, known.name, place, place, size, digest)
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int, classes: Sequence[str] | None = None) -> ImagePlan:

@@ -22,7 +22,7 @@ from lockstep.etl.images import source as r
 from lockstep.etl.images.source import ImagePlan, Piece, step_bytes
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
-from lockstep.etl.write.late import Intake
+from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.urls import absolute, parent
 

@@ -32,10 +32,11 @@ from lockstep.etl.write.append import Parent
 from lockstep.etl.write.checks import Target, check_output, check_target
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
-from lockstep.etl.write.late import Intake, LateImages, has_late_content
+from lockstep.etl.write.late import LateImages, has_late_content
 from lockstep.etl.write.quarantine import CLASS_FOLDERS
 from lockstep.etl.write.shards import RUN_AGAIN
 from lockstep.etl.write.sources import check_contents, check_paths
+from lockstep.features.images.intake import Intake
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -322,6 +323,7 @@ class ImageInput(Input[Tally]):
             sources=sources,
             created_config=config.with_classes(names),
             late=late,
+            files=config.source in ("folder", "tar"),
         )
 
 

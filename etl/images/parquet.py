@@ -15,8 +15,8 @@ from lockstep.etl.images.source import ImagePlan, Piece, split_word
 from lockstep.etl.images.tar_format import MAX_NAME_BYTES
 from lockstep.etl.input.files import find_sources, source_name
 from lockstep.etl.input.footers import damaged, parquet_footer
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
+from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute

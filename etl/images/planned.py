@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 MAX_READS = 4
 FREE_READ_BYTES = 8 << 30
 MAX_HELD_BYTES = 256 << 20  # the encoded files of a shard, which its task holds in memory
+MAX_PLAN_BYTES = 64 << 20  # Spark allows 128 MiB for the message that starts a task, by default
+_PACKED = pa.ipc.IpcWriteOptions(compression="zstd")  # paths repeat
 MAX_OPENED = 10_000  # archives times tasks that open them
 _SIGN = np.uint64(1 << 63)
 _LOW = np.uint64((1 << 32) - 1)
@@ -164,7 +166,7 @@ class ShardPlans:
     def _rows(self) -> pa.Table:
         """Rows of lockstep.etl.write.late.AssignLate without images, with the columns of FILES that locate these."""
         config, files = self.config, self.known.files
-        whole = Assign(self.schema, ID_COLUMNS, config.split_spec, config.seed, config.fmt)
+        whole = Assign(self.schema, ID_COLUMNS, config.split_spec, config.seed, config.fmt, files=True)
         assign = replace(AssignLate.of(whole, self.late), carry=False)
         names = pa.array(self.known.classes, pa.string())
         batches = []
@@ -229,8 +231,10 @@ class ShardPlans:
             if (pc.sum(mine.column(LENGTH)).as_py() or 0) > MAX_HELD_BYTES:
                 raise NotPlannable(f"a shard of more than {MAX_HELD_BYTES} bytes of files")
             sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, mine.schema) as stream:
+            with pa.ipc.new_stream(sink, mine.schema, options=_PACKED) as stream:
                 stream.write_table(mine)
+            if sink.tell() > MAX_PLAN_BYTES:
+                raise NotPlannable(f"a shard of {len(mine)} files")
             plans.append(PlannedShard(shard, sink.getvalue().to_pybytes()))
         return plans
 
@@ -299,7 +303,7 @@ class _Planned:
         plans, config, sources = self.plans, job.config, self.plans.plan.sources
         known, table = plans.known, plans.table
         urls = tuple(source.url for source in sources)
-        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, compression_of(config))
+        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, compression_of(config), files=True)
         make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)), settings_for_tasks())
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
         context = self.spark.sparkContext

@@ -20,10 +20,9 @@ from lockstep.etl.columns import PACKED
 from lockstep.etl.input.files import Source
 from lockstep.etl.input.lines import RAW_BYTES
 from lockstep.etl.split.splits import TEST, TRAIN, VALIDATION
-from lockstep.etl.write.late import Intake
+from lockstep.features.images.intake import Intake
 
-# A file takes about 100 bytes of the driver's memory, and 52 bytes in the message that starts a shard's task. Spark
-# allows 128 MiB for it by default, so all files fit even in one shard.
+# A file takes about 100 bytes and its path of the driver's memory.
 MAX_FILES = 2_000_000
 OFFSET = "_offset"
 FILES = pa.schema(
@@ -35,6 +34,7 @@ FILES = pa.schema(
         (c.SPLIT, pa.string()),
         ("class", pa.string()),
         ("name", pa.string()),
+        (c.FILE, pa.string()),
     ]
 )
 _CHUNK_ROWS = 1 << 12  # rows held as Python objects: more would only burden the garbage collector
@@ -105,6 +105,7 @@ OUTPUT = pa.schema(
         (c.OCCURRENCE, pa.int64()),
         (c.SPLIT, pa.string()),
         ("name", pa.string()),
+        (c.FILE, pa.string()),
         ("number", pa.int64()),
         ("image", pa.binary()),
         (PACKED, pa.bool_()),
@@ -236,9 +237,6 @@ def step_bytes(split_bytes: int) -> int:
 
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION)
-_TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
-_SIDE = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
-_OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
 
 
 class Place(NamedTuple):
@@ -292,16 +290,3 @@ def _of_folders(
             inside = inside[1:]  # train/train/cat, as some archives unpack
         return split, next(iter(inside), None), False
     return hint, folders[-1] if folders else None, True
-
-
-def is_left_out(parts: Sequence[str]) -> bool:
-    """Whether a name is not that of an image: hidden, another type (.txt, .csv, ...), a system's side file."""
-    if parts[-1].startswith(".") or parts[-1] in _SIDE or _is_hidden(tuple(parts[:-1])):
-        return True
-    stem, dot, suffix = parts[-1].rpartition(".")
-    return bool(stem and dot) and suffix.lower() in _OTHERS
-
-
-@lru_cache(maxsize=1 << 12)
-def _is_hidden(folders: tuple[str, ...]) -> bool:
-    return any(folder.startswith(".") or folder in _SIDE for folder in folders)

@@ -22,7 +22,6 @@ from lockstep.etl.images.source import (
     ImagePlan,
     Piece,
     Place,
-    is_left_out,
     place_of,
     split_classes,
     split_word,
@@ -33,12 +32,12 @@ from lockstep.etl.images.tar_names import MemberNames, Settled, key_of
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.lines import RAW_BYTES
 from lockstep.etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
+from lockstep.features.images.intake import Intake, is_left_out
 from lockstep.storage.errors import DataError
 from lockstep.storage.urls import absolute
 
-_COLUMNS = (c.PACKED, c.POSITION, c.SPLIT, "class", "name")
+_COLUMNS = (c.PACKED, c.POSITION, c.SPLIT, "class", "name", c.FILE)
 MAX_LINKS_A_PIECE = 2000
 _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
@@ -138,7 +137,7 @@ class TarPiece(Piece):
         except ImageError as error:
             gather.bad(error.reason, member.position, data)
             return
-        gather.record(image, packed, member.position, place.split, place.label, place.name)
+        gather.record(image, packed, member.position, place.split, place.label, place.name, "/".join(member.parts))
 
 
 def plan(
@@ -255,7 +254,7 @@ class _Scan:
             self._other += self._gather.full()
         else:
             at = (self._piece.source, member.position, member.offset, member.size)
-            self._list.add(*at, place.split, place.label, place.name)
+            self._list.add(*at, place.split, place.label, place.name, "/".join(member.parts))
 
 
 def _runs(sizes: Sequence[int], step: int) -> Iterator[tuple[int, int]]:

@@ -103,12 +103,15 @@ class Assign:
     sample: Sampling | None = None
     weights: ClassWeights | None = None
     carried: tuple[pa.Field, ...] = ()
+    files: bool = False
+    """Whether rows have FILE, which then comes out too."""
 
     @property
     def output(self) -> pa.Schema:
         """The columns of the rows that come out."""
+        files = [pa.field(c.FILE, pa.string())] if self.files else []
         carried = [pa.field(c.CARRIED, pa.struct(self.carried))] if self.carried else []
-        return pa.schema([*_OWN, *self._stored.output, *carried])
+        return pa.schema([*_OWN, *files, *self._stored.output, *carried])
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a null in an id column or a row that does not fit the schema."""
@@ -174,7 +177,7 @@ class Assign:
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }
-        out |= {name: batch.column(name) for name in (c.LEAK, c.SOURCE, c.POSITION)}
+        out |= {name: batch.column(name) for name in (c.LEAK, c.SOURCE, c.POSITION, *([c.FILE] if self.files else []))}
         return pa.RecordBatch.from_pydict(out | self._stored.columns(fields))
 
     @property

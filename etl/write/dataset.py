@@ -66,6 +66,8 @@ class Job:
     carry: Carry | None = None
     sampled: Sampled | None = None
     class_counts: Mapping[str, int] | None = None
+    files: bool = False
+    """Whether rows have lockstep.etl.columns.FILE, which the dataset keeps by sample id."""
 
     @property
     def config(self) -> WriteConfig:
@@ -276,14 +278,16 @@ def write_rows(
     origin: Origin,
     late: LateImages | None = None,
     carry: Carry | None = None,
+    *,
+    files: bool = False,
 ) -> DatasetManifest:
     """write_dataset for a target that was checked. With `late`, images become pixels in the tasks that write them; with
     `carry`, the column lockstep.etl.columns.CARRIED is kept for appends, and an append may leave a split without
-    records.
+    records; with `files`, the dataset says which file each record was, by the column lockstep.etl.columns.FILE.
     """
-    also = (*_looked_at(target.config), *(() if late is None else (PACKED, PLACE)))
+    also = (*_looked_at(target.config), *(() if late is None else (PACKED, PLACE)), *((c.FILE,) if files else ()))
     rows, _ = prepared(df, target.rows, id_columns, target.config.split_spec, None, also)
-    return _published(df, rows, Job(target, id_columns, origin, late, carry))
+    return _published(df, rows, Job(target, id_columns, origin, late, carry, files=files))
 
 
 def _looked_at(config: WriteConfig) -> tuple[str, ...]:
@@ -316,7 +320,7 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
     df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.content))
     # Baking needs statistics, so the fields stay columns until these are known.
     fmt = "parquet" if config.bake else config.fmt
-    assign = Assign(schema, job.id_columns, split, config.seed, fmt, config.sampling)
+    assign = Assign(schema, job.id_columns, split, config.seed, fmt, config.sampling, files=job.files)
     if config.weights == "balanced":
         # An append takes its parent's weights, as it takes the fitted files: a class has one weight in a whole chain.
         parent = job.target.parent
@@ -332,7 +336,7 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
     else:
         # Counted without the images: these are read again where they are written, and never cached.
         whole = AssignLate.of(assign, late)
-        thin = replace(whole, carry=False)
+        thin = replace(whole, carry=False, files=False)
         rows = mapped(df.drop(late.field.name, PACKED, PLACE), thin, thin.output).persist()
         full = mapped(df, whole, whole.output)
     try:
@@ -382,7 +386,7 @@ def _built(
     # A record that comes back has the source -1.
     urls = urls_of(origin) if parent is None else (*urls_of(origin), parent.url)
     compression, keys = compression_of(config), found.keys
-    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression)
+    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression, job.files)
     if full is None:
         splits, files = write_shards(staging.fs, paths, rows, table, write, keys)
     else:

@@ -51,6 +51,8 @@ class Labelled:
     created_config: Mapping[str, Any]
     late: LateImages | None = None
     carry: Carry | None = None
+    files: bool = False
+    """Whether rows have lockstep.etl.columns.FILE."""
 
 
 C = TypeVar("C", bound=Counts)
@@ -109,7 +111,9 @@ class Input(ABC, Generic[C]):
                 quarantine=rejected,
                 created_config=found.created_config,
             )
-            return write_rows(found.rows, found.target, found.id_columns, origin, found.late, found.carry)
+            return write_rows(
+                found.rows, found.target, found.id_columns, origin, found.late, found.carry, files=found.files
+            )
         finally:
             parsed.unpersist()
 

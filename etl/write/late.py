@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ from lockstep.etl.write.quarantine import Origin, check_bad
 from lockstep.etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, check_keys, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
-from lockstep.features.images.resize import fit, rotate, set_channels
+from lockstep.features.images.decode import ImageError
+from lockstep.features.images.intake import Intake
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths
@@ -45,64 +45,6 @@ from lockstep.storage.files.interface import FileSystem
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
-
-_MAX_GROWTH = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intake:
-    """The operations on an image, in this order: decode with EXIF orientation, channels, rotation by `degrees`
-    clockwise, `how` to `size`.
-
-    `size` is (height, width), None to keep the images' size; `channels` is 1 or 3, None to keep theirs; with `keep`
-    encoded images stay files, after a check that they decode; with `late` the task that writes an image decodes it if
-    its file is smaller than its pixels.
-    """
-
-    size: tuple[int, int] | None
-    channels: int | None
-    how: str = "resize"
-    degrees: int = 0
-    keep: bool = False
-    late: bool = False
-    limits: Limits = field(default_factory=Limits)
-
-    def shape(self, height: int, width: int, channels: int) -> tuple[int, int, int]:
-        """(height, width, channels) of an image after all operations."""
-        turned = (width, height) if self.degrees in (90, 270) else (height, width)
-        return (*(self.size or turned), self.channels or channels)
-
-    def stack(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Images of one size, decoded already: (n, H, W, C) uint8 -> (n, *shape) uint8."""
-        if self.channels is not None:
-            images = set_channels(images, self.channels)
-        images = rotate(images, self.degrees)
-        return images if self.size is None else fit(images, *self.size, self.how)
-
-    def hand_on(self, data: bytes) -> tuple[bytes, bool]:
-        """An encoded image in the form in which it is shuffled, and whether that is still `data`. Raises ImageError if
-        its header, or if it is decoded now its content, is not valid.
-        """
-        if self.late and self.size is not None:
-            assert self.channels is not None
-            pixels = self.size[0] * self.size[1] * self.channels
-            header = checked_header(data, self.limits)
-            # Large pictures are resized here: few tasks write, and each would take long to decode them.
-            sides = (header.height or self.limits.max_pixels) * (header.width or 1)
-            if len(data) < pixels and sides * self.channels <= _MAX_GROWTH * pixels:
-                return data, True
-        return self.take(data), False
-
-    def take(self, data: bytes) -> bytes:
-        """The pixels of an encoded image in C order, or with `keep` `data` itself. Raises ImageError."""
-        assert self.channels is not None
-        pixels = decode(data, self.channels, self.limits)
-        if self.keep:
-            return data
-        if not self.degrees and pixels.shape[:2] == self.size:
-            return pixels.tobytes()
-        return self.stack(pixels[None]).tobytes()
-
 
 CHUNK_BYTES = 4 << 20
 _SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
@@ -204,7 +146,8 @@ class AssignLate(Assign):
     @cached_property
     def _narrow(self) -> Assign:
         fields = tuple(field for field in self.schema if field.name != self.late.field.name)
-        return Assign(Schema(fields), self.id_columns, self.split, self.seed, "parquet", self.sample, self.weights)
+        same = (self.id_columns, self.split, self.seed, "parquet", self.sample, self.weights)
+        return Assign(Schema(fields), *same, files=self.files)
 
 
 @dataclass(frozen=True)
@@ -262,7 +205,8 @@ def _encoded(batch: pa.RecordBatch, encoder: RecordEncoder) -> pa.RecordBatch:
     if len(data) >= 1 << 31:
         raise rows_too_large(len(data), len(batch))
     buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
-    kept = batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID])
+    own = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.FILE)
+    kept = batch.select([name for name in own if name in batch.schema.names])
     return kept.append_column(c.RECORD, pa.Array.from_buffers(pa.binary(), len(batch), buffers))
 
 
@@ -310,7 +254,7 @@ def write_late(
     what check_keys and check_bad raise for all rejected images.
     """
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
-    columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
+    columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried, *write.files_column)
     task = WriteLate(write, late)
     found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)

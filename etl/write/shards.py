@@ -26,7 +26,7 @@ from lockstep.features.arrow import flat
 from lockstep.features.sample_id import shard_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
+from lockstep.storage.dataset.layout import DatasetPaths, files_path, index_path, shard_path
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo, SplitInfo
 from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
@@ -112,6 +112,9 @@ RESULT = pa.schema(
         ("index_path", pa.string()),
         ("index_bytes", pa.int64()),
         ("index_sha256", pa.string()),
+        ("files_path", pa.string()),
+        ("files_bytes", pa.int64()),
+        ("files_sha256", pa.string()),
         ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
     ]
 )
@@ -137,6 +140,36 @@ class ShardTable:
         raise AssertionError(f"no shard {partition} after {self.splits}")
 
 
+_FILES = pa.schema([pa.field(SAMPLE_ID, pa.int64(), nullable=False), pa.field("file", pa.string(), nullable=False)])
+
+
+class _NamedFiles:
+    """Collects the ids and files of a shard's records, and writes them (lockstep.storage.dataset.layout.files_path)."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._folders = pa.array([f"{url.rstrip('/')}/" for url in urls], pa.string())
+        self._parts: list[pa.RecordBatch] = []
+
+    def of(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The batches themselves, collected as they pass."""
+        for batch in batches:
+            file = pc.binary_join_element_wise(
+                self._folders.take(batch.column(c.SOURCE)), batch.column(c.FILE).cast(pa.string()), ""
+            )
+            self._parts.append(pa.RecordBatch.from_arrays([batch.column(SAMPLE_ID), file], schema=_FILES))
+            yield batch
+
+    def upload(self, attempts: str, name: str) -> dict[str, Any]:
+        """Write the file; returns its part of RESULT."""
+        with tempfile.TemporaryFile(prefix="lockstep-files-") as file:
+            table = pa.Table.from_batches(self._parts, _FILES).combine_chunks()
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True, use_dictionary=False)
+            file.seek(0)
+            digest = digest_of(file)
+            path = upload(attempts, name, file)
+        return {"files_path": path, "files_bytes": digest.bytes, "files_sha256": digest.sha256}
+
+
 @dataclass(frozen=True)
 class WriteShards:
     """The function for mapInArrow: a partition's sorted rows in, one row of RESULT out.
@@ -150,6 +183,13 @@ class WriteShards:
     attempts: str
     source_urls: tuple[str, ...]
     compression: str | None = None
+    files: bool = False
+    """Whether rows have FILE, and a file of these names is written beside each shard."""
+
+    @property
+    def files_column(self) -> tuple[str, ...]:
+        """The column FILE, if rows have it."""
+        return (c.FILE,) if self.files else ()
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one."""
@@ -159,11 +199,14 @@ class WriteShards:
         """Write the shard of `partition`; returns its row."""
         _, shard, count, block_records = self.table.locate(partition)
         keys = np.zeros(1, np.int64)
-        rows = self._checked(partition, shard, count, batches, keys)
+        named = _NamedFiles(self.source_urls) if self.files else None
+        rows = self._checked(partition, shard, count, batches if named is None else named.of(batches), keys)
         tfrecord = self._write_tfrecord if self.compression is None else self._write_gzip
         write = tfrecord if self.fmt == "tfrecord" else self._write_parquet
         with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
             result = {"shard": partition, **write(f"{partition:05d}", file, rows, block_records), "keys": int(keys[0])}
+        if named is not None:
+            result |= named.upload(self.attempts, f"files-{partition:05d}")
         return pa.RecordBatch.from_pylist([result], schema=RESULT)
 
     def _write_tfrecord(
@@ -354,7 +397,7 @@ def write_shards(
     DataError unless they are the rows of `keys`, which are those of Sizes.
     """
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
-    columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
+    columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names, *write.files_column)
     if not table.total:
         return placed(fs, paths, [], table, write.fmt)
     with described(rows.sparkSession, SHARDS_STEP, table.total):
@@ -434,6 +477,9 @@ def placed(
         if row["index_path"] is not None:
             move(fs, row["index_path"], paths.index(name, number))
             files[index_path(name, number)] = FileInfo(row["index_bytes"], row["index_sha256"])
+        if row["files_path"] is not None:
+            move(fs, row["files_path"], paths.files(name, number))
+            files[files_path(name, number)] = FileInfo(row["files_bytes"], row["files_sha256"])
     return {name: SplitInfo(size, tuple(shards[name])) for name, _, size in table.splits}, files
 
 

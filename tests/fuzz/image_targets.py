@@ -21,8 +21,8 @@ from lockstep.etl.images import tar as tar_images
 from lockstep.etl.images.source import RECORD, ImagePlan
 from lockstep.etl.images.tar_format import BLOCK
 from lockstep.etl.input.files import find_sources
-from lockstep.etl.write.late import Intake
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode, read_header
+from lockstep.features.images.intake import Intake
 from tests.fuzz.target import Target, refused, scratch
 
 LIMITS = Limits(max_file_bytes=1 << 20, max_pixels=1 << 20)

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from lockstep.features.encode.bake import raw_schema
+from lockstep.features.images.intake import Pixels
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
@@ -36,6 +37,7 @@ from lockstep.training.run.checkpoint_division import read_whole
 from lockstep.training.run.weights_source import (
     FITTED_PREFIX,
     MODEL_FILE,
+    PICTURES_FILE,
     SCHEMA_FILE,
     SIGNATURE_FILE,
     checked_file,
@@ -60,9 +62,10 @@ def export(
 
     If --sample left out training records, schema.json has the share of each class that was kept. For a dataset with
     baked features, schema.json describes how each input was made, and raw_schema.json is the declared schema: its
-    Encoder, with the fitted files, makes those inputs from raw rows. Ghost batch normalisation is saved as Keras'
-    BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as Keras' own at the
-    last rate, with new state. Other optimizers keep their state, since Keras' format cannot leave it out.
+    Encoder, with the fitted files, makes those inputs from raw rows. For a dataset that lockstep etl_images made of
+    pictures, pictures.json says how they became pixels. Ghost batch normalisation is saved as Keras'
+    BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as Keras' own at
+    the last rate, with new state. Other optimizers keep their state, since Keras' format cannot leave it out.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
@@ -72,6 +75,9 @@ def export(
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
     if any(field.is_baked for field in schema):
         files.append(write_bytes(directory, RAW_SCHEMA_FILE, canonical_bytes(raw_schema(schema).to_json())))
+    pixels = Pixels.of(manifest.created_by["config"], {field.name: field.shape for field in schema})
+    if pixels is not None:
+        files.append(write_bytes(directory, PICTURES_FILE, canonical_bytes(pixels.to_json())))
     named = replace(signature, class_names=class_names_of(manifest))
     files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(named.to_json())))
     fs = filesystem(dataset_url)

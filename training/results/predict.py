@@ -40,7 +40,7 @@ ENTRY = "lockstep.training.results.predict:main"
 FORMAT_VERSION = 1
 PART_ROWS = 1 << 18  # of a file; a failed rank repeats at most one
 MIN_PARTS = 32  # of a small split, so that each of a few ranks has some
-OWN_COLUMNS = (SAMPLE_ID, "label", "prediction", "class", "label_name", "class_name")
+OWN_COLUMNS = (SAMPLE_ID, "file", "label", "prediction", "class", "label_name", "class_name")
 MAX_FAILURES = 3  # in a row without a new file
 
 
@@ -71,14 +71,15 @@ def predict(
     `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet; of several runs, the mean
     of their models' probabilities, as evaluate computes it.
 
-    Columns: `sample_id` int64; the dataset's id columns that are stored, and the stored `columns`; `label` if the
-    dataset has one; `prediction`, a double, or a list of floats for a model with several numbers a row; and `class`
-    int64, the index of the largest, if the label is a class. If classes have names, `label_name` and `class_name` have
-    them. Of a run with --bad-images skip, rows whose image cannot be decoded have null there. Rows are in the order of
-    the dataset; files and bytes do not depend on `num_ranks`. `batch` is the rows that a rank computes at a time. A
-    failed rank is started again, and repeats the file that it was writing. Nothing appears at `output` before all files
-    are complete. Prints a note if predictions are not finite. Raises ConfigError, NotFoundError and ExistsError, where
-    possible before a rank is started.
+    Columns: `sample_id` int64; `file` of pictures that came from folders or archives; the dataset's id columns that
+    are stored, and the stored `columns`; `label` if the dataset has one; `prediction`, a double, or a list of
+    floats for a model with several numbers a row; and `class` int64, the index of the largest, if the label is a
+    class. If classes have names, `label_name` and `class_name` have them. Of a run with --bad-images skip, rows
+    whose image cannot be decoded have null there. Rows are in the order of the dataset; files and bytes do not
+    depend on `num_ranks`. `batch` is the rows that a rank computes at a time. A failed rank is started again, and
+    repeats the file that it was writing. Nothing appears at `output` before all files are complete. Prints a note
+    if predictions are not finite. Raises ConfigError, NotFoundError and ExistsError, where possible before a rank
+    is started.
     """
     runs, dataset, output = tuple(map(absolute, several(run))), absolute(dataset), absolute(output)
     if batch < 1 or num_ranks < 1:

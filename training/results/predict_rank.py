@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.schema import class_names_of
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.layout import FILES_FOLDER, files_of_shard
+from lockstep.storage.dataset.manifest import DatasetManifest, has_files, read_checked
+from lockstep.storage.errors import CorruptionError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
@@ -31,9 +33,10 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
 from lockstep.training.models.on_disk import load_checkpoint, load_export, upload
+from lockstep.training.plan.datasets import split_of
 from lockstep.training.reading.background import ReadAhead
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.predictor import prediction_column
+from lockstep.training.results.predictor import ExportedModel, prediction_column
 from lockstep.training.run.notes import NAMED
 from lockstep.training.scoring.ensemble import ensemble_of
 from lockstep.training.scoring.score_split import open_split, takes_logits
@@ -59,9 +62,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
     encoder = _Carrying(encoder, payload["columns"])
+    named = has_files(split.manifest)
+    files_of = FilesOf(payload["dataset"], split.manifest, payload["split"]) if named else None
 
     def predicted(part: int, bad: list[str]) -> Iterator[pa.RecordBatch]:
         nonlocal steps
+        at, _ = eval_rows(split.reader, part, parts, batch)
         batches = eval_batches(split.reader, encoder, part, parts, batch)
         with ReadAhead(batches, lambda: f"the rows of file {part}", config.stall_limit_s) as ahead:
             for rows in ahead:
@@ -69,7 +75,9 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
                 steps += 1
                 beat(steps, "predict")
                 bad += [f"{image.what} ({image.detail})" for image in rows.bad]
-                yield columns_of(rows, outputs, form)
+                named = None if files_of is None else files_of.rows(at, rows.sample_id).combine_chunks()
+                at += len(rows.sample_id)
+                yield columns_of(rows, outputs, form, named)
 
     fs, files = filesystem(directory), []
     for part in range(world.rank * parts // world.num_ranks, (world.rank + 1) * parts // world.num_ranks):
@@ -124,6 +132,14 @@ class Form:
         yes_or_no = label is not None and label.dtype == "bool"
         return cls(yes_or_no, classes, class_names_of(split.manifest), takes_logits(model))
 
+    @classmethod
+    def of_export(cls, model: keras.Model, exported: ExportedModel) -> Self:
+        """The form of the outputs of an exported `model`, loaded."""
+        signature = exported.signature
+        classes, label = signature.num_classes, signature.label
+        yes_or_no = label is not None and classes is None and not signature.label_is_number
+        return cls(yes_or_no, classes, signature.class_names, takes_logits(model))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried(Encoded):
@@ -143,26 +159,80 @@ class _Carrying(Encoder):
         return Carried(rows.x, rows.y, rows.sample_id, rows.weight, rows.bad, stored=batch.select(self._stored))
 
 
-def columns_of(rows: Encoded, outputs: Any, form: Form) -> pa.RecordBatch:
-    """The columns of lockstep.training.results.predict for one batch. Rows of bad images have no prediction and no
-    class.
-    """
-    columns: dict[str, Any] = {"sample_id": rows.sample_id}
-    if isinstance(rows, Carried):
-        columns |= {name: rows.stored.column(name) for name in rows.stored.schema.names}
-    if rows.y is not None:
-        columns["label"] = rows.y.astype(np.bool_) if form.yes_or_no else rows.y
+def predicted_columns(outputs: Any, form: Form) -> dict[str, pa.Array]:
+    """What a model says of each row: `prediction`, `class`, `class_name`, those that its outputs have."""
     several = np.ndim(outputs) == 2 and outputs.shape[1] > 1
-    columns["prediction"] = prediction_column(outputs, several=several)
+    columns = {"prediction": prediction_column(outputs, several=several)}
     if several and form.classes is not None:
         columns["class"] = pa.array(outputs.argmax(axis=1))
     names = form.names
-    if names is not None and rows.y is not None:
-        columns["label_name"] = _named(rows.y.astype(np.int64), names)
     if names is not None and several and outputs.shape[1] == len(names):
         columns["class_name"] = _named(outputs.argmax(axis=1), names)
     elif names is not None and not several and form.yes_or_no:
         columns["class_name"] = _named((outputs.reshape(-1) > (0.0 if form.logits else 0.5)).astype(np.int64), names)
+    return columns
+
+
+_FILES = pa.schema([("sample_id", pa.int64()), ("file", pa.string())])
+
+
+class FilesOf:
+    """The files that the records of a split were, in their order, read from the dataset shard by shard."""
+
+    def __init__(self, url: str, manifest: DatasetManifest, split: str) -> None:
+        self._url, self._manifest, self._shards = url, manifest, split_of(manifest, split).shards
+        ends = np.cumsum([0, *(shard.records for shard in self._shards)])
+        self._ends, self._read = ends, (-1, pa.table({}))
+
+    def rows(self, start: int, ids: NDArray[np.int64]) -> pa.ChunkedArray:
+        """The files of the rows from `start` on. Raises CorruptionError if they are not of the samples `ids`."""
+        parts, at = [], start
+        while at < start + len(ids):
+            number = int(np.searchsorted(self._ends, at, side="right")) - 1
+            first, last = int(self._ends[number]), min(int(self._ends[number + 1]), start + len(ids))
+            parts.append(self._shard(number).slice(at - first, last - at))
+            at = last
+        found = pa.concat_tables(parts)
+        if not np.array_equal(found.column("sample_id"), ids):
+            raise CorruptionError(
+                "the names of files are not those of the samples",
+                file=f"{self._url}/{FILES_FOLDER}",
+                got="other sample ids",
+                allowed="a row for each record, in the order of its shard",
+            )
+        return found.column("file")
+
+    def _shard(self, number: int) -> pa.Table:
+        if self._read[0] != number:
+            path = files_of_shard(self._shards[number].path)
+            data = read_checked(filesystem(self._url), self._url, path, self._manifest.files[path])
+            try:
+                table = pq.read_table(pa.BufferReader(data), columns=_FILES.names).cast(_FILES)
+            except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+                got = (str(error).strip() or repr(error)).splitlines()[0]
+                raise CorruptionError("names of files cannot be read", file=f"{self._url}/{path}", got=got) from None
+            self._read = number, table
+        return self._read[1]
+
+
+def columns_of(rows: Encoded, outputs: Any, form: Form, files: pa.ChunkedArray | None = None) -> pa.RecordBatch:
+    """The columns of lockstep.training.results.predict for one batch. Rows of bad images have no prediction and no
+    class.
+    """
+    columns: dict[str, Any] = {"sample_id": rows.sample_id}
+    if files is not None:
+        columns["file"] = files
+    if isinstance(rows, Carried):
+        columns |= {name: rows.stored.column(name) for name in rows.stored.schema.names}
+    if rows.y is not None:
+        columns["label"] = rows.y.astype(np.bool_) if form.yes_or_no else rows.y
+    found = predicted_columns(outputs, form)
+    class_name = found.pop("class_name", None)
+    columns |= found
+    if form.names is not None and rows.y is not None:
+        columns["label_name"] = _named(rows.y.astype(np.int64), form.names)
+    if class_name is not None:
+        columns["class_name"] = class_name
     if rows.bad:
         good = np.ones(len(outputs), bool)
         good[[image.row for image in rows.bad]] = False

@@ -15,6 +15,7 @@ from lockstep.features.encode.bake import raw_schema
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.images.decode import FORMATS
 from lockstep.features.images.decode_many import BadImageError
+from lockstep.features.images.intake import Pixels
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
 from lockstep.features.schema.schema import Schema
@@ -29,7 +30,7 @@ from lockstep.training.rank import runtime
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_model
 from lockstep.training.run.run_json import read_run
-from lockstep.training.run.weights_source import FITTED_PREFIX, SCHEMA_FILE, SIGNATURE_FILE, checked_file
+from lockstep.training.run.weights_source import FITTED_PREFIX, PICTURES_FILE, SCHEMA_FILE, SIGNATURE_FILE, checked_file
 
 BATCH = 512
 ENCODED_BYTES = 4 << 20  # encoded at a time
@@ -51,6 +52,8 @@ class ExportedModel:
     schema: Schema
     """Of raw rows."""
     signature: Signature
+    pixels: Pixels | None = None
+    """How pictures became the pixels that it was trained on; None if lockstep etl_images made none."""
 
     @classmethod
     def at(cls, url: str) -> ExportedModel:
@@ -72,6 +75,9 @@ class ExportedModel:
             split=config.split if config else str(manifest.get("split", "")),
             schema=raw_schema(schema),
             signature=Signature.from_json(_document(url, SIGNATURE_FILE)),
+            pixels=Pixels.from_json(_document(url, PICTURES_FILE), join(url, PICTURES_FILE))
+            if PICTURES_FILE in manifest["files"]
+            else None,
         )
 
     @property
@@ -126,7 +132,7 @@ class Predictor:
     """A loaded model that takes raw rows."""
 
     def __init__(self, model: Any, columns: tuple[Field, ...], encoder: Encoder) -> None:
-        self._model, self._columns, self._encoder = model, columns, encoder
+        self.model, self._columns, self._encoder = model, columns, encoder
 
     def __call__(self, rows: Any, batch: int = BATCH) -> Any:
         """The model's outputs for all rows, as `model.predict(x, batch_size=batch)` returns them for encoded ones."""
@@ -157,7 +163,7 @@ class Predictor:
             for at in range(0, max(1, min(group, len(table) - start)), batch):
                 # As tensors: for a small model, conversions of arrays by a TensorFlow function are a sixth of the time.
                 given = {name: tf.constant(values[at : at + batch]) for name, values in x.items()}
-                yield self._model.predict_on_batch(given)
+                yield self.model.predict_on_batch(given)
 
 
 _loaded: dict[tuple[str, str], Predictor] = {}

@@ -20,6 +20,7 @@ from lockstep.training.run.run_json import read_run
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
+PICTURES_FILE = "pictures.json"  # lockstep.features.images.intake.Pixels, if the dataset was made of pictures
 FILES = (".keras", ".weights.h5")
 KINDS = "a run, a folder of lockstep publish, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 

@@ -11,6 +11,7 @@ from lockstep.storage.urls import join, parent
 
 FORMATS = ("tfrecord", "parquet")
 CARRIED_FOLDER = "_carried"
+FILES_FOLDER = "_files"
 COMPRESSIONS = ("none", "gzip")  # as options name them
 SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by the compression in the manifest
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -48,6 +49,10 @@ class DatasetPaths:
         """The offset index of a TFRecord shard."""
         return join(self.root, index_path(split, index))
 
+    def files(self, split: str, index: int) -> str:
+        """The names of the files that the records of a shard were."""
+        return join(self.root, files_path(split, index))
+
     def fitted(self, name: str) -> str:
         """A fitted file, such as "page.json"."""
         return join(self.root, fitted_path(name))
@@ -69,6 +74,19 @@ def shard_path(split: str, index: int, fmt: str, compression: str | None = None)
 def index_path(split: str, index: int) -> str:
     """The path of a TFRecord shard's offset index relative to the dataset."""
     return f"_index/{split_name(split)}/part-{index:05d}.idx"
+
+
+def files_path(split: str, index: int) -> str:
+    """The path, relative to the dataset, of the names of the files that the records of a shard were: Parquet with a row
+    for each record, in the order of the shard: `sample_id` int64, `file` string.
+    """
+    return f"{FILES_FOLDER}/{split_name(split)}/part-{index:05d}.parquet"
+
+
+def files_of_shard(shard: str) -> str:
+    """The files_path of the shard at a path that shard_path made."""
+    split, name = shard.removeprefix("split=").split("/")
+    return f"{FILES_FOLDER}/{split}/{name.partition('.')[0]}.parquet"
 
 
 def fitted_path(name: str) -> str:

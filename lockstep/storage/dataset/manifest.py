@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import FORMATS, SUFFIXES, DatasetPaths, index_path
+from lockstep.storage.dataset.layout import FILES_FOLDER, FORMATS, SUFFIXES, DatasetPaths, files_of_shard, index_path
 from lockstep.storage.dataset.manifest_entries import (
     Counts,
     FileInfo,
@@ -198,6 +198,15 @@ class DatasetManifest:
         }
 
     def _check_files(self, where: str) -> None:
+        named = {path for path in self.files if path.startswith(f"{FILES_FOLDER}/")}
+        shards = {files_of_shard(shard.path) for split in self.splits.values() for shard in split.shards}
+        if named and named != shards:
+            raise DataError(
+                f"{where}: names of files and shards do not match",
+                got=f"{len(named)} in {FILES_FOLDER}/, odd ones {sorted(named ^ shards)[:3]}",
+                allowed="one a shard, or none",
+                next_step="Build the dataset again.",
+            )
         if self.format != "tfrecord":
             return
         plain = self.splits if self.compression is None else {}  # compressed shards have no index
@@ -223,6 +232,11 @@ def dataset_digest(schema: Mapping[str, Any], files: Mapping[str, FileInfo], spl
     }
     shards = {name: split_json(split) for name, split in splits.items()}
     return sha256_hex(canonical_bytes({"schema": dict(schema), "fitted": fitted, "splits": shards}))
+
+
+def has_files(manifest: DatasetManifest) -> bool:
+    """Whether the dataset says which file each record was (lockstep.storage.dataset.layout.files_path)."""
+    return any(path.startswith(f"{FILES_FOLDER}/") for path in manifest.files)
 
 
 def load_dataset(url: str) -> DatasetManifest:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import CARRIED_FOLDER, safe_relative, shard_path, split_name
+from lockstep.storage.dataset.layout import CARRIED_FOLDER, FILES_FOLDER, safe_relative, shard_path, split_name
 from lockstep.storage.errors import ConfigError, DataError
+
+_FOLDERS = ("_index", "_quarantine", "_fitted", CARRIED_FOLDER, FILES_FOLDER)  # of files that a manifest lists
 
 # the bytes before the first block of a gzip file and after the last: lockstep/storage/formats/gzip_blocks.py
 GZIP_EDGE_BYTES = 10
@@ -203,11 +205,11 @@ def read_file(path: str, value: Any, where: str) -> FileInfo:
     safe_relative(path, where=f"{where}: files")
     place = f"{where}: {path}"
     petastorm = re.fullmatch(r"(split=[^/]+/)?_common_metadata", path)
-    if path.split("/")[0] not in ("_index", "_quarantine", "_fitted", CARRIED_FOLDER) and petastorm is None:
+    if path.split("/")[0] not in _FOLDERS and petastorm is None:
         raise DataError(
             f"{place} is not a file that a dataset lists",
             got=path,
-            allowed="_index/, _quarantine/, _fitted/, _carried/, Petastorm's _common_metadata",
+            allowed=f"{'/, '.join(_FOLDERS)}/, Petastorm's _common_metadata",
             next_step="Build the dataset again.",
         )
     doc = documents.obj(value, ("bytes", "sha256"), where=place)

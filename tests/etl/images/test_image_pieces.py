@@ -23,9 +23,9 @@ from PIL import Image
 from lockstep.etl.images import cifar, folders, parquet
 from lockstep.etl.images import tar as tar_images
 from lockstep.etl.images.job import from_json, to_json
-from lockstep.etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Place, is_left_out, place_of, split_word
-from lockstep.etl.write.late import Intake
+from lockstep.etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Place, place_of, split_word
 from lockstep.features.images.decode import Limits
+from lockstep.features.images.intake import Intake, is_left_out
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 INTAKE = Intake(size=(4, 4), channels=3, limits=Limits(max_file_bytes=5000))

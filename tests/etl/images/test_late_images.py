@@ -21,9 +21,10 @@ from lockstep.etl.images import job
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.splits import SplitSpec
-from lockstep.etl.write.late import AssignLate, Intake, LateImages, WriteLate
+from lockstep.etl.write.late import AssignLate, LateImages, WriteLate
 from lockstep.etl.write.quarantine import check_bad
 from lockstep.etl.write.shards import ShardTable, WriteShards
+from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
 

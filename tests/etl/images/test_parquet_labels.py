@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lockstep.etl.images import parquet
-from lockstep.etl.write.late import Intake
+from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError
 
 NAMES = ["cat", "dog", "cat", "bird", "dog"]
