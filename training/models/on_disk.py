@@ -31,6 +31,7 @@ from lockstep.storage.urls import join, parent
 from lockstep.training import models
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.models import ModelOptions
+from lockstep.training.models.two_tower import InBatch
 from lockstep.training.plan.datasets import what_differs
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
 from lockstep.training.run.checkpoint_division import read_whole
@@ -113,15 +114,16 @@ def upload(path: Path, directory: str, name: str, *, exclusive: bool = True) -> 
 
 @contextmanager
 def plain_layers(model: keras.Model) -> Iterator[None]:
-    """While the model is saved, ghost layers have their base class: same variables, same inference."""
-    ghosts = [layer for layer in model._flatten_layers() if isinstance(layer, GhostBatchNormalization)]
+    """While the model is saved, layers that only train otherwise have Keras' class: same variables, same inference."""
+    plain = {GhostBatchNormalization: keras.layers.BatchNormalization, InBatch: keras.layers.Dot}
+    changed = [(layer, type(layer)) for layer in model._flatten_layers() if type(layer) in plain]
     try:
-        for layer in ghosts:
-            object.__setattr__(layer, "__class__", keras.layers.BatchNormalization)
+        for layer, own in changed:
+            object.__setattr__(layer, "__class__", plain[own])
         yield
     finally:
-        for layer in ghosts:
-            object.__setattr__(layer, "__class__", GhostBatchNormalization)
+        for layer, own in changed:
+            object.__setattr__(layer, "__class__", own)
 
 
 @contextmanager

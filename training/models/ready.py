@@ -99,10 +99,15 @@ READY: dict[str, Ready] = {
     ),
     "two-tower": Ready(
         function="two_tower:two_tower",
-        help="a vector and a bias for each user and item; label a number (a rating), or yes or no",
+        help="a vector and a bias for each user and item; label a number (a rating), or yes or no; or retrieval",
         settings={
             "user": Setting("", "the users' column of ids (default: of two columns, the first by name)"),
             "item": Setting("", "the items' column of ids (default: the other one)"),
+            "loss": Setting(
+                "label",
+                "of the label; or in_batch: find each row's item among those of the batch, whatever the label",
+                choices=("label", "in_batch"),
+            ),
             "embedding": Setting(32, "numbers of the vector of each user and item", least=1),
             # MovieLens 100K, fold-0, 15 epochs: RMSE 0.914; 3e-5 0.930 (it overfits).
             "decay": Setting(1e-4, DECAY.help),
