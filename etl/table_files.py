@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 log = logging.getLogger(__name__)
-FORMATS = ("parquet", "orc", "json", "csv", "text")
+FORMATS = ("parquet", "orc", "json", "text")
 """Formats of Spark that are files below the paths given, whose folders may be partitions."""
 THREADS = 16  # a footer is some kilobytes: reading one is waiting
 NANOS = "TIMESTAMP(NANOS"  # how Parquet calls times in nanoseconds

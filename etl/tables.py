@@ -62,6 +62,10 @@ class TableConfig(WriteConfig):
         require(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
         require(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
+        # Spark takes the first line for a row, and all values for texts.
+        step = "Use `lockstep etl_logs --log-format csv --schema FILE`; --propose-schema makes FILE."
+        typed = self.proposes or self.input_format.lower() != "csv"
+        require(typed, "--input-format", "csv", "formats whose columns have names and types", step)
         ids = self.id_columns
         require(
             (self.proposes or len(ids) > 0) and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more"
@@ -130,13 +134,10 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
 def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = False) -> str:
     """Write a schema for the table to `config.output`, from its first rows; returns what was proposed, in a few lines.
 
-    Raises ConfigError for a declared schema, for CSV and text, whose columns Spark does not name, and for a label that
-    cannot be one; ExistsError if the output exists; the errors of `run`.
+    Raises ConfigError for a declared schema and for a label that cannot be one; ExistsError if the output exists; the
+    errors of `run`.
     """
     require(config.schema is None, "--propose-schema", "with --schema", "without it")
-    lines = bool(config.inputs) and config.input_format.lower() in ("csv", "text")
-    step = "For files of lines use `lockstep etl_logs --log-format csv --propose-schema`."
-    require(not lines, "--propose-schema", f"--input-format {config.input_format}", "tables with typed columns", step)
     refuse_existing(config.output)
     with translated(spark, "reading the table"):
         df, left_out = frame(spark, config)

@@ -34,8 +34,9 @@ from lockstep.storage.publish import occupied, write_file
 _NULLS = ("", "na", "n/a", "nan", "null", "none", "nil", "?", "-", "\\n")
 
 
-def propose(config: LogsConfig, *, embeddings: bool = False) -> str:
-    """Write a schema for the table `config.inputs` to `config.output`; returns what was proposed, in two lines.
+def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the same flags") -> str:
+    """Write a schema for the table `config.inputs` to `config.output`; returns what was proposed, in two lines, and the
+    `flags` with which lockstep etl_logs reads that table.
 
     Raises ConfigError for a format that is no table, ExistsError if the output exists, DataError for a table without
     rows or without a column that a field can hold.
@@ -64,8 +65,8 @@ def propose(config: LogsConfig, *, embeddings: bool = False) -> str:
     write_file(fs, config.output, found.text.encode())
     left_out = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
     return (
-        f"{config.output}: {found}{left_out}\nnext: read and correct it, then run lockstep etl_logs with the same "
-        f"flags, --schema {config.output} and an --output for the dataset"
+        f"{config.output}: {found}{left_out}\nnext: read and correct it, then run lockstep etl_logs with {flags}, "
+        f"--schema {config.output} and an --output for the dataset"
     )
 
 

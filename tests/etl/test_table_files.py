@@ -211,7 +211,7 @@ def refusal(spark: SparkSession, path: Path, file_format: str, *, by_query: bool
 
 
 @slow
-@pytest.mark.parametrize("file_format", ["parquet", "orc", "json", "csv"])
+@pytest.mark.parametrize("file_format", ["parquet", "orc", "json"])
 def test_no_file_below_a_folder_is_left_out(spark: SparkSession, file_format: str, tmp_path: Path) -> None:
     def write(name: str, one: int) -> None:
         path = tmp_path / f"{name}.{file_format}"
@@ -220,8 +220,6 @@ def test_no_file_below_a_folder_is_left_out(spark: SparkSession, file_format: st
         match file_format:
             case "json":
                 frame.to_json(path, orient="records", lines=True)
-            case "csv":
-                frame.to_csv(path, index=False, header=False)
             case _:
                 getattr(frame, f"to_{file_format}")(path)
 

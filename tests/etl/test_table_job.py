@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.jobs import etl_table
+from lockstep.features.schema.declare import load_schema
+from lockstep.jobs import etl_logs, etl_table
 from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
 
 GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
@@ -29,6 +30,7 @@ GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
         ([*GOOD, "--weights", "heavy"], ConfigError, "--weights"),
         ([*GOOD, "--sample", "click"], ConfigError, "--sample"),
         ([*GOOD, "--split", "kfold:1"], ConfigError, "--split"),
+        ([*GOOD[2:], "--input", "x.csv", "--input-format", "csv"], ConfigError, "--input-format"),
         ([*GOOD, "--max-bad", "1%"], ConfigError, "invalid arguments"),  # a table has no lines to reject
     ],
 )
@@ -49,3 +51,20 @@ def test_a_configuration_holds_what_the_flags_say() -> None:
     assert (config.id_columns, config.exclude, config.table, config.inputs) == (("a", "b"), ("c", "d"), "t", ())
     assert (config.weights, config.clean, config.fmt, config.seed) == ("balanced", True, "parquet", 3)
     assert config.to_json()["table"] == "t" and "clean" not in config.to_json()  # what changes no byte is not kept
+
+
+def test_a_schema_for_csv_files_is_the_one_of_the_job_that_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, rows in (("a", "1,0.5,yes\n2,,no\n"), ("b", "3,2.5,no\n")):
+        (tmp_path / "in" / f"{name}.csv").write_text(f"visit,seconds,bought\n{rows}")
+    flags = ["--propose-schema", "--input", str(tmp_path / "in")]
+    assert etl_table.main([*flags, "--input-format", "csv", "--output", str(tmp_path / "table.toml")]) == 0
+    assert f"run lockstep etl_logs with --log-format csv --input {tmp_path}/in" in capsys.readouterr().out
+    assert etl_logs.main([*flags, "--log-format", "csv", "--output", str(tmp_path / "logs.toml")]) == 0
+    assert (tmp_path / "table.toml").read_bytes() == (tmp_path / "logs.toml").read_bytes()
+    found = {field.name: field.dtype for field in load_schema(str(tmp_path / "table.toml"))}
+    assert found == {"sample_id": "int64", "visit": "int64", "seconds": "float64", "bought": "bool"}
+    with pytest.raises(ConfigError, match="--label"):
+        etl_table.main([*flags, "--input-format", "csv", "--label", "bought", "--output", str(tmp_path / "x.toml")])
