@@ -136,10 +136,10 @@ def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str,
 
     `rows` are those of lockstep.etl.split.assign: `_split` (null if a row is dropped) and the schema's `fitted_fields`.
     The split `train` is counted; with folds (`fold-0`, `fold-1`, ...) all but one, for each fold held out, into
-    NAME.fold-0.json and so on. A vocabulary with declared `tokens` is not counted. Counts are exact; a vocabulary
-    is sorted by count, descending, then by UTF-8 bytes; mean and variance are computed as fractions and rounded
-    once. The driver holds max_size tokens a field and fold. Raises ConfigError if there is no training split,
-    DataError for a column that has no mean.
+    NAME.fold-0.json and so on. Declared `tokens`, or `mean` and `deviation`, are not counted. Counts are exact; a
+    vocabulary is sorted by count, descending, then by UTF-8 bytes; mean and variance are computed as fractions and
+    rounded once. The driver holds max_size tokens a field and fold. Raises ConfigError if there is no training
+    split, DataError for a column that has no mean.
     """
     fields = schema.fitted_fields
     if not fields:
@@ -150,6 +150,8 @@ def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str,
         part = _part(field)
         if "tokens" in part:
             found[part["file"]] = Vocabulary.declared(field.name, part["tokens"]).to_json()
+        elif "mean" in part:
+            found[part["file"]] = Moments.declared(field.name, part["mean"], part["deviation"]).to_json()
         else:
             of_kind[part["kind"]].append(field)
     if not any(of_kind.values()):

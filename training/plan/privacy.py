@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.features.schema.encodings import fitted_part
+from lockstep.features.schema.encodings import fitted_part, is_declared
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
@@ -31,7 +31,7 @@ def uncovered(config: TrainConfig, schema: Schema) -> list[str]:
     for field in schema.fitted_fields:
         part = fitted_part(field.encoding)
         assert part is not None
-        if "tokens" not in part:
+        if not is_declared(part):
             what = "the vocabulary" if part["kind"] == "vocabulary" else "mean and deviation"
             found.append(f"{what} of `{field.name}`, fitted on all rows")
     for field in schema:

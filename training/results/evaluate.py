@@ -157,7 +157,9 @@ def evaluate(
         result["earlier"] = datasets[1 : len(datasets) - len(more)]
     trained = find_result(filesystem(first.run), RunPaths(first.run))
     thinned = thinned_of(manifest, split)
-    notes.show([*_doubts(result, trained, first.rows, thinned), *notes.of_groups(grouped if stored is None else None)])
+    web = "role_columns" in manifest.created_by["config"]
+    lost = notes.of_groups(grouped if stored is None else None, is_web_log=web)
+    notes.show([*_doubts(result, trained, first.rows, thinned), *lost])
     return result
 
 

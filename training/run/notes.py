@@ -107,13 +107,17 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
     ]
 
 
-def of_groups(column: str | None) -> list[str]:
+def of_groups(column: str | None, *, is_web_log: bool = False) -> list[str]:
     """Rows of one group that depend on each other where the dataset does not say which they are."""
     if column is None:
         return []
+    way = f'declare `{column}` in --schema with encoding = {{ kind = "ignore" }}, which stores it and feeds no model'
+    if is_web_log:
+        way = "no flag stores it in a dataset of web requests: write the requests as records with a --schema, which can"
     return [
         f"intervals take rows for independent, but the dataset is split by `{column}`, whose rows depend on each "
-        f"other, so they are too narrow; next: store `{column}`, or give --clusters a stored column that stands for it"
+        f"other, and does not store it, so they are too narrow; next: {way}; or give --clusters a stored column that "
+        "stands for it"
     ]
 
 

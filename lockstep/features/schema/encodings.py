@@ -5,7 +5,7 @@
                  [tokens]
     hash         buckets, seed, [output]                          also bytes                  columns or ids
     bucketise    boundaries, [output]                             number                      columns or ids
-    standardise  file                                             number                      distance from the mean
+    standardise  file, [mean, deviation]                          number                      distance from the mean
     number       [dtype], [null_value]                            number, bool                the value
     log          [null_value]                                     number                      log(1 + value)
     clip         least, most, [null_value]                        number                      the value within bounds
@@ -41,6 +41,7 @@ MAX_COLUMNS = 1 << 16
 MAX_IDS = 1 << 31
 MAX_SIDE = 1 << 14
 _LEAST = 1e-30  # the smallest divisor: float32 cannot divide by much smaller numbers
+_MOST_DEVIATION = 1e150  # its square is kept
 NUMBERS = ("int64", "float32", "float64")  # what a model may be fed
 STORED_NUMBERS = (*NUMBERS, "uint64")
 _CATEGORICAL = ("hash", "vocabulary", "bucketise")
@@ -126,6 +127,11 @@ def fitted_part(encoding: Encoding | None) -> Encoding | None:
     return encoding if encoding is not None and "file" in encoding else None
 
 
+def is_declared(part: Encoding) -> bool:
+    """Whether a `fitted_part` declares its statistics, so that no row is looked at for them."""
+    return "tokens" in part or "mean" in part
+
+
 def output_of(encoding: Encoding, *, is_list: bool) -> str:
     """The declared or default output of a categorical encoding: one_hot, multi_hot or index."""
     return str(encoding.get("output", MULTI_HOT if is_list else ONE_HOT))
@@ -193,6 +199,16 @@ def _bucketise(case: _Case) -> None:
     good = len(bounds) > 0 and numbers and all(a < b for a, b in pairwise(bounds))
     case.require(good, f"boundaries {bounds!r}"[:200], "one or more numbers, strictly increasing")
     _output(case, len(bounds) + 1)
+
+
+def _standardise(case: _Case) -> None:
+    mean, deviation = case.encoding.get("mean"), case.encoding.get("deviation")
+    case.require((mean is None) == (deviation is None), "only one of mean and deviation", "both, or neither")
+    if mean is not None and deviation is not None:
+        good = _is_finite(mean) and _LEAST <= deviation <= _MOST_DEVIATION
+        got = f"mean {mean!r}, deviation {deviation!r}"[:200]
+        case.require(good, got, f"a finite mean, a deviation from {_LEAST:g} to {_MOST_DEVIATION:g}")
+    _file(case)
 
 
 def _number(case: _Case) -> None:
@@ -303,7 +319,9 @@ _RULES: dict[str, _Rule] = {
         check=_hash,
     ),
     "bucketise": _Rule({"boundaries": list}, {"output": str}, STORED_NUMBERS, check=_bucketise),
-    "standardise": _Rule({"file": str}, {}, STORED_NUMBERS, check=_file),
+    "standardise": _Rule(
+        {"file": str}, {"mean": int | float, "deviation": int | float}, STORED_NUMBERS, check=_standardise
+    ),
     "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*STORED_NUMBERS, "bool"), check=_number),
     "log": _Rule({}, {"null_value": int | float}, STORED_NUMBERS, check=_null_value),
     "clip": _Rule(

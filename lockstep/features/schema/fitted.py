@@ -68,7 +68,8 @@ class Vocabulary:
 class Moments:
     """Mean and population variance (divided by `count`) of the values of one field that are neither null nor NaN.
 
-    Both are exact over the splits `fitted_on` and rounded once. Raises DataError for impossible values.
+    Both are exact over the splits `fitted_on` and rounded once; of no split, and of 0 values, if they were declared.
+    Raises DataError for impossible values.
     """
 
     name: str
@@ -79,9 +80,14 @@ class Moments:
 
     def __post_init__(self) -> None:
         numbers = math.isfinite(self.mean) and math.isfinite(self.variance) and self.variance >= 0
-        if self.count < 1 or not numbers:
+        if self.count < bool(self.fitted_on) or not numbers:
             got = f"count {self.count}, mean {self.mean}, variance {self.variance}"
             raise _bad(self.name, got, "at least one value, a finite mean and a variance from 0 up")
+
+    @classmethod
+    def declared(cls, name: str, mean: float, deviation: float) -> Moments:
+        """Moments that a schema declares."""
+        return cls(name=name, count=0, mean=float(mean), variance=float(deviation) ** 2, fitted_on=())
 
     def to_json(self) -> dict[str, Any]:
         """The moments as _fitted/NAME.json holds them."""

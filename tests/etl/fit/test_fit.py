@@ -11,6 +11,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.preprocessing import StandardScaler
 
 from lockstep.etl.fit.statistics import fit_all, fitted_on
 from lockstep.features.encode.encoder import Encoder
@@ -177,3 +180,45 @@ dtype = "string"
 encoding = {encoding}
 """)
     assert "tokens" in caught.value.got
+
+
+@given(
+    mean=st.floats(-1e9, 1e9),
+    deviation=st.floats(1e-3, 1e9),
+    values=st.lists(st.none() | st.floats(-1e12, 1e12, width=64), min_size=1, max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_declared_mean_is_fed_without_a_look_at_any_row(
+    mean: float, deviation: float, values: list[float | None]
+) -> None:
+    """Neither rows nor a training split: what scikit-learn's scaler makes with this mean and deviation."""
+    schema = load_schema(f"""
+[[fields]]
+name = "price"
+dtype = "float64"
+nullable = true
+encoding = {{kind = "standardise", mean = {mean!r}, deviation = {deviation!r}}}
+""")
+    nothing: Any = None
+    documents = fit_all(nothing, schema, ["everything"])
+    assert documents["price.json"]["fitted_on"] == [] and documents["price.json"]["count"] == 0
+    fitted = read_fitted(json.loads(canonical_bytes(documents["price.json"])))
+    rows = pa.RecordBatch.from_arrays(
+        [pa.array(range(len(values)), pa.int64()), pa.array(values, pa.float64())], schema=schema.arrow_schema()
+    )
+    scaler = StandardScaler()
+    scaler.mean_, scaler.scale_, scaler.n_features_in_ = np.array([mean]), np.array([deviation]), 1
+    wanted = scaler.transform(np.array([[mean if value is None else value] for value in values]))
+    np.testing.assert_array_equal(Encoder(schema, {"price": fitted}).encode(rows).x["price"], wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("keys", ["mean = 1", "deviation = 1", "mean = 1, deviation = 0", "mean = nan, deviation = 1"])
+def test_a_declared_mean_that_is_none_is_refused(keys: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be declared like this") as caught:
+        load_schema(f"""
+[[fields]]
+name = "p"
+dtype = "int64"
+encoding = {{kind = "standardise", {keys}}}
+""")
+    assert "deviation" in caught.value.allowed or "deviation" in caught.value.got

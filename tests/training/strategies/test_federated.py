@@ -366,6 +366,7 @@ fields = [
     {name = "tags", dtype = "string", list = true, encoding = {kind = "sequence", length = 2, of.kind = "vocabulary"}},
     {name = "known", dtype = "string", encoding = {kind = "vocabulary", tokens = ["a", "b"]}},
     {name = "price", dtype = "float64", encoding.kind = "standardise"},
+    {name = "stated", dtype = "float64", encoding = {kind = "standardise", mean = 3.5, deviation = 2}},
     {name = "hashed", dtype = "string", encoding = {kind = "hash", buckets = 7}},
     {name = "bought", dtype = "bool", kind = "label"},
 ]
