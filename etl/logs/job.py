@@ -222,5 +222,6 @@ def _check_covered(totals: LogCounts) -> None:
         f"the log is shorter than the default label's window of {LABEL_WINDOW_S} s",
         got=f"{totals.log_end - totals.first_page} s from the first page request to the log's last request",
         allowed=f"{LABEL_WINDOW_S} s or more: the label is whether the visitor asks for another page in that time",
-        next_step="Add the log's next hours to --input, or give a --label with a shorter window (docs/formats.md).",
+        next_step="Add the log's next hours to --input: a first dataset, to which later logs are appended, must hold "
+        "records whose label is known. Or give a --label with a shorter window (docs/formats.md).",
     )

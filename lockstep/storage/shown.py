@@ -1,4 +1,4 @@
-"""How results show themselves in a notebook: by a few lines, whatever their size."""
+"""How results show themselves: in a notebook by a few lines, whatever their size; numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def short(text: str, most: int = MOST_LINES) -> str:
     if len(lines) <= most:
         return text
     return "\n".join([*lines[: most - 1], f"... {len(lines) - most + 1} more lines"])
+
+
+def counted(number: int | str, noun: str) -> str:
+    """`1 epoch`, `2 epochs`; of a text such as `0.5 of 1` the last number counts."""
+    return f"{number} {noun}{'' if str(number).split(' ')[-1] == '1' else 's'}"
 
 
 class ShownList(list[T]):

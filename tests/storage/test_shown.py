@@ -18,7 +18,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage import progress
 from lockstep.storage.progress import CellBlock, Progress
-from lockstep.storage.shown import MOST_LINES, Shown, ShownList, short
+from lockstep.storage.shown import MOST_LINES, Shown, ShownList, counted, short
 from lockstep.storage.verify import Finding
 from lockstep.training.results.evaluate import summary
 from lockstep.training.run.metrics import History
@@ -110,3 +110,11 @@ def test_the_work_of_a_cell_is_one_block_that_is_updated_in_place(
     assert outputs[-1][0] == 2 and outputs[-1][1].startswith("next: 0/1 files")
     captured = capsys.readouterr()
     assert captured.out == captured.err == "", "and no lines of a log beside it"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 epochs"), (1, "1 epoch"), (2, "2 epochs"), (11, "11 epochs"), ("0.54 of 1", "0.54 of 1 epoch")],
+)
+def test_one_epoch_is_no_epochs(number: int | str, words: str) -> None:
+    assert counted(number, "epoch") == words

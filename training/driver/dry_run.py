@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
+from lockstep.storage.shown import counted
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.preflight import preflight
@@ -88,8 +89,8 @@ def _plan(config: TrainConfig, plan: Plan) -> str:
     each = plan.total / plan.global_batch
     window = f", each shuffled in windows of {plan.window_records:,}" if isinstance(plan, EpochPlan) else ""
     return (
-        f"{steps:,} steps of {plan.global_batch} samples ({config.epochs} epochs of {each:,.1f} steps); blocks in a "
-        f"new order each epoch, {plan.lanes} lanes{window}"
+        f"{steps:,} steps of {plan.global_batch} samples ({counted(config.epochs, 'epoch')} of {each:,.1f} steps); "
+        f"blocks in a new order each epoch, {plan.lanes} lanes{window}"
     )
 
 

@@ -25,6 +25,7 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.shown import counted
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.failures import MemoryKillError, PreemptedError
@@ -378,12 +379,12 @@ class _Driver:
         if self._balancer is not None:
             self._balancer.shares = claims[began.generation].shares
         asked = epochs_asked(claims)
-        epochs, model = self._config.epochs, self._config.model
-        if asked and asked != epochs and may_follow_length(model):
+        model, epochs = self._config.model, counted(self._config.epochs, "epoch")
+        if asked and asked != self._config.epochs and may_follow_length(model):
             print(
-                f"note: {epochs} epochs, but this run was started with {asked}. A schedule of `{model}` over the run, "
-                f"such as its learning rate, spans {epochs} epochs from now on; the steps so far followed a span of "
-                f"{asked}: the result differs from that of {epochs} epochs in one call (docs/operations.md).",
+                f"note: {epochs}, but this run was started with {asked}. A schedule of `{model}` over the run, such as "
+                f"its learning rate, spans {epochs} from now on; the steps so far followed a span of {asked}: the "
+                f"result differs from that of {epochs} in one call (docs/operations.md).",
                 file=sys.stderr,
                 flush=True,
             )

@@ -389,7 +389,11 @@ def _result_rows(result: Mapping[str, Any], history: History, names: Sequence[st
             else [("time to the end of the first step", f"{first:.1f} s")]
         ),
         *([] if (rate := result["samples_per_s"]) is None else [("samples/s after it", f"{rate:.0f}")]),
-        ("samples left over (they fill no last global batch)", len(result["left_over"])),
+        *(
+            [("samples left over (they fill no last global batch)", len(result["left_over"]))]
+            if result["epochs"] == result["epochs_asked"]
+            else []
+        ),
         *([("last epoch: records", _class_words(counts, names))] if (counts := result.get("class_counts")) else []),
         *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
         *((f"table {name}", _table_words(figures)) for name, figures in _growing_tables(history).items()),

@@ -14,7 +14,7 @@ from lockstep.storage.errors import CorruptionError, ExistsError, LockstepError,
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.run_names import part_name
-from lockstep.storage.shown import short
+from lockstep.storage.shown import counted, short
 from lockstep.storage.urls import join
 from lockstep.training.run.lineage import claimed
 from lockstep.training.run.paths import RunPaths
@@ -146,7 +146,8 @@ class History:
     """How the model's learning rate was scaled (lockstep.training.steps.optimizers.Scaled); None if it was not."""
 
     def __repr__(self) -> str:
-        found = f"history: {len(self.steps)} steps, {len(self.epochs)} epochs, {self.generations} generations"
+        known = ((len(self.steps), "step"), (len(self.epochs), "epoch"), (self.generations, "generation"))
+        found = f"history: {', '.join(counted(number, noun) for number, noun in known)}"
         last = self.epochs[-1]["metrics"] if self.epochs else {}
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in last.items() if isinstance(value, float))
         return short("\n".join([found, *([f"last epoch: {numbers}"] if numbers else [])]))

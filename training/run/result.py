@@ -11,6 +11,7 @@ from lockstep.storage import documents
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.shown import counted
 from lockstep.training.rules import metric_in
 from lockstep.training.run.epochs import epochs_words
 from lockstep.training.run.lineage import CheckpointRef, read_claims
@@ -81,10 +82,12 @@ class RunResult:
     def summary(self) -> str:
         """The result in a few lines."""
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items() if isinstance(value, float))
-        epochs = epochs_words(self.epochs, self.epochs_asked)
+        epochs = counted(epochs_words(self.epochs, self.epochs_asked), "epoch")
+        # A run that was cut has not seen its last samples, nor are they left over: they come when it goes on.
+        left = f", {counted(len(self.left_over), 'sample')} left over" if self.epochs == self.epochs_asked else ""
         return (
-            f"{self.run}: {self.steps} steps, {epochs} epochs, {speed_words(self.first_step_s, self.samples_per_s)}"
-            f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
+            f"{self.run}: {counted(self.steps, 'step')}, {epochs}, {speed_words(self.first_step_s, self.samples_per_s)}"
+            f"{counted(self.restarts, 'restart')}{left}\n"
             f"{self._early_words()}"
             f"{self._privacy_words()}last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )

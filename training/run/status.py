@@ -15,6 +15,7 @@ from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, read_replaced
+from lockstep.storage.shown import counted
 from lockstep.storage.urls import join
 from lockstep.training.run.epochs import epochs_words
 from lockstep.training.run.paths import RunPaths
@@ -202,7 +203,7 @@ def _headline(status: RunStatus) -> str:
     parts = [f"{status.state}, step {status.step} of {status.steps}{percent}"]
     done = status.epochs_done if status.epochs_trained is None else status.epochs_trained
     if status.state == FINISHED:
-        parts.append(f"{epochs_words(done, status.epochs)} epochs")
+        parts.append(counted(epochs_words(done, status.epochs), "epoch"))
     else:
         parts.append(f"epoch {min(int(done) + 1, status.epochs)} of {status.epochs}")
     if status.state == TRAINING and status.samples_per_s:

@@ -19,6 +19,7 @@ from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
+from lockstep.storage.shown import counted
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import LauncherGoneError
 from lockstep.training.driver.ownership import Lease
@@ -322,7 +323,7 @@ class _Search:
         # An epoch that is made again after a restart was judged before; the last one saves nothing.
         if epochs <= trial.judged or epochs >= epochs_asked or not self._study.judge(trial, epochs, value):
             return False
-        self._progress.ended(trial, f"pruned after {epochs} epochs at {name} {value:.6g}")
+        self._progress.ended(trial, f"pruned after {counted(epochs, 'epoch')} at {name} {value:.6g}")
         return True
 
     def _end(self, trial: Trial, outcome: RunResult | BaseException) -> None:

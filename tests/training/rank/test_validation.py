@@ -145,6 +145,7 @@ def test_early_stop_and_max_steps_end_a_run_as_if_in_one_go(data: str, tmp_path:
     Tested.all.clear()
     part = run(config(data, tmp_path / "parts", 2, f"{OWN}:tested", epochs=12, max_steps=20, **rule))
     assert (part.steps, part.stopped_by) == (20, "--max-steps 20")
+    assert "left over" not in whole.summary() + part.summary(), "they were not used, and may be"
     assert part.epochs == 20 * 24 / 200 and "20 steps, 2.40 of 12 epochs, " in part.summary()
     assert find_result(filesystem(part.run), RunPaths(part.run))["epochs"] == 2.4  # type: ignore[index]
     assert "finished, step 20 of 20 (100%), 2.40 of 12 epochs" in shown_status(part.run)
