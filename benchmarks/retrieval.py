@@ -24,9 +24,9 @@ def hits(scores: pd.DataFrame, seen: pd.Series, held_out: pd.Series) -> float:
     """
     values = scores.to_numpy().copy()
     rows = scores.index.get_indexer(seen.index)
-    values[rows[rows >= 0], scores.columns.get_indexer(seen)[rows >= 0]] = -np.inf
+    values[rows[rows >= 0], scores.columns.get_indexer(pd.Index(seen))[rows >= 0]] = -np.inf
     ten = np.argsort(-values, axis=1, kind="stable")[:, :10]
-    at, items = scores.index.get_indexer(held_out.index), scores.columns.get_indexer(held_out)
+    at, items = scores.index.get_indexer(held_out.index), scores.columns.get_indexer(pd.Index(held_out))
     return float(np.mean((ten[at] == items[:, None]).any(axis=1)))
 
 

@@ -424,20 +424,9 @@ def predict(
     >>> lockstep.predict("run", {"a": [0.5, 2.0], "b": [1.0, -1.0]}).shape
     (2, 1)
     """
-    if (rows is None) == (images is None):
-        raise ConfigError(
-            "nothing says what to predict" if rows is None else "rows and images exclude each other",
-            got="neither rows nor images" if rows is None else "both",
-            allowed="predict(run, rows) or predict(run, images=FOLDER)",
-            next_step="Pass one of them.",
-        )
-    if images is not None:
-        from lockstep.training.results.pictures import predict_pictures
+    from lockstep.training.results.pictures import predict_raw
 
-        return predict_pictures(os.fspath(run), images, batch)
-    from lockstep.training.results.predictor import ExportedModel
-
-    return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)
+    return predict_raw(os.fspath(run), rows, images, batch)
 
 
 def predict_udf(run: str | os.PathLike[str], *, batch: int = 512, returns: str | None = None) -> Any:

@@ -214,6 +214,8 @@ def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession,
     assert 'left out (the file says why): "today", "price"' in tables.propose(spark, config)
     assert "unix_date(today)" in Path(config.output).read_text()
     frame[["row", "small", "income"]].to_json(tmp_path / "p.json", orient="records", lines=True)
-    given = {"inputs": (str(tmp_path / "p.json"),), "input_format": "json", "id_columns": ()}
-    config = TableConfig(output=str(tmp_path / "j.toml"), label="income", proposes=True, **given)
+    given = (str(tmp_path / "p.json"),)
+    config = TableConfig(
+        output=str(tmp_path / "j.toml"), label="income", proposes=True, inputs=given, input_format="json", id_columns=()
+    )
     assert "label income" in tables.propose(spark, config)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -21,9 +21,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def predict_pictures(
-    url: str, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], batch: int = BATCH
-) -> pd.DataFrame:
+Images = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def predict_raw(url: str, rows: Any, images: Images | None, batch: int) -> Any:
+    """The outputs of a run's model for raw `rows`, or predict_pictures of `images`. Raises ConfigError for both."""
+    if (rows is None) == (images is None):
+        raise ConfigError(
+            "nothing says what to predict" if rows is None else "rows and images exclude each other",
+            got="neither rows nor images" if rows is None else "both",
+            allowed="predict(run, rows) or predict(run, images=FOLDER)",
+            next_step="Pass one of them.",
+        )
+    if images is None:
+        return ExportedModel.at(url).predictor()(rows, batch)
+    return predict_pictures(url, images, batch)
+
+
+def predict_pictures(url: str, images: Images, batch: int = BATCH) -> pd.DataFrame:
     """Predictions of picture files with the newest model of a run, or with an exported model, in this process.
 
     `images` are files, and folders that are read with all below; files that lockstep etl_images leaves out by their

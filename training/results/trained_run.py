@@ -10,7 +10,8 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import Shown, short
 from lockstep.training.launch.session import Launch
 from lockstep.training.results.evaluate import evaluate, summary
-from lockstep.training.results.predictor import BATCH, ExportedModel
+from lockstep.training.results.pictures import Images, predict_raw
+from lockstep.training.results.predictor import BATCH
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
 from lockstep.training.run.run_json import read_run
@@ -57,6 +58,6 @@ class TrainedRun(RunResult):
         found = evaluate(self.run, dataset, split, self.launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
         return Shown(found, summary)
 
-    def predict(self, rows: Any, *, batch: int = BATCH) -> Any:
-        """The newest model's outputs for raw rows, as `lockstep.predict` returns them."""
-        return ExportedModel.at(self.run).predictor()(rows, batch)
+    def predict(self, rows: Any = None, *, images: Images | None = None, batch: int = BATCH) -> Any:
+        """The newest model's outputs for raw rows or picture files, as `lockstep.predict` returns them."""
+        return predict_raw(self.run, rows, images, batch)

@@ -142,11 +142,11 @@ def test_predictions_name_files_and_raw_pictures_are_those_of_the_dataset(traine
     for start in range(0, len(stored), 3):
         part = stored[start : start + 3]
         pixels = np.frombuffer(b"".join(content[file] for file in part["file"]), np.uint8).reshape(-1, SIDE, SIDE, 3)
-        assert np.array_equal(model.predict_on_batch({"image": pixels}), np.stack(part["prediction"]))
+        assert np.array_equal(model.predict_on_batch({"image": pixels}), np.stack(list(part["prediction"])))
         raw = lockstep.predict(url, images=list(part["file"]), batch=3)
         for name in ("file", "class", "class_name"):
             assert list(raw[name]) == list(part[name])
-        assert np.array_equal(np.stack(raw["prediction"]), np.stack(part["prediction"]))
+        assert np.array_equal(np.stack(list(raw["prediction"])), np.stack(list(part["prediction"])))
     assert all(Path(file).parent.name == name for file, name in zip(stored["file"], stored["label_name"], strict=True))
 
 

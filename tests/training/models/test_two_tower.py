@@ -20,7 +20,7 @@ from .test_ready import write_visits
 
 pytestmark = pytest.mark.slow
 USERS, ITEMS, WIDTH, DECAY = 6, 9, 4, 1e-3
-EXTRA = {"loss": "in_batch", "user": "user", "item": "item", "embedding": WIDTH, "decay": DECAY}
+EXTRA: dict[str, Any] = {"loss": "in_batch", "user": "user", "item": "item", "embedding": WIDTH, "decay": DECAY}
 SHARES = {1: (slice(0, 12),), 2: (slice(0, 5), slice(5, 12)), 3: UNEVEN}
 
 
@@ -84,8 +84,9 @@ def test_a_run_is_evaluated_and_loads_as_plain_keras(tmp_path: Path) -> None:
         )  # fmt: skip
         losses.append(run(config).metrics["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] < np.log(24)
-    assert evaluate(config.run, folder, "test", run_threads)["samples"] == 24
-    (file,) = Path(config.run, "models").glob("*/model.keras")
+    url = str(tmp_path / "run2")
+    assert evaluate(url, folder, "test", run_threads)["samples"] == 24
+    (file,) = Path(url, "models").glob("*/model.keras")
     loaded = keras.models.load_model(file)
     assert {type(layer).__module__.split(".")[0] for layer in loaded.layers} == {"keras"}
     user, item = (loaded.get_layer(f"_{name}_vector").get_weights()[0] for name in ("user", "item"))
