@@ -14,6 +14,7 @@ from lockstep.storage.errors import CommunicationError, CorruptionError, Lockste
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import MANIFEST_NAME, lost_write, publish_directory, read_back, write_file
 from lockstep.storage.urls import join
+from lockstep.training.control.messages import CheckpointReport
 from lockstep.training.driver.retention import empty_trash, retire
 from lockstep.training.rules import Keep, check_metric
 from lockstep.training.run.best import Best, MetricValues, find_best
@@ -53,7 +54,7 @@ class CommitHandler:
         self._keep, self._deadline_s, self._before_rename = keep, deadline_s, before_rename
         self._values = MetricValues(keep)
         self._confirm = confirm or (lambda: check_newest(fs, paths, claim.generation))
-        self._reports: dict[int, dict[int, dict[str, Any]]] = {}
+        self._reports: dict[int, dict[int, CheckpointReport]] = {}
         self._failed: LockstepError | None = None
         self._busy = False
         self._changed = threading.Condition()
@@ -61,20 +62,19 @@ class CommitHandler:
         self._looked = False
         self._looking = threading.Lock()
 
-    def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take a rank's report: {step, files, tensors, audit, state, base}. Returns when all ranks' are committed.
+    def checkpoint(self, rank: int, report: CheckpointReport) -> dict[str, Any]:
+        """Take a rank's report. Returns when all ranks' are committed.
 
-        `base`: None, or the step of this generation's checkpoint to which this one is the difference.
         Raises CommunicationError naming ranks that did not report in time, or the error of the commit.
         """
-        step, end = int(fields["step"]), time.monotonic() + self._deadline_s
+        step, end = report.step, time.monotonic() + self._deadline_s
         with self._changed:
             if self.tip is not None and self.tip.step == step:
                 return {"committed": True}  # a run that was resumed at its end
             if self._failed is not None:
                 raise self._failed  # a late rank must not complete a checkpoint that the driver has given up
             reports = self._reports.setdefault(step, {})
-            reports[rank] = fields
+            reports[rank] = report
             last = len(reports) == self._claim.num_ranks
             if last:
                 self._busy = True
@@ -119,7 +119,7 @@ class CommitHandler:
         best = self.best()
         of = self.tip if best is None else best.ref
         staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
-        files = _files([fields], staged)
+        files = _files([fields["files"]], staged)
         manifest = {
             "format_version": MODEL_FORMAT_VERSION,
             "kind": "model",
@@ -146,7 +146,7 @@ class CommitHandler:
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, wait_s)
 
-    def _commit(self, step: int, reports: list[dict[str, Any]]) -> None:
+    def _commit(self, step: int, reports: list[CheckpointReport]) -> None:
         if self.tip is not None and step <= self.tip.step:
             raise CommunicationError(
                 f"a checkpoint of step {step} does not follow {self.tip}",
@@ -157,7 +157,7 @@ class CommitHandler:
         generation = self._claim.generation
         staged = staged_checkpoint(self._staging, step)
         audit = self._audits(reports)
-        base = reports[0].get("base")
+        base = reports[0].base
         manifest = {
             "format_version": FORMAT_VERSION if base is None else DIFFERENCE_VERSION,
             "kind": "checkpoint",
@@ -167,10 +167,10 @@ class CommitHandler:
             "plan": self._plan,
             "next_step": step,
             "num_ranks": self._claim.num_ranks,
-            "files": _files(reports, staged),
-            "tensors": merge([report.get("tensors", {}) for report in reports], staged),
+            "files": _files([report.files for report in reports], staged),
+            "tensors": merge([report.tensors for report in reports], staged),
             "audit": audit,
-            "state": reports[0].get("state", {}),
+            "state": reports[0].state,
             **({} if base is None else {"base": CheckpointRef(int(base), generation).to_json()}),
         }
         self._publish(staged, self._paths.checkpoint(step, generation), manifest)
@@ -178,7 +178,7 @@ class CommitHandler:
             self.tip = CheckpointRef(step, generation)
             self._values.know(self.tip, manifest)
             self._changed.notify_all()
-        state = manifest["state"]
+        state = reports[0].state
         if not state.get("in_epoch", True):
             check_metric(self._keep.best, state["metrics"])
         # Delete what earlier commits moved there: a process that reads such a checkpoint had an interval to finish.
@@ -205,9 +205,9 @@ class CommitHandler:
             # not continue with retention or a result.
             check_newest(self._fs, self._paths, self._claim.generation)
 
-    def _audits(self, reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _audits(self, reports: list[CheckpointReport]) -> dict[str, dict[str, Any]]:
         found = {}
-        for file in (file for report in reports for file in report.get("audit", [])):
+        for file in (file for report in reports for file in report.audit):
             path = safe_relative(file["path"], where=self._paths.root)
             url, found[path] = join(self._paths.root, path), _digest(file)
             with read_back(url):
@@ -230,10 +230,10 @@ class CommitHandler:
                 )
 
 
-def _files(reports: Iterable[dict[str, Any]], where: str) -> dict[str, dict[str, Any]]:
+def _files(uploads: Iterable[Iterable[dict[str, Any]]], where: str) -> dict[str, dict[str, Any]]:
     files: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        for file in report["files"]:
+    for upload in uploads:
+        for file in upload:
             name = safe_relative(file["name"], where=where)
             if name in files:
                 raise CorruptionError("two ranks uploaded files of the same name", file=join(where, name))

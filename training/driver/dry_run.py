@@ -9,6 +9,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import counted
 from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.control.messages import TrainOrder
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.preflight import preflight
 from lockstep.training.driver.train import limits_of, room_for
@@ -59,8 +60,8 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
 
 def _model(config: TrainConfig, plan: Plan, rows: int) -> dict[str, Any]:
     """Build the model in a process of its own, since this one must not load TensorFlow."""
-    payload = {"config": config.to_json(), "plan": plan.identity(), "rows": rows}
-    (found,) = run_local(RankTask(ENTRY, payload), 1, limits=limits_of(config, Limits()))
+    order = TrainOrder(config=config, plan=plan.identity())
+    (found,) = run_local(RankTask(ENTRY, {**order.to_json(), "rows": rows}), 1, limits=limits_of(config, Limits()))
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import CommunicationError, LockstepError
 from lockstep.storage.fs import filesystem
+from lockstep.training.control.messages import CheckpointReport, Restore
 from lockstep.training.control.protocol import Tag
 from lockstep.training.control.server import Handler
 from lockstep.training.driver.balance import Balancer
@@ -166,17 +167,17 @@ class RunHandler(Handler):
     def answer(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer one request or take one notice. Raises CommunicationError for an unknown kind."""
         if kind == "restore":
-            return {
-                "checkpoint": self._tip.url if self._tip else None,
-                "step": self._tip.ref.step if self._tip else 0,
-                "staging": self._paths.staging(self._claim.generation, self._claim.nonce),
-                "generation": self._claim.generation,
-                "parent": self._claim.parent.to_json() if self._claim.parent else None,
-            }
+            return Restore(
+                checkpoint=self._tip.url if self._tip else None,
+                step=self._tip.ref.step if self._tip else 0,
+                staging=self._paths.staging(self._claim.generation, self._claim.nonce),
+                generation=self._claim.generation,
+                parent=self._claim.parent.to_json() if self._claim.parent else None,
+            ).to_json()
         if kind == "checkpoint":
             if rank == 0:  # before its report, so before the commit, after which these steps are never repeated
                 self._metrics.try_flush()
-            return self.commits.checkpoint(rank, fields)
+            return self.commits.checkpoint(rank, CheckpointReport.from_json(fields))
         if kind == "best":
             best = self.commits.best()
             return {"checkpoint": None if best is None else best.url}

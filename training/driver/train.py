@@ -29,6 +29,7 @@ from lockstep.storage.shown import counted
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.failures import MemoryKillError, PreemptedError
+from lockstep.training.control.messages import RankResult, TrainOrder
 from lockstep.training.control.protocol import is_final
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.balance import Balancer
@@ -71,29 +72,6 @@ from lockstep.training.run.weights_source import located
 log = logging.getLogger(__name__)
 ENTRY = "lockstep.training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
-
-
-def task_of(config: TrainConfig, plan: RunPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str) -> RankTask:
-    """The task of the generation of `claim`, with the communication plans that are frozen already."""
-    options = CommOptions(
-        backend="tcp" if config.num_servers else config.backend,
-        trust_network=config.trust_network,
-        plans=read_plans(fs, paths, config.processes),
-    )
-    payload = {
-        "config": config.to_json(),
-        "plan": plan.identity(),
-        "comm": {"options": options.to_json(), "freeze": True},
-        "shares": None if claim.shares is None else list(claim.shares),
-    }
-    return RankTask(
-        entry,
-        payload,
-        hadoop=hadoop_settings(),
-        logs=paths.logs(claim.generation),
-        tls=config.tls == "on",
-        leaves=True,
-    )
 
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
@@ -302,9 +280,10 @@ class _Driver:
             with handler, self._stop.waits():
                 processes = replace(self._config, num_ranks=claim.num_ranks).processes  # one rank has no servers
                 results = self._launches.run(self._task(claim), claim.generation, handler, processes)
-            self._board.set(int(results[0]["steps"]))
-            if not results[0].get("left"):
-                return self._finish(claim, commits, results[0])
+            first = RankResult.from_json(results[0])
+            self._board.set(first.steps)
+            if not first.left:
+                return self._finish(claim, commits, first)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
             commits.close(COMMIT_WAIT_S)
             self._say_saved(commits.tip)
@@ -433,14 +412,29 @@ class _Driver:
             self._first_weights = located(source)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
         config = replace(self._config, num_ranks=claim.num_ranks)
-        task = task_of(config, self._plan, self._fs, self._paths, claim, hooks.entry)
-        more = {
-            "first_weights": self._first_weights,
-            "model_function": hooks.model_function,
-            "metric": hooks.metric,
-            "suspect": self._policy.suspect,
-        }
-        return replace(task, payload={**task.payload, **more})
+        options = CommOptions(
+            backend="tcp" if config.num_servers else config.backend,
+            trust_network=config.trust_network,
+            plans=read_plans(self._fs, self._paths, config.processes),  # those that are frozen already
+        )
+        order = TrainOrder(
+            config=config,
+            plan=self._plan.identity(),
+            comm={"options": options.to_json(), "freeze": True},
+            shares=claim.shares,
+            first_weights=self._first_weights,
+            model_function=hooks.model_function,
+            metric=hooks.metric,
+            suspect=self._policy.suspect,
+        )
+        return RankTask(
+            hooks.entry,
+            order.to_json(),
+            hadoop=hadoop_settings(),
+            logs=self._paths.logs(claim.generation),
+            tls=config.tls == "on",
+            leaves=True,
+        )
 
     def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
         plan, ranks, groups = self._plan, claim.num_ranks, lane_groups(self._config)
@@ -472,33 +466,33 @@ class _Driver:
             confirm=self._ownership.confirm,
         )
 
-    def _finish(self, claim: Claim, commits: CommitHandler, first: dict[str, Any]) -> RunResult:
+    def _finish(self, claim: Claim, commits: CommitHandler, first: RankResult) -> RunResult:
         generation, tip, best = claim.generation, commits.tip, commits.best()
         model = self._paths.model(generation)
         result = RunResult(
             run=self._paths.root,
             generation=generation,
-            steps=int(first["steps"]),
-            epochs=self._epochs(int(first["steps"])),
+            steps=first.steps,
+            epochs=self._epochs(first.steps),
             epochs_asked=self._config.epochs,
-            metrics=dict(first["metrics"]),
-            samples=int(first["samples"]),
-            seconds=float(first["seconds"]),
-            samples_per_s=first.get("samples_per_s"),
-            first_step_s=first.get("first_step_s"),
+            metrics=first.metrics,
+            samples=first.samples,
+            seconds=first.seconds,
+            samples_per_s=first.samples_per_s,
+            first_step_s=first.first_step_s,
             restarts=len(self._launches.restarts),
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,
             model=model if self._fs.exists(model) else None,
             keep_best=self._config.keep_best,
             best=None if best is None else best.to_json(),
-            class_counts=first.get("class_counts"),
-            watching=[str(callback) for callback in first.get("watching", [])],
-            left_over=[str(sample) for sample in first.get("left_over", [])],
+            class_counts=first.class_counts,
+            watching=first.watching,
+            left_over=first.left_over,
             max_steps=self._config.max_steps,
-            stopped_by=first.get("stopped_by"),
-            privacy=privacy_of(self._config, int(first["steps"]), self._schema()),
-            validation_s=float(first.get("validation_s", 0.0)),
+            stopped_by=first.stopped_by,
+            privacy=privacy_of(self._config, first.steps, self._schema()),
+            validation_s=first.validation_s,
             bad_records={
                 "samples": sum(self._bad_records.values()),
                 "first": list(self._bad_records)[: notes.NAMED],

@@ -70,7 +70,7 @@ class FederatedFit(Fit):
 
     def _set_up(self) -> tuple[RunPlan, JoinedModel]:
         context, config = self._context, self._config
-        self._client_plan = plan = ClientPlan.of(context.payload["plan"], self._split.manifest)
+        self._client_plan = plan = ClientPlan.of(self._order.plan, self._split.manifest)
         check_client_field(self._split.encoder.schema, plan.clients)
         if config.audit:
             self._audit = AuditLog()

@@ -24,6 +24,7 @@ from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.comm.base import Communicator, SoloCommunicator
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import RankResult, TrainOrder
 from lockstep.training.control.protocol import OPENING, json_safe
 from lockstep.training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
@@ -156,6 +157,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config, world = context, config, context.world
+        self._order = TrainOrder.from_json(context.payload)
         context.control.beat(0, OPENING)
         self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
         if config.on_bad_record == "skip":
@@ -233,9 +235,9 @@ class Fit(AbstractContextManager["Fit"]):
     def _set_up(self) -> tuple[RunPlan, JoinedModel]:
         """The plan, and the model that trains by it; also sets the audit, and what `_fit_epoch` needs."""
         context, config = self._context, self._config
-        plan = self._split.plan(context.payload["plan"])
+        plan = self._split.plan(self._order.plan)
         self._augmentation = augmentation_of(config, plan, self._split.encoder.signature)
-        groups, shares = lane_groups(config), context.payload.get("shares")
+        groups, shares = lane_groups(config), self._order.shares
         self._feed = self._split.feed(plan, context.world, groups=groups, shares=shares)
         self._feed.watch(context.control.reads, self._report_bad_image)
         if config.audit:
@@ -262,7 +264,7 @@ class Fit(AbstractContextManager["Fit"]):
         restored = self._saver.find()
         self._callbacks.begin()
         if restored is None:
-            if (first_weights := self._context.payload["first_weights"]) is not None:
+            if (first_weights := self._order.first_weights) is not None:
                 load_initial(model, first_weights)
             if self._comm.num_ranks > 1:
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
@@ -287,7 +289,7 @@ class Fit(AbstractContextManager["Fit"]):
             while self._progress.step < self._steps and not self._progress.stopped:
                 self._fit_epoch(plan.epoch_of_step(self._progress.step))
         except _Left:
-            return {"left": True, "steps": self._progress.step}
+            return RankResult(steps=self._progress.step, left=True).to_json()
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.perf_counter() - began - validation_s
         self._strategy.end()
@@ -307,19 +309,19 @@ class Fit(AbstractContextManager["Fit"]):
             if exported is not None:
                 export_model(self._context, self._config, self._split, exported, self._signature, self._saver.staging)
             left_over = self._left_over(step)
-        return {
-            "steps": step,
-            "metrics": json_safe(self._progress.metrics),
-            "samples": self._samples(began_at, step),
-            "seconds": seconds,
-            "first_step_s": self._clock.first_step_s(began),
-            "samples_per_s": self._samples_per_s(step),
-            "validation_s": validation_s,
-            "stopped_by": self._stopped_by(),
-            "watching": self._watching(),
-            "left_over": left_over,
-            "class_counts": self._class_counts,
-        }
+        return RankResult(
+            steps=step,
+            metrics=json_safe(self._progress.metrics),
+            samples=self._samples(began_at, step),
+            seconds=seconds,
+            first_step_s=self._clock.first_step_s(began),
+            samples_per_s=self._samples_per_s(step),
+            validation_s=validation_s,
+            stopped_by=self._stopped_by(),
+            watching=self._watching(),
+            left_over=left_over,
+            class_counts=self._class_counts,
+        ).to_json()
 
     # What depends on how ranks read
 
@@ -523,7 +525,7 @@ class Fit(AbstractContextManager["Fit"]):
         """Called by the TensorFlow thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
-        if batch.step == self._context.payload.get("suspect"):
+        if batch.step == self._order.suspect:
             samples = self._fed.of_step(batch.step + 1)["samples"]
             self._context.control.notify("suspect", step=batch.step, samples=samples)
         self._labels.add(batch.step, batch.y)

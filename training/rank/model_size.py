@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import lane_groups
+from lockstep.training.control.messages import TrainOrder
 from lockstep.training.models import receive
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rank.runtime import configure
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Build the model as a rank of the run would. The payload is {config, plan, rows, model_function}.
+    """Build the model as a rank of the run would. The payload is a TrainOrder and `rows`, those of a rank's batch.
 
     Returns {parameters, weights_bytes, gradient_bytes, checkpoint_bytes, rank_bytes, metrics}: `rank_bytes` is the most
     resident memory of a rank without what layers keep for the backward pass. Raises ConfigError for a model that cannot
     be trained so.
     """
-    config = TrainConfig.from_json(context.payload["config"])
-    if text := context.payload.get("model_function"):
-        receive(config.model, text)
+    order = TrainOrder.from_json(context.payload)
+    config = order.config
+    if order.model_function is not None:
+        receive(config.model, order.model_function)
     configure(replace(context.world, num_ranks=1), precision=config.precision, seed=config.seed)
     from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
@@ -33,7 +35,7 @@ def main(context: RankContext) -> dict[str, Any]:
     data = TrainingSet.at(config.datasets, config.split, config.mix)
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
-    plan = data.plan(context.payload["plan"])
+    plan = data.plan(order.plan)
     model = prepare(config, plan, signature, int(context.payload["rows"]), lane_groups(config)).model
     check_metrics(model, config, None)
     state = variable_bytes([*model.weights, *model.optimizer.variables])

@@ -18,6 +18,7 @@ from lockstep.training.comm.tree_sums import TreeSums
 from lockstep.training.compression.method import NONE, Compression
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import TrainOrder
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Exchange
@@ -303,7 +304,7 @@ class JoinedModel:
         control.beat(0, "build the model")
         before_bytes = resident_bytes()
         self.prepared = prepared = prepare(config, plan, signature, rows, groups)
-        check_metrics(prepared.model, config, context.payload.get("metric"))
+        check_metrics(prepared.model, config, TrainOrder.from_json(context.payload).metric)
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)

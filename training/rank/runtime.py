@@ -16,6 +16,7 @@ from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
 from lockstep.training.comm.options import UNAUTHENTICATED
 from lockstep.training.config import TrainConfig
+from lockstep.training.control.messages import TrainOrder
 from lockstep.training.control.task import MARK, SCRATCH_LOCK, scratch_folder
 from lockstep.training.devices import listed
 from lockstep.training.models import receive
@@ -154,16 +155,17 @@ def threads_of(world: World, cores: int) -> int:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Train from the last checkpoint to the configured epochs' end; the payload is {config, plan, model_function}.
+    """Train from the last checkpoint to the configured epochs' end; the payload is a TrainOrder.
 
     A process after the last rank is a parameter server.
 
-    Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, only rank 0)}.
+    Returns a RankResult as JSON.
     Raises ConfigError and DataError for errors that a restart would repeat, CommunicationError for a lost rank.
     """
-    config = TrainConfig.from_json(context.payload["config"])
-    if text := context.payload.get("model_function"):
-        receive(config.model, text)
+    order = TrainOrder.from_json(context.payload)
+    config = order.config
+    if order.model_function is not None:
+        receive(config.model, order.model_function)
     if config.num_servers:
         whole = context.communicator()  # before a rank opens its data: servers wait in it
         if whole.rank >= config.num_ranks:

@@ -27,6 +27,7 @@ from lockstep.training.batches.audit_log import AuditLog
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import CheckpointReport, Restore, TrainOrder
 from lockstep.training.control.protocol import json_safe
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.rank import callback_state
@@ -201,18 +202,18 @@ class Saver:
 
     def find(self) -> Found | None:
         """Ask the driver for the checkpoint to resume from, and read it; None for a new run. A collective."""
-        reply = self._context.control.request("restore", self._config.start_limit_s)
-        self.staging = str(reply["staging"])
-        url = reply["checkpoint"]
-        return None if url is None else self._read(url)
+        reply = Restore.from_json(self._context.control.request("restore", self._config.start_limit_s))
+        self.staging = reply.staging
+        return None if reply.checkpoint is None else self._read(reply.checkpoint)
 
     def _read(self, url: str) -> Found:
-        manifest = read_resumable(url, self._context.payload["plan"])
+        plan = TrainOrder.from_json(self._context.payload).plan
+        manifest = read_resumable(url, plan)
         if self._tables is not None:
             found = Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, TABLES))
             if (base := base_url(url, manifest)) is None:
                 return found
-            of_base = read_resumable(base, self._context.payload["plan"])
+            of_base = read_resumable(base, plan)
             return replace(found, base=Found(base, of_base, *read_parts_and_own(base, of_base, self._comm, TABLES)))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
@@ -386,15 +387,8 @@ class Saver:
             upload(fs, url, file)
         audit = self._write_audit(step)
         report("waiting for the driver to commit what all ranks report")
-        self._context.control.request(
-            "checkpoint",
-            self._config.stall_limit_s,
-            step=step,
-            files=[written],
-            **about,
-            audit=audit,
-            state=document,
-        )
+        done = CheckpointReport(step=step, files=[written], **about, audit=audit, state=document)
+        self._context.control.request("checkpoint", self._config.stall_limit_s, **done.to_json())
         return Saved(step, int(file.size), time.perf_counter() - began)
 
     def _write_audit(self, step: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from lockstep.storage.errors import CommunicationError, LockstepError, LostWrite
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.training.config import TrainConfig
+from lockstep.training.control.messages import CheckpointReport
 from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal
@@ -54,7 +55,7 @@ def commit(paths: RunPaths, claim: Claim, commits: CommitHandler, step: int) -> 
     def go(rank: int) -> None:
         try:
             fields = {"step": step, "files": [upload(paths, claim, step, rank)], "audit": [], "state": {"rank": rank}}
-            answers[rank] = commits.checkpoint(rank, fields)
+            answers[rank] = commits.checkpoint(rank, CheckpointReport.from_json(fields))
         except LockstepError as error:
             answers[rank] = error
 
@@ -86,7 +87,7 @@ def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
     claim, _ = generation(paths)
     commits = CommitHandler(filesystem(paths.root), paths, claim, {}, keep=Keep(3), deadline_s=0.2)
     with pytest.raises(CommunicationError, match="step 10 was not committed") as caught:
-        commits.checkpoint(0, {"step": 10, "files": [upload(paths, claim, 10, 0)]})
+        commits.checkpoint(0, CheckpointReport.from_json({"step": 10, "files": [upload(paths, claim, 10, 0)]}))
     assert caught.value.got == "no report of rank 1"
     assert not Path(paths.checkpoints).exists()
 
@@ -95,10 +96,10 @@ def test_report_that_is_not_what_was_uploaded_is_refused(paths: RunPaths) -> Non
     claim, commits = generation(paths, ranks=1)
     file = upload(paths, claim, 10, 0)
     with pytest.raises(LostWriteError, match="does not read back"):
-        commits.checkpoint(0, {"step": 10, "files": [{**file, "bytes": 3}]})
+        commits.checkpoint(0, CheckpointReport.from_json({"step": 10, "files": [{**file, "bytes": 3}]}))
     _, commits = generation(paths, ranks=1)
     with pytest.raises(LockstepError, match="leads out"):
-        commits.checkpoint(0, {"step": 10, "files": [{**file, "name": "../../evil"}]})
+        commits.checkpoint(0, CheckpointReport.from_json({"step": 10, "files": [{**file, "name": "../../evil"}]}))
     assert not Path(paths.checkpoints).exists()
 
 
@@ -106,7 +107,7 @@ def test_failed_launch_wakes_the_waiting_ranks(paths: RunPaths) -> None:
     claim, commits = generation(paths)
     threading.Timer(0.2, lambda: commits.abort(LockstepError("rank 1 died"))).start()
     with pytest.raises(LockstepError, match="rank 1 died"):
-        commits.checkpoint(0, {"step": 10, "files": [upload(paths, claim, 10, 0)]})
+        commits.checkpoint(0, CheckpointReport.from_json({"step": 10, "files": [upload(paths, claim, 10, 0)]}))
 
 
 def test_step_may_not_go_back(paths: RunPaths) -> None:

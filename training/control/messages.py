@@ -1,0 +1,121 @@
+"""What the driver of a run and its ranks say to each other, as types; on the wire each is a JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from lockstep.storage.errors import CommunicationError
+from lockstep.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A message; subclasses list what it says."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The message as a JSON object."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; more keys, such as of a launcher, are ignored.
+
+        Raises CommunicationError for a missing one.
+        """
+        known = fields(cls)
+        needed = [each.name for each in known if each.default is MISSING and each.default_factory is MISSING]
+        if missing := [name for name in needed if name not in document]:
+            raise CommunicationError(
+                f"a message lacks {missing[0]}",
+                got=f"{cls.__name__} with {', '.join(sorted(document))}",
+                allowed=", ".join(each.name for each in known),
+                next_step="Ship one version to ranks and driver.",
+            )
+        return cls(**{each.name: document[each.name] for each in known if each.name in document})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOrder(Message):
+    """What a rank is asked to train."""
+
+    config: TrainConfig
+    plan: Mapping[str, Any]
+    """The plan's identity."""
+    comm: Mapping[str, Any] = field(default_factory=dict)
+    """How ranks connect: `options`, and whether rank 0 `freeze`s the communication plan in the run."""
+    shares: tuple[int, ...] | None = None
+    """Lanes of each rank, where they are not equal."""
+    first_weights: str | None = None
+    """The URL of a new run's first weights."""
+    model_function: str | None = None
+    """The model's function as a text, where ranks cannot import it."""
+    metric: str | None = None
+    """--metric of a search, which the model must have."""
+    suspect: int | None = None
+    """The batch in which a rank of the generation before died: its sample ids are reported."""
+
+    def to_json(self) -> dict[str, Any]:
+        shares = None if self.shares is None else list(self.shares)
+        return {**super().to_json(), "config": self.config.to_json(), "shares": shares}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        shares = document.get("shares")
+        more: dict[str, Any] = {"shares": None if shares is None else tuple(map(int, shares))}
+        if "config" in document:
+            more["config"] = TrainConfig.from_json(document["config"])
+        return super().from_json({**document, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Message):
+    """The driver's answer to a rank that asks from where it trains."""
+
+    checkpoint: str | None
+    """The URL of the checkpoint; None at the start."""
+    step: int
+    staging: str
+    """The URL of the folder for what ranks upload."""
+    generation: int
+    parent: Mapping[str, Any] | None
+    """The checkpoint's reference, as the claim has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReport(Message):
+    """A rank's part of a checkpoint, which it has uploaded."""
+
+    step: int
+    files: list[dict[str, Any]]
+    """{name, bytes, sha256} of each file."""
+    tensors: dict[str, Any] = field(default_factory=dict)
+    audit: list[dict[str, Any]] = field(default_factory=list)
+    """{path, bytes, sha256} of each part of the audit."""
+    state: dict[str, Any] = field(default_factory=dict)
+    base: int | None = None
+    """The step of this generation's checkpoint to which this one is the difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult(Message):
+    """What a rank says at its end; the driver takes rank 0's."""
+
+    steps: int
+    left: bool = False
+    """Whether the rank has left after a checkpoint, before the end of the run; then it says no more."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Of the last epoch, over all ranks."""
+    samples: int = 0
+    seconds: float = 0.0
+    """Since the first step of this generation, without validation."""
+    first_step_s: float | None = None
+    samples_per_s: float | None = None
+    validation_s: float = 0.0
+    stopped_by: str | None = None
+    watching: list[str] = field(default_factory=list)
+    """Callbacks that could have ended the run."""
+    left_over: list[str] = field(default_factory=list)
+    """Ids (hex) of samples after the last whole batch; of rank 0 only."""
+    class_counts: list[int] | None = None
