@@ -29,8 +29,8 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         Restore, checkpoint=st.none() | TEXT, step=NUMBERS, staging=TEXT, generation=NUMBERS, parent=st.none() | MAPS
     ),
     st.builds(
-        CheckpointReport, step=NUMBERS, files=st.lists(MAPS, max_size=2), tensors=MAPS, audit=st.lists(MAPS, max_size=2),
-        state=MAPS, base=st.none() | NUMBERS,
+        CheckpointReport, step=NUMBERS, files=st.lists(MAPS, max_size=2), tensors=MAPS,
+        audit=st.lists(MAPS, max_size=2), state=MAPS, base=st.none() | NUMBERS,
     ),
     st.builds(
         RankResult, steps=NUMBERS, left=st.booleans(), metrics=MAPS, samples=NUMBERS, seconds=st.floats(0, 1e9),
