@@ -136,8 +136,8 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
 
 
 Tensors = dict[str, NDArray[Any]]
-# With a `base` in the manifest, the files hold of tables only what has changed since that one, a whole checkpoint in the
-# same folder.
+# Where the manifest has a `base`, the files hold of tables only what has changed since that one, which is a whole
+# checkpoint in the same folder.
 FORMAT_VERSION = 1
 # Of the manifest's `state`, from rank 0; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")

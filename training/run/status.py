@@ -96,7 +96,7 @@ class RunStatus:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
-        """The inverse of `to_bytes`, once parsed. Raises what a wrong document causes: KeyError, TypeError, ValueError."""
+        """The inverse of `to_bytes`, once parsed. Raises KeyError, TypeError or ValueError for a wrong document."""
         values = dict(document)
         if (values.pop("kind"), values.pop("format_version")) != ("status", FORMAT_VERSION):
             raise ValueError(f"kind is not `status`, or format_version not {FORMAT_VERSION}")

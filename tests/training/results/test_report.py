@@ -164,12 +164,12 @@ def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: p
 
 def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
     write_table(tmp_path / "data")
-    result = {
-        "kind": "result", "format_version": 1, "run": run, "generation": 2, "samples": 9, "seconds": 1.0, "restarts": 1,
-        "steps": 6, "epochs": 1, "samples_per_s": 12.3, "left_over": ["00ff"], "metrics": {HOSTILE: 0.5},
-        "checkpoint": "step-0000000006.g0002", "model": HOSTILE, "class_counts": [90, 10],
-        "restart_log": [{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
-    }  # fmt: skip
+    result = RunResult(
+        run=run, generation=2, samples=9, seconds=1.0, restarts=1, steps=6, epochs=1, epochs_asked=1,
+        samples_per_s=12.3, left_over=["00ff"], metrics={HOSTILE: 0.5}, checkpoint="step-0000000006.g0002",
+        model=HOSTILE, class_counts=[90, 10],
+        restart_log=[{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
+    ).to_json()  # fmt: skip
     Path(RunPaths(run).results).mkdir()
     Path(RunPaths(run).result(2)).write_bytes(seal(result))
     evaluation = {
