@@ -52,6 +52,7 @@ TRAINS = RunStatus(
     step=30,
     steps=120,
     epochs_done=1,
+    epochs_trained=1.25,
     epochs=4,
     samples_per_s=1234.5,
     left_s=61.2,
