@@ -28,7 +28,7 @@ check: venv lint ## checks, and the tests that start no process (under 3 minutes
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv airflow-venv torch-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions, runs of an older revision (hours)
+soak: venv airflow-venv torch-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions (hours)
 	@scripts/setup.sh kerberos
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 

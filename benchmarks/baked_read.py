@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.shared.arrays import in_order
 from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, print_rates
 from lockstep.training.reading.open import OpenSplit
 
@@ -26,7 +27,7 @@ BATCH_ROWS = 4096
 
 def read(opened: OpenSplit) -> list[pa.RecordBatch]:
     """All records of a split as columns."""
-    return list(opened.reader.in_order(BATCH_ROWS))
+    return list(in_order(opened.reader))
 
 
 def encode(opened: OpenSplit, batches: list[pa.RecordBatch]) -> None:
@@ -37,7 +38,7 @@ def encode(opened: OpenSplit, batches: list[pa.RecordBatch]) -> None:
 
 def both(opened: OpenSplit) -> None:
     """What training does with each record."""
-    for batch in opened.reader.in_order(BATCH_ROWS):
+    for batch in in_order(opened.reader):
         opened.encoder.encode(batch)
 
 

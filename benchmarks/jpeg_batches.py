@@ -31,6 +31,7 @@ from unittest import mock
 import numpy as np
 import PIL
 
+from benchmarks.shared.arrays import in_order
 from lockstep.features.images import decode_many
 from lockstep.features.images.decode import decode
 from lockstep.features.images.decode_many import aligned_empty
@@ -42,7 +43,7 @@ BATCH = 128
 
 def files_of(dataset: str, split: str, count: int) -> list[bytes]:
     """The first files of a split, as they lie."""
-    rows = OpenSplit.at(dataset, split).reader.in_order(BATCH)
+    rows = in_order(OpenSplit.at(dataset, split).reader)
     images = (value.as_py() for batch in rows for value in batch.column("image"))
     return list(islice(images, count))
 

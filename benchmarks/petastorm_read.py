@@ -44,8 +44,9 @@ from lockstep.petastorm import enable
 from lockstep.storage.dataset.layout import shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, ShardInfo, SplitInfo
-from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.formats.parquet_footer import read_footer
+from tests.builders.records import crc32c_hex
 
 BATCH = 1024
 SHARDS = 4

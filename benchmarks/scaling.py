@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.scaling_simulated import simulated
-from lockstep.training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
+from lockstep.training.comm.cost import COUNTS, Counts, LinkCosts, predict_s
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.comm.tcp.algorithms import ProgramKey, program_of
 from lockstep.training.comm.tcp.communicator import TcpCommunicator
@@ -83,10 +83,14 @@ def rank_main(context: RankContext) -> dict[str, Any]:
 
 
 def work(case: Case) -> Counts:
-    """Of all ranks in one call."""
+    """The work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
     n, name, nbytes = case
     key = ProgramKey("all_reduce", name, nbytes // 4, 4)
-    return work_of([program_of(key, rank, n) for rank in range(n)], 4)
+    programs = [program_of(key, rank, n) for rank in range(n)]
+    sends = [send for program in programs for send in program.sends]
+    receives = [receive for program in programs for receive in program.receives if receive.combine != "copy"]
+    sent, reduced = (sum(part.stop - part.start for part in parts) for parts in (sends, receives))
+    return Counts(len(sends), 4 * sent, 4 * reduced)
 
 
 @dataclass(frozen=True, slots=True)

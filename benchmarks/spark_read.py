@@ -35,11 +35,12 @@ from lockstep.spark.session import spark_session
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.formats.tfrecord import index_bytes
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join
+from tests.builders.records import crc32c_hex
 
 BLOCK_BYTES = 2 << 20
 BATCH_ROWS = 10_000

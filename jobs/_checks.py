@@ -70,11 +70,6 @@ def check_java() -> str:
     return f"Java {version.group(1)} from {where}"
 
 
-def pins(path: Path | zipfile.Path = LISTS / "constraints.txt") -> dict[str, str]:
-    """Package -> version, as constraints.txt pins them."""
-    return {name: text[2:] for name, text in requirements(path).items() if text.startswith("==")}
-
-
 def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
     """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     if path.is_file():

@@ -144,7 +144,7 @@ class FileSystemContract:
         url = join(root, "none")
         put(fs, join(root, "f"))
         for missing in (url, join(root, "none", "below"), join(root, "f", "below")):
-            for call in (fs.open_read, fs.read_bytes, fs.stat, fs.list, fs.block_locations):
+            for call in (fs.open_read, fs.read_bytes, fs.stat, fs.list):
                 if missing.endswith("f/below") and call == fs.list:
                     continue
                 with pytest.raises(NotFoundError):
@@ -336,11 +336,6 @@ class FileSystemContract:
         fs.rename_new(url, url + "2")
         assert basename(fs.list(join(root, name))[0].url) == name + "2"
         assert fs.delete(join(root, name), recursive=True)
-
-    def test_blocks_cover_the_file(self, fs: FileSystem, root: str) -> None:
-        blocks = fs.block_locations(put(fs, join(root, "f"), b"x" * 5000))
-        assert blocks[0].offset == 0 and sum(block.length for block in blocks) == 5000
-        assert fs.block_locations(put(fs, join(root, "e"), b"")) == []
 
     def test_write_file_publishes_whole(self, fs: FileSystem, root: str) -> None:
         url = join(root, "d", "f")

@@ -9,7 +9,8 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lockstep.jobs._checks import pins, requirements
+from lockstep.jobs._checks import requirements
+from tests.builders.pins import pins
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = re.compile(

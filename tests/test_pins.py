@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.jobs._checks import allows, pins, requirements
+from lockstep.jobs._checks import allows, requirements
+from tests.builders.pins import pins
 from tests.cluster.jars import hadoop_version
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -44,17 +44,6 @@ OF_TENSORFLOW = ("mirrored", "multi-worker-mirrored")
 Verify = Literal["start", "full"]
 NonFinite = Literal["stop", "skip"]
 
-ANY = object()
-# Fields that older versions stored in run.json, each with the one value that this version can resume a run with. `ANY`
-# stands for every value, where the field changed only speed.
-REMOVED: dict[str, object] = {
-    "algorithm": "auto",
-    "cache_rotation": ANY,  # it is in the plan, which is refused by name (lockstep.training.plan.make_plan)
-    "compare_every": ANY,
-    "mean_time_between_failures_s": ANY,
-    "spare": ANY,
-}
-
 
 def flag_of(field: str) -> str:
     """The flag of lockstep train for a field of TrainConfig."""
@@ -547,13 +536,12 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`, also for a document of an older version, whose `REMOVED` fields are ignored.
-
-        Raises ConfigError for an unknown or missing field.
+        """The inverse of `to_json`; a field that `document` lacks has its default. Raises ConfigError for an unknown
+        field, and for a missing one without a default.
         """
         known = {field.name for field in fields(cls)}
         try:
-            return cls(**{name: value for name, value in document.items() if name not in REMOVED})
+            return cls(**document)
         except TypeError as error:
             raise ConfigError(
                 "a stored training configuration does not fit this version",

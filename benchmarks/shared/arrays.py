@@ -12,19 +12,9 @@ import pyarrow as pa
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.reading.reader import SplitReader
 
-# Rows are converted from Arrow in chunks, and batches are views of these. A chunk of a TFRecord shard, gzip or not, is
-# always a block; the constants are for Parquet. Converting a column costs a microsecond, so small batches come from
-# chunks of 2 MiB. A batch across two chunks is copied: with chunks of 4 large batches that is 1 in 4, and images are
-# read a fifth faster than with chunks of one batch (5 and 8 batches gain nothing). A block has about 2 MiB before
-# compression, which bounds the memory of rows that compress well.
-_CHUNK_BYTES = 2 << 20
-_CHUNK_BATCHES = 4
-_CHUNK_MOST_BYTES = 14 << 20
-_CHUNK_BLOCKS = 7
 _POOLED_BYTES = 1 << 20
 
 Arrays = dict[str, npt.NDArray[Any] | pa.Array]
@@ -35,23 +25,21 @@ def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arra
 
     Numbers are (n,), tensors (n, *shape) of their dtype; strings, bytes, lists and nullable fields are Arrow arrays,
     since NumPy cannot represent them without loss. Batches are read-only; most are views of a chunk, which they keep
-    alive: 2 to 14 MiB of Parquet, or a block of TFRecord, gzip or not. Raises CorruptionError naming file, record and
-    offset, and ConfigError for batches of less than one row.
+    alive: a block. Raises CorruptionError naming file, record and offset, and ConfigError for batches of less than one
+    row.
     """
     _check_rows(batch_rows)
     manifest = load_dataset(dataset_url)
     schema = Schema.from_json(manifest.schema)
     reader = SplitReader(dataset_url, manifest, split, schema)
-    chunks = reader.in_order(_chunk_rows(manifest.splits[split], batch_rows))
+    chunks = in_order(reader)
     arrays = ({field.name: _array(field, chunk.column(field.name)) for field in schema} for chunk in chunks)
     yield from cut(arrays, batch_rows)
 
 
-def _chunk_rows(split: SplitInfo, batch_rows: int) -> int:
-    stored_bytes, records = (sum(getattr(shard, name) for shard in split.shards) for name in ("bytes", "records"))
-    batch_bytes = max(1, batch_rows * stored_bytes // max(1, records))
-    wanted_bytes = max(_CHUNK_BYTES, min(_CHUNK_BATCHES * batch_bytes, _CHUNK_MOST_BYTES))
-    return batch_rows * max(1, min(wanted_bytes // batch_bytes, _CHUNK_BLOCKS * split.block_records // batch_rows))
+def in_order(reader: SplitReader) -> Iterator[pa.RecordBatch]:
+    """All records in the order of the shards, a block at a time."""
+    return reader.sequence(map(reader.table.run, range(reader.table.num_blocks)))
 
 
 def cut(chunks: Iterable[Arrays], rows: int) -> Iterator[Arrays]:

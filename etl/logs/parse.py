@@ -114,11 +114,6 @@ class ParseLog:
         return parse_ranges([Work.from_json(item) for item in items], self.parser)
 
 
-def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
-    """The rows of one range."""
-    return parse_ranges([work], parser)
-
-
 def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.RecordBatch]:
     """The rows of some ranges: kept rows, refused lines, and at the end the summaries: what was read in total, what was
     dropped for each reason, the suffixes of pages, and length and SHA-256 of each file that is one range.

@@ -150,11 +150,11 @@ def content_line(leakage: Mapping[str, Any]) -> str | None:
     count = leakage["found"].get(CONTENT, 0)
     if not count:
         return None
-    line = f"leakage: {count} records have the same features as one of another split"
-    if "by_chance" not in leakage:  # in a manifest of an earlier version
-        return line
     chance, distinct = leakage["by_chance"][CONTENT], leakage["distinct"][CONTENT]
-    return f"{line} (a random split has {chance}; {distinct} different contents in all)"
+    return (
+        f"leakage: {count} records have the same features as one of another split (a random split has {chance}; "
+        f"{distinct} different contents in all)"
+    )
 
 
 def by_chance(counts: Mapping[int, int], records: Sequence[int]) -> float:

@@ -29,7 +29,6 @@ ALLOWED = (
     " subset:COLUMN=VALUE,VALUE (these values are test), or given"
 )
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
-_OLD_SHARES = re.compile(r"[0-9.]+(:[0-9.]+)+")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _FOLD = re.compile(r"fold-\d+")
 _BALANCED = ":balanced"
@@ -107,15 +106,6 @@ class SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
         if text == "given":
             return cls(kind="given")
-        new = current_spelling(text)
-        if new != text:
-            cls.parse(new)  # raises for other mistakes
-            raise ConfigError(
-                "--split is written in a form of an earlier version",
-                got=text[:MAX_SHOWN],
-                allowed=ALLOWED,
-                next_step=f"Write --split {new[:MAX_SHOWN]}, which means the same.",
-            )
         head, _, rest = text.partition(":")
         if head == "kfold":
             count, separator, column = rest.partition(":")
@@ -179,13 +169,6 @@ class SplitSpec:
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
-
-
-def current_spelling(text: str) -> str:
-    """`text` with the forms of earlier versions replaced, which old manifests hold: user:COLUMN:8/2 and 8:2."""
-    if text.startswith("user:"):
-        return f"group:{text.removeprefix('user:')}"
-    return text.replace(":", "/") if _OLD_SHARES.fullmatch(text) else text
 
 
 def are_folds(names: Collection[str]) -> bool:

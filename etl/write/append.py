@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.sampling import Sampling
-from lockstep.etl.split.splits import SplitSpec, current_spelling
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.config import WriteConfig
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -82,9 +82,8 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     """The dataset at `url` and all that it continues.
 
     Raises ConfigError if it is split by time or in balanced folds, if `config` asks for other weights, sample, label,
-    form of features, format, split or seed than the parent has (the first three only where its manifest names them), if
-    its manifest holds a sample or class counts that cannot be read, or if it has weights and no class counts. Raises
-    DataError if an earlier dataset has changed.
+    form of features, format, split or seed than the parent has, or if the parent's manifest holds a sample or class
+    counts that cannot be read. Raises DataError if an earlier dataset has changed.
     """
     url = absolute(url)
     chain = load_chain(url)
@@ -95,8 +94,8 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
         split.check_append(url)
     own = config.to_json()
     settings = {
-        "weights": (stored.get("weights", config.weights), config.weights),
-        "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
+        "weights": (stored.get("weights"), config.weights),
+        "sample": _samples(_sample_of(url, stored.get("sample")), config.sample),
         "label": (stored.get("label", own.get("label")), own.get("label", stored.get("label"))),
         "form of features": (_form(baked=any(field.is_baked for field in above)), _form(baked=config.bake)),
         "format": (first.format, config.fmt),
@@ -106,15 +105,8 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     for what, (theirs, ours) in settings.items():
         if theirs != ours:
             raise other_parent(url, what, theirs, ours)
-    if config.weights == "balanced" and CLASS_COUNTS not in stored:
-        raise ConfigError(
-            f"{url} cannot be continued: its manifest does not name the class counts of its weights",
-            got=f"no {CLASS_COUNTS} in its created_by.config",
-            allowed="a dataset made with --weights balanced by this version or a later one",
-            next_step="Make a separate dataset without --append-to.",
-        )
     if config.weights == "balanced":
-        _check_counts(url, stored[CLASS_COUNTS])
+        _check_counts(url, stored.get(CLASS_COUNTS))
     return Parent(chain)
 
 
@@ -267,6 +259,6 @@ def _form(*, baked: bool) -> str:
 
 def _split_of(stored: object) -> SplitSpec | None:
     try:
-        return SplitSpec.parse(current_spelling(str(stored)))
+        return SplitSpec.parse(str(stored))
     except ConfigError:  # of a dataset that ETL has not made
         return None

@@ -128,9 +128,9 @@ def check_carried(parent: Parent) -> Carried:
     if first is None:
         raise ConfigError(
             f"{parent.url} cannot be continued: it does not carry what an append needs of the past",
-            got=f"no {CARRIED_FOLDER}/: made by an earlier version, or with a --label that looks at other requests",
+            got=f"no {CARRIED_FOLDER}/, as with a --label that looks at other requests",
             allowed="a dataset of a log whose --label an append can continue (docs/formats.md, More data later)",
-            next_step="Make it again with this version, or make one dataset of all files without --append-to.",
+            next_step="Make one dataset of all files without --append-to.",
         )
     for (url, _), mine, (above, manifest) in zip(parent.chain, found, parent.chain[1:], strict=False):
         if mine is None or mine.parent_sha256 != digest_of_carried(manifest):

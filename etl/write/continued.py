@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep.etl.split.splits import SplitSpec, current_spelling
+from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.config import DEFAULT_LABEL
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
@@ -68,8 +68,6 @@ def _settings_of(manifest: DatasetManifest, values: Mapping[str, Any], given: Co
     stored = dict(manifest.created_by["config"])
     job, schema = str(stored.get("job")), Schema.from_json(manifest.schema)
     stored["fmt"] = manifest.format
-    if "split" in stored:
-        stored["split"] = current_spelling(str(stored["split"]))
     names = [*OF_ALL, *OF_JOBS.get(job, ())]
     one_format = (
         job == "etl_logs" and stored["log_format"] == (values if "log_format" in given else stored)["log_format"]

@@ -75,13 +75,10 @@ def splitmix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def shard_key(sample: int, seed: int) -> int:
-    """The unsigned 64-bit key that orders a sample within its split: splitmix64(sample xor splitmix64(seed))."""
-    return splitmix64((sample & _MASK) ^ splitmix64(seed & _MASK))
-
-
 def shard_keys(samples: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """shard_key of each sample: (n,) int64 -> (n,) uint64."""
+    """The keys that order samples within their split, splitmix64(sample xor splitmix64(seed)): (n,) int64 -> (n,)
+    uint64.
+    """
     return splitmix64_array(samples.view(np.uint64) ^ np.uint64(splitmix64(seed & _MASK)))
 
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import google_crc32c
-
 from lockstep.storage.errors import CorruptionError, DataError
 
 
@@ -65,11 +63,6 @@ def parse_canonical(data: bytes, *, file: str) -> Any:
 def sha256_hex(data: bytes | bytearray | memoryview) -> str:
     """SHA-256 as 64 lower-case hex digits."""
     return hashlib.sha256(data).hexdigest()
-
-
-def crc32c_hex(data: bytes | bytearray | memoryview, crc: int = 0) -> str:
-    """CRC-32C (Castagnoli, unmasked) as 8 lower-case hex digits; `crc` continues an earlier value."""
-    return f"{google_crc32c.extend(crc, bytes(data)):08x}"
 
 
 def _check_keys(value: Any) -> None:

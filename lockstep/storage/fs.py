@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 from lockstep.storage.errors import ConfigError, NotFoundError
-from lockstep.storage.files.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Writer
+from lockstep.storage.files.interface import FileStat, FileSystem, Listing, Writer
 from lockstep.storage.urls import absolute, basename, join, parent, split_url
 
 __all__ = [
-    "Blocks", "FileStat", "FileSystem", "HdfsBlock", "Listing", "Writer",
+    "FileStat", "FileSystem", "Listing", "Writer",
     "absolute", "basename", "filesystem", "join", "parent", "split_url", "walk",
 ]  # fmt: skip
 

@@ -54,11 +54,6 @@ def test_a_writer_whose_file_was_taken_does_not_pass_for_written(fs: FileSystem,
     writer.abort()
 
 
-def test_blocks_of_a_large_file(fs: FileSystem, root: str) -> None:
-    url = put(fs, join(root, "f"), b"x" * 100)
-    assert [(block.offset, block.length) for block in fs.block_locations(url)] == [(0, 100)]
-
-
 def test_urls_of_a_listing_keep_their_authority(fs: FileSystem, root: str) -> None:
     put(fs, join(root, "f"))
     assert fs.list(root + "/")[0].url == join(root, "f")

@@ -50,8 +50,7 @@ class TestWebHdfs(FileSystemContract):
 
 def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: str) -> None:
     assert isinstance(fs, WebHdfsFileSystem)
-    blocks = fs.block_locations(put(fs, join(root, "f"), b"x" * 100))
-    assert [(block.offset, block.length, block.hosts) for block in blocks] == [(0, 100, ("127.0.0.1", "127.0.0.1"))]
+    put(fs, join(root, "f"), b"x" * 100)
     nodes = [f"127.0.0.1:{hadoop.ports[f'datanode-{number}-http']}" for number in (1, 2)]
     for failed, other in (nodes, nodes[::-1]):  # each has a replica, and is sent to by chance where none is left out
         there = [locate(fs.calls._data, path_of(join(root, "f")), 0, 10, [failed]) for _ in range(5)]

@@ -9,15 +9,8 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.sample_id import (
-    sample_id,
-    sample_ids,
-    shard_key,
-    shard_keys,
-    shard_of,
-    splitmix64,
-    unit_hashes,
-)
+from lockstep.features.sample_id import sample_id, sample_ids, shard_keys, shard_of, splitmix64, unit_hashes
+from tests.builders.records import shard_key
 from tests.features.split_hashes import share_of, unit_hash
 
 

@@ -13,7 +13,7 @@ from lockstep.etl.input.files import Range, find_sources
 from lockstep.etl.input.unpack import PLAIN, codec_of, unpacked
 from lockstep.etl.logs.fields import Column, Form
 from lockstep.etl.logs.json_lines import read_objects
-from lockstep.etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_range
+from lockstep.etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_ranges
 from lockstep.etl.logs.plan import kinds_in, names_asked, names_in
 from lockstep.etl.logs.records import RecordLines
 from lockstep.etl.logs.server_log import seconds_of_text
@@ -104,7 +104,7 @@ def _parsed(
     lines, found = 0, Counter[str]()
     for start, length in parts:
         kept = bad = dropped = 0
-        for batch in parse_range(Work(Range(0, url, start, length, PLAIN), names), parser):
+        for batch in parse_ranges([Work(Range(0, url, start, length, PLAIN), names)], parser):
             batch.validate(full=True)
             for row in batch.to_pylist():
                 if row["_kind"] in (DIGEST, SUFFIX):

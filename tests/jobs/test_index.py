@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lockstep.etl.index import Scan
-from lockstep.features.examples import encode_example
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
@@ -28,6 +27,7 @@ from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
 from pyspark_tfrecord import DefaultSource
+from tests.builders.records import encode_example
 from tests.pyspark_tfrecord.published import publish
 
 SCHEMA = Columns((foreign_field("n", "int64", False), foreign_field("w", "bytes", True)))

@@ -6,17 +6,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from lockstep.features.examples import encode_example
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
 from lockstep.storage.documents import sha256_hex
-from lockstep.storage.formats.tfrecord import RecordWriter
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join
+from tests.builders.records import RecordWriter, encode_example
 
 SCHEMA = Schema(
     (

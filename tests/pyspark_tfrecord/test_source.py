@@ -29,7 +29,6 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from lockstep.features.examples import encode_example
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.read import Lenient
 from lockstep.jobs import index
@@ -38,6 +37,7 @@ from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
 from pyspark_tfrecord import DefaultSource
 from pyspark_tfrecord.writing import FileWriter
+from tests.builders.records import encode_example
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.jobs._checks import pins, requirements
+from lockstep.jobs._checks import requirements
+from tests.builders.pins import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".soak" / "versions"

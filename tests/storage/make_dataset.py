@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.formats.parquet_footer import read_footer
-from lockstep.storage.formats.tfrecord import RecordWriter
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import publish_directory, write_file
 from lockstep.storage.urls import join
+from tests.builders.records import RecordWriter, crc32c_hex
 
 BLOCK_RECORDS = 8
 

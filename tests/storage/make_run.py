@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save
+
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
@@ -32,11 +35,13 @@ def make_run(root: str) -> None:
 
 
 def _commit(root: str, path: str, kind: str, step: int, generation: int, audit: dict[str, Any] | None) -> None:
-    names = ("rank-00000.safetensors", "rank-00001.safetensors") if kind == "checkpoint" else ("model.keras",)
-    files = {name: _put(root, f"{path}/{name}", name.encode() * 50) for name in names}
-    doc = {"format_version": 1, "kind": kind, "step": step, "generation": generation, "files": files}
+    written = {"model.keras": b"model.keras" * 50}
+    doc: dict[str, Any] = {"format_version": 1, "kind": kind, "step": step, "generation": generation}
     if audit is not None:
-        doc["audit"] = audit
+        written = {f"rank-{rank:05d}.safetensors": save({"weights/w": np.full(9, rank)}) for rank in range(2)}
+        doc |= {"audit": audit, "num_ranks": 2}
+        doc["tensors"] = {"weights/w": {"dtype": "int64", "shape": [9], "parts": [[1, 0, 9]]}}
+    doc["files"] = {name: _put(root, f"{path}/{name}", data) for name, data in written.items()}
     _put(root, f"{path}/_manifest.json", seal(doc))
 
 

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from lockstep.storage.errors import ConfigError, TrainingFailedError
 from lockstep.training.control.server import Handler
 from lockstep.training.control.task import Limits, RankTask
-from lockstep.training.launch.barrier import OnSpark, run_barrier
+from lockstep.training.launch.barrier import OnSpark
 from lockstep.training.launch.session import Launches
 from tests.training._ranks import HERE
 
@@ -70,7 +70,7 @@ def session(
 def seen(spark: SparkSession, num_ranks: int, start_s: float = 300.0) -> list[dict[str, str]]:
     """What CUDA's variables say in each rank."""
     limits = Limits(start_s=start_s, grace_s=1.0)
-    results = run_barrier(spark, RankTask("_ranks:hello"), num_ranks, limits=limits, handler=Handler(lambda *_: {}))
+    results = OnSpark(spark)(RankTask("_ranks:hello"), num_ranks, limits=limits, handler=Handler(lambda *_: {}))
     lines = [dict(line.split("=", 1) for line in result["environment"]) for result in results]
     return [{name: value for name, value in line.items() if name.startswith("CUDA_")} for line in lines]
 

@@ -28,9 +28,9 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SplitInfo
-from lockstep.storage.documents import canonical_bytes, crc32c_hex, sha256_hex
-from lockstep.storage.formats.tfrecord import RecordWriter
+from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.fs import filesystem
+from tests.builders.records import RecordWriter, crc32c_hex
 from tests.storage.make_dataset import footer_of
 
 TABLE_SCHEMA = Schema(

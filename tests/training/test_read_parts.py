@@ -27,7 +27,7 @@ from lockstep.training.run.checkpoint import (
     sha256_of,
     upload,
 )
-from lockstep.training.run.checkpoint_division import read_parts, read_whole, whole_tensors
+from lockstep.training.run.checkpoint_division import assemble, read_parts, read_whole
 from lockstep.training.run.lineage import CheckpointRef, read_checkpoint
 from tests.training._ring import run_ring, run_solo
 
@@ -41,13 +41,11 @@ STATE: Tensors = {
 }
 
 
-def commit(folder: Path, num_ranks: int, state: Tensors = STATE, *, version: int = 2) -> str:
-    """What `num_ranks` ranks and the driver write; version 1: all that they hold alike in rank 0's file."""
+def commit(folder: Path, num_ranks: int, state: Tensors = STATE) -> str:
+    """What `num_ranks` ranks and the driver write."""
     url = str(folder / "checkpoints" / "step-0000000012.g0001")
     fs, specs = filesystem(url), {name: TensorSpec(value.shape, value.dtype.name) for name, value in state.items()}
     divided = checkpoint_division.divide(specs, num_ranks)
-    if version == 1:
-        divided = checkpoint_division.divide(specs, 1) + [[]] * (num_ranks - 1)
     files, reports = {}, []
     for rank, pieces in enumerate(divided):
         tensors: Tensors = {f"seeds/{rank}": np.array([rank, 7], np.uint32)}
@@ -60,25 +58,24 @@ def commit(folder: Path, num_ranks: int, state: Tensors = STATE, *, version: int
         upload(fs, join(url, file_name(rank)), file)
         files[file_name(rank)] = {"bytes": int(file.size), "sha256": sha256_of(file)}
         reports.append(checkpoint_division.report(pieces, specs))
-    more: dict[str, Any] = {"tensors": checkpoint_division.merge(reports, url)} if version == 2 else {}
-    document = {"kind": "checkpoint", "format_version": version, "step": 12, "generation": 1, "num_ranks": num_ranks}
-    document |= {"files": files, "audit": {}, "state": dict.fromkeys(STATE_KEYS), **more}
+    document: dict[str, Any] = {"kind": "checkpoint", "format_version": 1, "step": 12, "generation": 1}
+    document |= {"num_ranks": num_ranks, "files": files, "audit": {}, "state": dict.fromkeys(STATE_KEYS)}
+    document["tensors"] = checkpoint_division.merge(reports, url)
     write_file(fs, join(url, "_manifest.json"), seal(document))
     return url
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (3, 1), (1, 3), (2, 2), (3, 2), (2, 3)])
 def test_any_number_of_ranks_reads_what_any_number_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int, version: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int
 ) -> None:
     monkeypatch.setattr(checkpoint_division, "WHOLE_BYTES", 100)
-    url = commit(tmp_path, writers, version=version)
+    url = commit(tmp_path, writers)
     manifest = read_manifest(url)
 
     def one(communicator: Communicator) -> tuple[Tensors, dict[int, Tensors]]:
         parts = read_parts(url, manifest, communicator)
-        return whole_tensors(url, manifest, parts, ALIKE), parts
+        return assemble(manifest, parts, url, ALIKE), parts
 
     for whole, parts in run_solo(1, one) if readers == 1 else run_ring(readers, one):
         assert sorted(whole) == sorted(STATE)

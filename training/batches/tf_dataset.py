@@ -148,8 +148,3 @@ def to_device(dataset: tf.data.Dataset, device: str | None = None) -> tf.data.Da
         device = gpus[0].name
     # prefetch_to_device is these two, with a buffer that its autotuner sizes.
     return dataset.apply(tf.data.experimental.copy_to_device(device)).prefetch(1)
-
-
-def as_tf_dataset(feed: Feed, first_step: int, last_step: int) -> tf.data.Dataset:
-    """The dataset of a FeedPipeline that ends its thread when its batches are used up."""
-    return FeedPipeline(feed, first_step, last_step).dataset

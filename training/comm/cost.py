@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from lockstep.training.comm.tcp.algorithms import WHOLE_BYTES
-from lockstep.training.comm.tcp.schedule import Program
 
 PIECE_BYTES = 8 << 20  # of a buffer in two levels; docs/decisions/043-cost-model.md
 EVEN = 1.05  # times closer than this count as equal: the model is not more precise
@@ -142,17 +141,6 @@ def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: L
     back = inner.seconds(Counts(1, piece, 0)) if widest > 1 else 0.0
     between = predict_s(fastest(len(hosts), piece, outer), len(hosts), piece, outer) if len(hosts) > 1 else 0.0
     return within + between + back + (pieces - 1) * max(between, within + back)
-
-
-def work_of(programs: Sequence[Program], itemsize: int) -> Counts:
-    """The work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
-    sends = [send for program in programs for send in program.sends]
-    receives = [receive for program in programs for receive in program.receives if receive.combine != "copy"]
-    return Counts(
-        len(sends),
-        itemsize * sum(send.stop - send.start for send in sends),
-        itemsize * sum(receive.stop - receive.start for receive in receives),
-    )
 
 
 Table = tuple[tuple[int, str], ...]

@@ -19,7 +19,6 @@ from lockstep.training.compression.bucket_sum import Array, BucketSum, Placed
 from lockstep.training.compression.method import Compression
 
 FIRST_SHARE = 0.25  # of the warm-up, as in Lin et al.
-ITEM_BYTES = 8  # an index and a value
 
 
 def largest(values: Array, count: int) -> Array:

@@ -18,13 +18,13 @@ from lockstep.training.control.messages import CheckpointReport
 from lockstep.training.driver.retention import empty_trash, retire
 from lockstep.training.rules import Keep, check_metric
 from lockstep.training.run.best import Best, MetricValues, find_best
+from lockstep.training.run.checkpoint import FORMAT_VERSION
 from lockstep.training.run.checkpoint_division import merge
 from lockstep.training.run.lineage import CheckpointRef, Claim, check_newest
 from lockstep.training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
 METRICS_LOOK_S = 1.0
-FORMAT_VERSION, DIFFERENCE_VERSION = 2, 3  # of checkpoints: see lockstep.training.run.checkpoint
 MODEL_FORMAT_VERSION = 1
 
 
@@ -159,7 +159,7 @@ class CommitHandler:
         audit = self._audits(reports)
         base = reports[0].base
         manifest = {
-            "format_version": FORMAT_VERSION if base is None else DIFFERENCE_VERSION,
+            "format_version": FORMAT_VERSION,
             "kind": "checkpoint",
             "step": step,
             "generation": generation,

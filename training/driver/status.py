@@ -209,7 +209,7 @@ class Board:
                 written_at=now_utc().isoformat(timespec="milliseconds"),
                 samples_per_s=round(rate * self._batch, 3) if rate else None,
                 left_s=None if left_s is None else round(left_s, 1),
-                epochs_trained=epochs_trained(found.step, self._of_epoch, found.epochs) if self._of_epoch else None,
+                epochs_trained=epochs_trained(found.step, self._of_epoch, found.epochs) if self._of_epoch else 0.0,
                 checkpoint=str(tip) if tip else None,
                 ranks=[self._of_rank(rank) for rank in range(found.num_ranks)],
                 slow=self._slow_now(),

@@ -361,7 +361,11 @@ class BarrierSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class OnSpark(SessionLauncher):
-    """`run_barrier` with its session bound."""
+    """Launches ranks on a Spark cluster, one barrier task for each.
+
+    A launch raises ConfigError at once if the session has fewer task slots than ranks, is a Spark Connect session, or
+    would send the secrets of TLS between ranks in the clear.
+    """
 
     spark: SparkSession
     devices: tuple[str, ...] | None = None
@@ -407,23 +411,6 @@ class OnSpark(SessionLauncher):
         if not in_driver(classic_context(self.spark).master or ""):
             return [self] * runs
         return [replace(self, devices=share) for share in of_runs(os.environ, runs, num_ranks)]
-
-
-def run_barrier(
-    spark: SparkSession,
-    task: RankTask,
-    num_ranks: int,
-    *,
-    generation: int = 1,
-    limits: Limits | None = None,
-    handler: Handler | None = None,
-) -> list[dict[str, Any]]:
-    """`run_local` on a Spark cluster: one barrier task for each rank.
-
-    Raises ConfigError at once if the session has fewer task slots than ranks, is a Spark Connect session, or would send
-    the secrets of TLS between ranks in the clear.
-    """
-    return OnSpark(spark)(task, num_ranks, generation=generation, limits=limits, handler=handler)
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:

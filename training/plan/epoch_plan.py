@@ -63,7 +63,7 @@ def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
 DEFAULT_WINDOW_BYTES = 8 << 20
-LATER_KEYS = ("cache_groups", "interleave")
+OPTIONAL = ("cache_groups", "interleave")  # absent from `identity` where they are None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +159,8 @@ class EpochPlan:
         return self._table
 
     def identity(self) -> dict[str, Any]:
-        """JSON that is equal exactly if all batches are equal; kept in run.json and in every checkpoint.
-
-        Options of later versions are in it only if they are used, so that older runs can be continued.
-        """
-        later = {name: getattr(self, name) for name in LATER_KEYS}
+        """JSON that is equal exactly if all batches are equal; kept in run.json and in every checkpoint."""
+        chosen = {name: getattr(self, name) for name in OPTIONAL}
         return {
             "version": self.version,
             "dataset_digest": self.dataset_digest,
@@ -174,7 +171,7 @@ class EpochPlan:
             "global_batch": self.global_batch,
             "lanes": self.lanes,
             "window_records": self.window_records,
-            **{name: value for name, value in later.items() if value is not None},
+            **{name: value for name, value in chosen.items() if value is not None},
         }
 
     # Steps and epochs

@@ -9,7 +9,7 @@ from lockstep.storage import documents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, differences
 from lockstep.training.plan.datasets import MixedManifest, split_of
-from lockstep.training.plan.epoch_plan import LATER_KEYS, EpochPlan
+from lockstep.training.plan.epoch_plan import OPTIONAL, EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, Plan
 
 NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # and the least that each can be
@@ -18,33 +18,11 @@ NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # 
 def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str = "a stored plan") -> Plan:
     """The plan that `identity`, read from `where`, describes, over the dataset it was made for.
 
-    Raises DataError naming what differs, or file and field of an invalid value, ConfigError as `refuse_rotation`.
+    Raises DataError naming what differs, or file and field of an invalid value.
     """
-    refuse_rotation(identity, where)
     if isinstance(manifest, MixedManifest):
         return _mixed_plan(identity, manifest.mixed, manifest.digest, where)
     return _epoch_plan(identity, manifest, where)
-
-
-def refuse_rotation(identity: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for the stored plan of a run that an older version began with --cache-rotation.
-
-    Without a rotation its later epochs would have other batches.
-    """
-    stored = [identity, *(part for part in _parts_of(identity) if isinstance(part, Mapping))]
-    rotation = next((found["cache_rotation"] for found in stored if "cache_rotation" in found), None)
-    if rotation is not None:
-        raise ConfigError(
-            f"{where}: --cache-rotation was removed, so this version cannot make the batches of this plan",
-            got=f"cache_rotation = {rotation!r}",
-            allowed="a plan without it: cache groups keep their blocks in all epochs",
-            next_step="Use the version that began the run, or begin another run with --init-from.",
-        )
-
-
-def _parts_of(identity: Mapping[str, Any]) -> Sequence[Any]:
-    parts = identity.get("parts")
-    return parts if isinstance(parts, list) else ()
 
 
 def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:
@@ -53,9 +31,9 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
     numbers = {
         name: documents.count(identity.get(name), where=f"{where}: {name}", least=n) for name, n in NUMBERS.items()
     }
-    later = {
+    chosen = {
         name: documents.count(identity[name], where=f"{where}: {name}", least=1)
-        for name in LATER_KEYS
+        for name in OPTIONAL
         if name in identity
     }
     try:
@@ -67,7 +45,7 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
             block_records=info.block_records,
             seed=_seed(identity.get("seed"), where),
             **numbers,
-            **later,
+            **chosen,
         )
     except ConfigError as error:  # its next step names a flag, which does not help here
         raise DataError(

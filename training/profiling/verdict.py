@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
 KINDS = (SYNTHETIC, CACHED, COLD)
 CACHED_ALONE, COLD_ALONE = "cached_alone", "cold_alone"
-ALONE = (CACHED_ALONE, COLD_ALONE)
 
 
 @dataclass(frozen=True, slots=True)

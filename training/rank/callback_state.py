@@ -63,8 +63,7 @@ def load(callbacks: Sequence[Any], documents: Sequence[dict[str, Any]], tensors:
         )
     for callback, document in zip(callbacks, documents, strict=True):
         for name, value in document["state"].items():
-            if name not in SKIPPED:  # older versions saved more
-                setattr(callback, name, _unpack(value, tensors))
+            setattr(callback, name, _unpack(value, tensors))
 
 
 def _check_size(callback: str, state: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ from lockstep.training.run.checkpoint import (
     upload,
     write_bytes,
 )
-from lockstep.training.run.checkpoint_division import Piece, read_parts, read_parts_and_own, whole_tensors
+from lockstep.training.run.checkpoint_division import Piece, assemble, read_parts, read_parts_and_own
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.run.paths import RunPaths, staged_checkpoint
 from lockstep.training.steps import model_state
@@ -264,7 +264,7 @@ class Saver:
     def _load(self, found: Found) -> None:
         """Load the state that all ranks have alike."""
         kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
-        model_state.load(self._model, whole_tensors(found.url, found.manifest, found.parts, kinds), kinds, found.url)
+        model_state.load(self._model, assemble(found.manifest, found.parts, found.url, kinds), kinds, found.url)
         if self._tables is not None:
             for one in (found,) if found.base is None else (found.base, found):
                 self._tables.restore(one.url, one.manifest, one.own)

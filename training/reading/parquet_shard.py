@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -48,11 +47,6 @@ class ParquetShard:
         start, stop = self._extents[first_record // self._block_records].tolist()
         return start, stop
 
-    def read_block(self, block: int) -> pa.RecordBatch:
-        """Read all rows of a block; raises what `extent` and `decode_block` raise."""
-        start, stop = self.extent(block * self._block_records, 1)
-        return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
-
     def decode_block(self, data: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
         """Decode all rows of a block from its bytes, which begin at byte `start`; checks the page checksums.
 
@@ -72,23 +66,6 @@ class ParquetShard:
         # A column nearly always has one chunk; combine_chunks would copy it.
         chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
         return self._declared(chunks, first)
-
-    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
-        """All rows in order, about `rows` at a time; raises as read_block does."""
-        done = 0
-        try:
-            with (
-                self._fs.open_read(self._url) as opened,
-                pa.PythonFile(opened, mode="r") as source,
-                pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file,
-            ):
-                for batch in file.iter_batches(rows, use_threads=False):
-                    yield self._declared(batch.columns, done)
-                    done += batch.num_rows
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(done, None, error) from error
-        if done != self._info.records:
-            raise self._footer_error(f"{done} rows", f"{self._info.records} rows")
 
     def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
         """Columns of the file as a batch of the declared schema; `first` is the number of its first record."""

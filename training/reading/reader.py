@@ -31,7 +31,6 @@ from lockstep.training.reading.bad_records import BadRecords, Skipped, blocks_ne
 from lockstep.training.reading.cache import BlockCache, CacheCounts
 from lockstep.training.reading.fetch import BlockFetcher, Buffer, FetchCounts
 from lockstep.training.reading.files import CachedBytes, CachedShard, ShardFiles
-from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.reading.shards import Shard, ShardOpener, TFRecordShard
 
 log = logging.getLogger(__name__)
@@ -167,11 +166,6 @@ class SplitReader:
         if self._cached is not None:
             return self._cached.cache.failure
         return None if self._options.cache is None else os.strerror(errno.ENOSPC)  # see `open_cache`
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether the format is read by whole blocks."""
-        return bool(self._shards) and not isinstance(self._shards[0], TFRecordShard)
 
     @property
     def is_local(self) -> bool:
@@ -408,20 +402,6 @@ class SplitReader:
                 allowed=error.allowed,
                 next_step=error.next_step,
             ) from error
-
-    def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.
-
-        A Parquet shard is read in one stream, not by row groups.
-        """
-        block = 0
-        for number, shard in enumerate(self._shards):
-            stop = block + -(-self._records[number] // self.table.block_records)
-            if isinstance(shard, ParquetShard):
-                yield from shard.batches(batch_rows)
-            else:
-                yield from self.sequence(map(self.table.run, range(block, stop)))
-            block = stop
 
     def read_all(self, runs: list[Run]) -> pa.RecordBatch:
         """Several runs, one after another, in one batch."""

@@ -185,11 +185,6 @@ class GzipShard:
         check_block_bytes(self._url, start, stop)
         return start, stop
 
-    def read_block(self, block: int) -> pa.RecordBatch:
-        """Read all records of a block; raises what `extent` and `decode_block` raise."""
-        start, stop = self.extent(block * self._block_records, 1)
-        return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
-
     def decode_block(self, packed: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
         """Decode all records of a block from its bytes, which begin at byte `start`; checks both checksums of each.
 

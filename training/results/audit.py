@@ -436,11 +436,10 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
-        # The run.json of an older version has no `mix`.
         datasets = [dataset_url] if dataset_url else config["datasets"]
-        opened = TrainingSet.at(datasets, config["split"], config.get("mix"))
+        opened = TrainingSet.at(datasets, config["split"], config["mix"])
         where = f"{paths.run_json}: plan"
-        federated = config.get("strategy") == "federated"
+        federated = config["strategy"] == "federated"
         clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None
         plan = None if federated else opened.plan(document["plan"], where)
     except CorruptionError:
@@ -448,7 +447,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
     skipped = [bad for _, row in read_rows(run_url, BAD_RECORD)[1] if (bad := BadRecords.of_row(row)) is not None]
-    if skipped or config.get("on_bad_record") == "skip":
+    if skipped or config["on_bad_record"] == "skip":
         for reader in opened.readers:
             reader.skip_bad_records(Skipped(lambda bad: None))
     stand_ins = stand_ins_of(opened.readers, skipped)

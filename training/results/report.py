@@ -429,7 +429,7 @@ def _left_out(history: History) -> int:
 def _epochs_so_far(document: Mapping[str, Any], claims: Mapping[int, Claim], history: History) -> str:
     of_epoch, steps = steps_in_epoch(document["plan"]), history.steps[-1]["step"] if history.steps else 0
     asked = epochs_asked(claims)
-    if of_epoch is None:  # a plan of another version
+    if of_epoch is None:  # a plan without its numbers
         return str(len(history.epochs))
     return epochs_words(epochs_trained(steps, of_epoch, asked), asked)
 

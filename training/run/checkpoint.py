@@ -136,9 +136,9 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
 
 
 Tensors = dict[str, NDArray[Any]]
-# 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`;
-# 3: of tables, the files hold what has changed since the `base`, a checkpoint of version 2 in the same folder.
-FORMAT_VERSIONS = (1, 2, 3)
+# Where the manifest has a `base`, the files hold of tables only what has changed since that one, which is a whole
+# checkpoint in the same folder.
+FORMAT_VERSION = 1
 # Of the manifest's `state`, from rank 0; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
 EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
@@ -167,7 +167,7 @@ def write_bytes(directory: str, name: str, data: bytes) -> dict[str, Any]:
 def read_manifest(url: str) -> dict[str, Any]:
     """The manifest of the checkpoint at `url`. Raises CorruptionError for a changed one, DataError for another kind."""
     where = join(url, MANIFEST_NAME)
-    return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSIONS)
+    return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSION)
 
 
 def base_of(manifest: Mapping[str, Any], where: str) -> str | None:
@@ -198,8 +198,7 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     documents.mapping(manifest.get("files"), where=f"{url}: files")
     documents.count(manifest.get("step"), where=f"{url}: step")
     documents.count(manifest.get("num_ranks"), where=f"{url}: num_ranks", least=1)
-    state = documents.mapping(manifest.get("state"), where=f"{url}: state")
-    state = documents.obj({"early_stop": None} | state, STATE_KEYS, where=f"{url}: state")  # older ones lack it
+    state = documents.obj(manifest.get("state"), STATE_KEYS, where=f"{url}: state")
     if state["early_stop"] is not None:
         documents.obj(state["early_stop"], EARLY_STOP_KEYS, where=f"{url}: early_stop")
     for document in documents.items(state["callbacks"], where=f"{url}: callbacks"):

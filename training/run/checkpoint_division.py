@@ -256,14 +256,7 @@ def _unfit(url: str, name: str, found: Divided | None, allowed: str) -> DataErro
     )
 
 
-def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Tensors], kinds: Sequence[str]) -> Tensors:
-    """The shared state of these kinds, assembled from the files. Raises CorruptionError naming a file."""
-    if manifest["format_version"] == 1:
-        return {name: value for name, value in parts[0].items() if name.split("/")[0] in kinds}
-    return assemble(manifest, parts, url, kinds)
-
-
 def read_whole(url: str, manifest: Mapping[str, Any], kinds: Sequence[str]) -> Tensors:
-    """`whole_tensors`, with all files read by this process."""
-    writers = 1 if manifest["format_version"] == 1 else manifest["num_ranks"]
-    return whole_tensors(url, manifest, {w: read_rank_file(url, w, manifest) for w in range(writers)}, kinds)
+    """`assemble`, with all files read by this process."""
+    parts = {writer: read_rank_file(url, writer, manifest) for writer in range(manifest["num_ranks"])}
+    return assemble(manifest, parts, url, kinds)

@@ -13,10 +13,7 @@ from lockstep.training.config import TrainConfig, Value, flag_of
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """The command line of the run of this stored configuration, for a shell; options with their default are left out.
-
-    A configuration of an older version may lack fields.
-    """
+    """The command line for a shell of the run of this stored configuration, without options that have their default."""
     words = ["lockstep", "train"]
     for field in fields(TrainConfig):
         default = field.default_factory() if field.default_factory is not MISSING else field.default

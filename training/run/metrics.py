@@ -102,7 +102,6 @@ class PartWriter:
 
 
 PARTS = ("starting_s", "data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
-_LATER_PARTS = {"starting_s": 0.0, "validation_s": 0.0, "sent_bytes": 0}  # absent in rows of older versions
 
 
 RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
@@ -216,8 +215,6 @@ def _rows(directory: str, kind: bytes) -> Iterator[dict[str, Any]]:
 def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        if row["kind"] == "time":
-            row = {**_LATER_PARTS, **row}
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
         kinds = ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING, USAGE, STRAGGLER, BAD_RECORD)
         known = row["kind"] in kinds or timed

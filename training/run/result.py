@@ -181,45 +181,35 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
 
 def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, Any]:
     """A result with each field of the right type. Raises DataError or CorruptionError naming file and field."""
-    result = {"epochs_asked": result.get("epochs"), "first_step_s": None, **result}  # absent in older versions' results
+    names = ("format_version", "kind", *RunResult.__dataclass_fields__, "finished_at")
+    found = documents.obj(result, names, where=where)
     for name in ("generation", "steps", "epochs_asked", "samples", "restarts"):
-        documents.count(result.get(name), where=f"{where}: {name}")
-    if result["generation"] != generation:
+        documents.count(found[name], where=f"{where}: {name}")
+    if found["generation"] != generation:
         raise CorruptionError("a result that contradicts its name", file=where, got=f"generation {generation}")
-    for name in ("epochs", "seconds"):
-        documents.number(result.get(name), where=f"{where}: {name}")
+    for name in ("epochs", "seconds", "validation_s"):
+        documents.number(found[name], where=f"{where}: {name}")
     for name in ("samples_per_s", "first_step_s"):
-        if result.get(name) is not None:
-            documents.number(result[name], where=f"{where}: {name}")
-    for name in ("checkpoint", "model"):
-        if result.get(name) is not None:
-            documents.string(result[name], where=f"{where}: {name}")
-    documents.string(result.get("run"), where=f"{where}: run")
-    documents.mapping(result.get("metrics"), where=f"{where}: metrics")
-    for sample in documents.items(result.get("left_over"), where=f"{where}: left_over"):
-        documents.string(sample, where=f"{where}: left_over")
-    if result.get("class_counts") is not None:
-        for rows in documents.items(result["class_counts"], where=f"{where}: class_counts"):
+        if found[name] is not None:
+            documents.number(found[name], where=f"{where}: {name}")
+    documents.string(found["run"], where=f"{where}: run")
+    for name in ("checkpoint", "model", "stopped_by", "keep_best"):
+        if found[name] is not None:
+            documents.string(found[name], where=f"{where}: {name}")
+    for name in ("metrics", "bad_records"):
+        documents.mapping(found[name], where=f"{where}: {name}")
+    for name in ("left_over", "watching"):
+        for text in documents.items(found[name], where=f"{where}: {name}"):
+            documents.string(text, where=f"{where}: {name}")
+    if found["class_counts"] is not None:
+        for rows in documents.items(found["class_counts"], where=f"{where}: class_counts"):
             documents.count(rows, where=f"{where}: class_counts")
-    restarts = checked_restarts(result.get("restart_log", []), where=f"{where}: restart_log")
-    # What results of older versions lack.
-    names = ("checkpoint", "model", "class_counts", "max_steps", "stopped_by", "privacy", "keep_best", "best")
-    later = dict.fromkeys(names)
-    none_bad = {"samples": 0, "first": []}
-    found = {**later, "watching": [], "validation_s": 0.0, "bad_records": none_bad, **result, "restart_log": restarts}
-    documents.mapping(found["bad_records"], where=f"{where}: bad_records")
+    checked_restarts(found["restart_log"], where=f"{where}: restart_log")
     if found["max_steps"] is not None:
         documents.count(found["max_steps"], where=f"{where}: max_steps", least=1)
-    if found["stopped_by"] is not None:
-        documents.string(found["stopped_by"], where=f"{where}: stopped_by")
     if found["privacy"] is not None:
         for name in ("epsilon", "delta"):
             documents.number(documents.mapping(found["privacy"], where=f"{where}: privacy").get(name), where=where)
-    documents.number(found["validation_s"], where=f"{where}: validation_s")
-    for callback in documents.items(found["watching"], where=f"{where}: watching"):
-        documents.string(callback, where=f"{where}: watching")
-    if found["keep_best"] is not None:
-        documents.string(found["keep_best"], where=f"{where}: keep_best")
     if found["best"] is not None:
         best = documents.mapping(found["best"], where=f"{where}: best")
         documents.string(best.get("checkpoint"), where=f"{where}: best: checkpoint")

@@ -6,7 +6,7 @@ import datetime
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -17,47 +17,25 @@ from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from lockstep.training.config import ANY, REMOVED, TrainConfig, flag_of
+from lockstep.training.config import TrainConfig, flag_of
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.datasets import what_differs
-from lockstep.training.plan.make_plan import refuse_rotation
 from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 
 FORMAT_VERSION = 1
 RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
-# With the plan, these fields determine every weight. A run that is older than a field had its default.
-MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
-LATER_FIELDS: dict[str, Any] = {
-    "learning_rate_scaling": "none",
-    "base_batch": None,
-    "warm_up_epochs": 0.0,
-    "micro_batches": 1,
-    "delay": 0,
-    "strategy": "sync",
-    "staleness": None,
-    "gradient_noise": 0.0,
-    "clients": None,
-    "client_fraction": 0.1,
-    "local_epochs": 1,
-    "update_clip": None,
-    "noise_multiplier": 0.0,
-    "privacy_delta": None,
-    "sync_every": 1,
-    "sync_until_epoch": 0,
-    "outer_learning_rate": 1.0,
-    "outer_momentum": 0.0,
-    "compression": "none",
-    "canonical": False,
-    "augment": "",
-    "bad_images": "refuse",
-    "init_from": None,
-    "extra": {},
-    "shard_embeddings": None,
-    # Others add in another order. `tls` and `trust_network` change no sum, so they may differ.
-    "backend": "auto",
-}
+# With the plan, these fields determine every weight, and none may change.
+FIXED = (
+    "model", "batchnorm", "precision", "learning_rate",
+    "audit",  # changes no weight, but one with gaps proves nothing, which would show only at the end
+    "learning_rate_scaling", "base_batch", "warm_up_epochs", "micro_batches", "delay", "staleness", "gradient_noise",
+    "clients", "client_fraction", "local_epochs", "update_clip", "noise_multiplier", "privacy_delta", "sync_every",
+    "sync_until_epoch", "outer_learning_rate", "outer_momentum", "compression", "canonical", "augment", "bad_images",
+    "init_from", "extra", "shard_embeddings",
+    "backend",  # others add in another order; `tls` and `trust_network` change no sum, so they may differ
+)  # fmt: skip
 # A later call may have others, which change no weight of a step. run.json has those of the newest call, by which the
 # best checkpoint is found.
 JUDGING = ("validate", "validate_every", "early_stop", "keep_best")
@@ -100,43 +78,22 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPla
 
 
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: RunPlan) -> None:
-    identity, stored = plan.identity(), found["plan"]
-    refuse_rotation(stored, paths.run_json)
-    begun_with = found["config"]
-    _same(paths, "strategy", "strategy", begun_with.get("strategy", "sync"), config.strategy)  # of it depends the plan
+    identity, stored, begun = plan.identity(), found["plan"], TrainConfig.from_json(found["config"])
+    _same(paths, "strategy", "strategy", begun.strategy, config.strategy)  # of it depends the plan
     names = sorted(identity.keys() | stored.keys())
     for name in ("split", "ratios"):  # first: with another split or mix, the records differ too
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     if stored.get("dataset_digest") != identity["dataset_digest"]:
-        urls = found["config"].get("datasets") or config.datasets
-        difference = what_differs(
-            [load_dataset(url) for url in config.datasets], urls, str(stored.get("dataset_digest"))
-        )
+        digest = str(stored.get("dataset_digest"))
+        difference = what_differs([load_dataset(url) for url in config.datasets], begun.datasets, digest)
         got = f"dataset_digest = {identity['dataset_digest']!r}: {difference}"
         _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
-    # The audit changes no weight, but one with gaps proves nothing, which would show only at the end.
-    check_removed(begun_with, paths.root)
-    for name in (*MODEL_FIELDS, "audit"):
-        _same(paths, name, name, begun_with.get(name), getattr(config, name))
-    for name, default in LATER_FIELDS.items():
-        _same(paths, name, name, begun_with.get(name, default), getattr(config, name))
+    for name in FIXED:
+        _same(paths, name, name, getattr(begun, name), getattr(config, name))
     if config.epochs < epochs_asked(read_claims(fs, paths)):
         _check_not_past(fs, paths, config.epochs, plan)
-
-
-def check_removed(stored: Mapping[str, Any], run: str) -> None:
-    """Raise ConfigError if the stored configuration of `run` has a removed field whose value changed its results."""
-    for name, only in REMOVED.items():
-        value = stored.get(name, only)
-        if only is not ANY and value != only:
-            raise ConfigError(
-                f"{run} was begun with {flag_of(name)} {value}, which lockstep train no longer has",
-                got=f"{name} = {value!r}",
-                allowed=f"{name} = {only!r}: another value changes the weights",
-                next_step=f"Resume with the version that began the run, or begin another with --init-from {run}.",
-            )
 
 
 def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from lockstep.storage.documents import canonical_bytes
@@ -73,8 +73,8 @@ class RunStatus:
     epochs_done: int = 0
     epochs: int = 0
     """Asked for."""
-    epochs_trained: float | None = None
-    """By the steps so far (lockstep.training.run.epochs); None in a file of an older version."""
+    epochs_trained: float = 0.0
+    """By the steps so far (lockstep.training.run.epochs)."""
     samples_per_s: float | None = None
     left_s: float | None = None
     """Until the last step, at this rate."""
@@ -97,15 +97,11 @@ class RunStatus:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
-        """The inverse of `to_bytes`, once parsed; what a newer version added is ignored. Raises what a wrong document
-        causes: KeyError, TypeError, ValueError.
-        """
-        known = {each.name for each in fields(cls)}
-        if document["kind"] != "status":
-            raise ValueError("kind is not `status`")
-        of_rank = {each.name for each in fields(RankStatus)}
-        ranks = [RankStatus(**{k: v for k, v in rank.items() if k in of_rank}) for rank in document["ranks"]]
-        return cls(**{k: v for k, v in document.items() if k in known and k != "ranks"}, ranks=ranks)
+        """The inverse of `to_bytes`, once parsed. Raises KeyError, TypeError or ValueError for a wrong document."""
+        values = dict(document)
+        if (values.pop("kind"), values.pop("format_version")) != ("status", FORMAT_VERSION):
+            raise ValueError(f"kind is not `status`, or format_version not {FORMAT_VERSION}")
+        return cls(**{**values, "ranks": [RankStatus(**rank) for rank in values["ranks"]]})
 
     @property
     def ended(self) -> bool:
@@ -150,7 +146,7 @@ def read_status(fs: FileSystem, paths: RunPaths) -> RunStatus:
             raise no_run(fs, paths) from None
         raise NotFoundError(
             f"{paths.root} has no status",
-            got="no status.json: its driver was killed in its first seconds, or an older version trained it",
+            got="no status.json: its driver was killed in its first seconds",
             allowed="a run that lockstep train has begun",
             next_step=f"See `lockstep report {paths.root}`; the same lockstep train call continues the run.",
         ) from None
@@ -201,11 +197,10 @@ def words(status: RunStatus, run: str, now: datetime.datetime) -> str:
 def _headline(status: RunStatus) -> str:
     percent = f" ({status.step / status.steps:.0%})" if status.steps else ""
     parts = [f"{status.state}, step {status.step} of {status.steps}{percent}"]
-    done = status.epochs_done if status.epochs_trained is None else status.epochs_trained
     if status.state == FINISHED:
-        parts.append(counted(epochs_words(done, status.epochs), "epoch"))
+        parts.append(counted(epochs_words(status.epochs_trained, status.epochs), "epoch"))
     else:
-        parts.append(f"epoch {min(int(done) + 1, status.epochs)} of {status.epochs}")
+        parts.append(f"epoch {min(int(status.epochs_trained) + 1, status.epochs)} of {status.epochs}")
     if status.state == TRAINING and status.samples_per_s:
         parts.append(f"{status.samples_per_s:,.0f} samples/s")
         if status.left_s is not None:

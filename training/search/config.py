@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from lockstep.storage.documents import seal, unseal_as
@@ -137,8 +137,6 @@ def check_search(fs: FileSystem, config: SearchConfig, optuna: str) -> bool:
         refuse_strange_directory(fs, config.root, "search", "search.json")
         return False
     given, begun = config.identity(), {name: stored.get(name) for name in config.identity()}
-    later = {field.name for field in fields(TrainConfig)} - dict(stored.get("base") or {}).keys()
-    given["base"] = {name: value for name, value in given["base"].items() if name not in later}
     found = differences(given, begun)
     if stored.get("optuna") != optuna:
         found.append(f"Optuna {optuna} (not {stored.get('optuna')})")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -29,8 +28,3 @@ def decode_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatc
     """
     decode = decode_sequence_batch if schema.record == SEQUENCE_EXAMPLE else decode_examples
     return decode(schema, records)
-
-
-def encode_example(schema: Columns, row: Mapping[str, Any]) -> bytes:
-    """One row as a record; `row` holds a Python value (None for null) for each field."""
-    return encode_batch(schema, pa.RecordBatch.from_pylist([dict(row)], schema=schema.arrow_schema()))[0]

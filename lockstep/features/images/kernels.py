@@ -13,7 +13,7 @@ from lockstep.storage.kernels.jit import kernels
 
 # Numba infers the types at each call, of arrays of several shapes.
 _kernel = kernels(__name__)
-ZERO, EDGE, REFLECT = 0, 1, 2
+ZERO, EDGE = 0, 1  # and 2: reflect
 _MAX_MARKERS = 4096
 
 

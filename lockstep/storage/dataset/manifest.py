@@ -39,9 +39,7 @@ __all__ = [
 
 MAX_CHAIN = 1000  # datasets that continue one another
 
-FORMAT_VERSION = 2  # 2: `leakage`
-# 3: `compression` and the shards' `unpacked_offsets`. Without compression a manifest is of version 2, byte for byte.
-PACKED_VERSION = 3
+FORMAT_VERSION = 1
 _KEYS = (
     "format_version", "format", "created_by", "schema", "splits", "files", "counts", "leakage", "source", "parent",
     "digest",
@@ -99,7 +97,7 @@ class DatasetManifest:
         `compression` is that of all shards: "gzip" (only TFRecord, docs/decisions/068-gzip-shards.md) or None.
         """
         made = cls(
-            format_version=FORMAT_VERSION if compression is None else PACKED_VERSION,
+            format_version=FORMAT_VERSION,
             format=format,
             created_by=dict(created_by),
             schema=dict(schema),
@@ -135,14 +133,14 @@ class DatasetManifest:
                 next_step='Read them by spark.read.format("tfrecord"), and write a dataset by lockstep.write_dataset.',
             )
         version = doc.get("format_version")
-        if version not in (FORMAT_VERSION, PACKED_VERSION) or type(version) is not int:
+        if version != FORMAT_VERSION or type(version) is not int:
             raise DataError(
                 f"{where}: unknown version of the dataset format",
                 got=repr(version),
-                allowed=f"{FORMAT_VERSION}, or {PACKED_VERSION} of compressed shards",
+                allowed=str(FORMAT_VERSION),
                 next_step="Use the version of Lockstep that wrote the dataset, or build the dataset again.",
             )
-        packed = version == PACKED_VERSION
+        packed = "compression" in doc  # only that of compressed shards has it
         documents.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
         fmt = documents.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
         compression = None

@@ -21,7 +21,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.deadlines import Unanswered, given_up, with_retries
 from lockstep.storage.files.hdfs_cures import cured, first_line
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Writer, short_file
+from lockstep.storage.files.interface import FileStat, Listing, Writer, short_file
 from lockstep.storage.files.remote import (
     RETRYABLE_JAVA,
     RemoteFileSystem,
@@ -318,13 +318,6 @@ class HdfsFileSystem(RemoteFileSystem):
             return bool(self.once(lambda raw: raw.delete(path, True), "delete", url, _DISCARD_S))
         except LockstepError:
             return False  # a temporary file may stay; the caller has its first error to raise
-
-    def block_locations(self, url: str) -> Blocks:
-        # hdfs-native gives the size of HDFS blocks, but not their hosts.
-        path = _path(url)
-        status = self.call(lambda raw: raw.get_file_info(path), "find", url)
-        size, block = status.length, status.blocksize or status.length
-        return [HdfsBlock(start, min(block, size - start), ()) for start in range(0, size, block)] if size else []
 
     def call(self, fn: Callable[[Any], T], verb: str, url: str, *, deadline_s: float | None = None) -> T:
         """Run `fn(client)` until it succeeds, fails for good, or the total time is over."""

@@ -28,15 +28,6 @@ class FileStat:
 
 
 @dataclass(frozen=True, slots=True)
-class HdfsBlock:
-    """A range of a file that is stored together; `hosts` is empty if the backend does not know them."""
-
-    offset: int
-    length: int
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StoredChecksum:
     """A checksum that a storage keeps of a file: the name of its algorithm, and its bytes."""
 
@@ -46,7 +37,6 @@ class StoredChecksum:
 
 # Inside FileSystem the name `list` is a method.
 Listing = list[FileStat]
-Blocks = list[HdfsBlock]
 
 
 class Writer(ABC):
@@ -185,10 +175,6 @@ class FileSystem(ABC):
         """Delete a file or directory; returns False where nothing was there. A directory with content raises
         StorageError unless `recursive`.
         """
-
-    @abstractmethod
-    def block_locations(self, url: str) -> Blocks:
-        """The HDFS blocks of a file, in order; one block for a local file."""
 
     def stored_checksum(self, url: str) -> StoredChecksum | None:
         """The checksum that the storage keeps of a file, without reading its bytes; None if it keeps none or does not

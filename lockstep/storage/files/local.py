@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import DeniedError, DiskFullError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import (
-    Blocks,
     FileStat,
     FileSystem,
-    HdfsBlock,
     Listing,
     RangeFile,
     Writer,
@@ -221,10 +219,6 @@ class LocalFileSystem(FileSystem):
                 return not os.path.lexists(path)
             _sync_directory(path)
         return True
-
-    def block_locations(self, url: str) -> Blocks:
-        size = self.stat(url).size_bytes
-        return [HdfsBlock(0, size, ("localhost",))] if size else []
 
 
 class _LocalRanges:

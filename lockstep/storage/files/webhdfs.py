@@ -13,7 +13,7 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import with_retries
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, StoredChecksum, Writer
+from lockstep.storage.files.interface import FileStat, Listing, StoredChecksum, Writer
 from lockstep.storage.files.remote import RemoteFileSystem, lost_by_writer
 from lockstep.storage.files.webhdfs_http import (
     OTHER_FORM,
@@ -130,15 +130,6 @@ class WebHdfsFileSystem(RemoteFileSystem):
             return self.calls.once(lambda client: _delete(client, url, True), "delete", url, _DISCARD_S)
         except LockstepError:
             return False  # a temporary file may stay; the caller has its first error to raise
-
-    def block_locations(self, url: str) -> Blocks:
-        path = path_of(url)
-
-        def ask(client: Any) -> Blocks:
-            found = client._get_file_block_locations(path).json()["BlockLocations"]["BlockLocation"]
-            return [HdfsBlock(block["offset"], block["length"], tuple(block["hosts"])) for block in found]
-
-        return self.calls.call(ask, "locate", url)
 
     def stored_checksum(self, url: str) -> StoredChecksum | None:
         path = path_of(url)

@@ -169,7 +169,6 @@ class _Exact:
     # `read` of the package lets requests follow the redirect, and takes a dead DataNode for a dead NameNode.
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
     _locate_checksum = _Request("GET", allow_redirects=False).to_method("GETFILECHECKSUM")
-    _get_file_block_locations = _Request("GET").to_method("GETFILEBLOCKLOCATIONS")
     # Undocumented, but older than the documented operations, and the only one that lists all ports of a DataNode.
     _get_block_locations = _Request("GET").to_method("GET_BLOCK_LOCATIONS")
 

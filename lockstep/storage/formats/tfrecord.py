@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Protocol
 
@@ -12,7 +11,6 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.digest import Digest
 from lockstep.storage.errors import CorruptionError
 
 # A record on disk:
@@ -32,10 +30,6 @@ _MASK_DELTA = 0xA282EAD8
 _CHUNK_BYTES = 1 << 22
 
 
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-
-
 def masked_crc32c(data: bytes) -> int:
     """The CRC-32C of `data`, masked as TFRecord stores it."""
     crc = google_crc32c.value(data)
@@ -46,56 +40,6 @@ def frame(record: bytes) -> bytes:
     """The bytes of one record on disk: len(record) + 16."""
     length = _LENGTH.pack(len(record))
     return b"".join((length, _CRC.pack(masked_crc32c(length)), record, _CRC.pack(masked_crc32c(record))))
-
-
-class RecordWriter:
-    """Frames records into a sink and keeps what a manifest and an index need.
-
-    Attributes: `records` and `bytes` written so far, `offsets` (array of uint64: where each record begins).
-    """
-
-    def __init__(self, sink: _Sink) -> None:
-        self._sink = sink
-        self._digest = Digest()
-        self.records = self.bytes = 0
-        self.offsets = array("Q")
-
-    def write(self, record: bytes) -> int:
-        """Append one record; returns the byte offset at which it begins."""
-        start = self.bytes
-        self.write_many((record,))
-        return start
-
-    def write_many(self, records: Iterable[bytes]) -> None:
-        """Append records in one write to the sink."""
-        frames, position = [], self.bytes
-        for record in records:
-            self.offsets.append(position)
-            frames.append(frame(record))
-            position += len(record) + FRAMING_BYTES
-        data = b"".join(frames)
-        self._sink.write(data)
-        self._digest.add(data)
-        self.records += len(frames)
-        self.bytes = position
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of all bytes written, in hex."""
-        return self._digest.sha256
-
-    @property
-    def crc32c(self) -> str:
-        """CRC-32C of all bytes written, 8 hex digits."""
-        return self._digest.crc32c
-
-    def block_offsets(self, block_records: int) -> list[int]:
-        """The byte offset of each block's first record, blocks being `block_records` records long."""
-        return list(self.offsets[::block_records])
-
-    def index_bytes(self) -> bytes:
-        """The offset index: a line "offset size" a record, size with framing."""
-        return index_bytes(self.offsets, self.bytes)
 
 
 def record_offsets(

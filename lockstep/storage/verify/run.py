@@ -193,7 +193,7 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
     check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
     before = len(check.findings)
     _check_files(check, below, files)
-    if kind == "checkpoint" and manifest.get("format_version") != 1 and len(check.findings) == before:
+    if kind == "checkpoint" and len(check.findings) == before:
         _check_tensors(check, below, manifest, files)
     check.extra_files({f"{below}{MANIFEST_NAME}", *(below + name for name in files)}, path)
     return manifest

@@ -100,7 +100,7 @@ def test_visitors_are_named_in_what_appends_need_alone(nasa: tuple[Path, Dataset
 
 
 def test_records_lie_in_order_and_blocks_begin_where_the_manifest_says(nasa: tuple[Path, DatasetManifest]) -> None:
-    from lockstep.features.sample_id import shard_key
+    from tests.builders.records import shard_key
 
     folder, manifest = nasa
     for name, split in manifest.splits.items():

@@ -21,7 +21,7 @@ from lockstep.etl.input.files import find_sources
 from lockstep.etl.input.unpack import unpacked
 from lockstep.etl.logs import server_log
 from lockstep.etl.logs.fields import Form
-from lockstep.etl.logs.parse import BAD, ROW, SUMMARY, parse_range
+from lockstep.etl.logs.parse import BAD, ROW, SUMMARY, parse_ranges
 from lockstep.etl.logs.plan import Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
 from lockstep.etl.logs.roles import columns_of
 from lockstep.etl.logs.server_log import seconds_of_text
@@ -52,7 +52,7 @@ def plan(path: Path, log_format: str, parts: int = 1, **more: Any) -> Plan:
 
 def rows_of(found: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, int]]:
     """Kept rows and refused lines in order of their position, and the sums of the summaries."""
-    batches = [batch for work in found.work for batch in parse_range(work, found.parser)]
+    batches = [batch for work in found.work for batch in parse_ranges([work], found.parser)]
     rows = pa.Table.from_batches(batches).sort_by("_position").to_pylist()
     sums = {"read": 0, "bad": 0}
     for row in rows:

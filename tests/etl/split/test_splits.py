@@ -112,7 +112,7 @@ def test_what_split_may_not_say(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "example"),
     [("80", "80/20"), ("given:x", "80/20"), ("time:seen", "time:seen:80/20"), ("time::80", "time:80/20"),
-     ("user:who", "group:who:80/20"), ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
+     ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
      ("kfold", "kfold:5"), ("kfold:user", "kfold:5:user"), ("kfold:1:user", "kfold:5:user"),
      ("subset:region", "subset:region=VALUE"), ("subset:region=", "subset:region=VALUE"),
      ("subset", "subset:COLUMN=VALUE"),
@@ -123,16 +123,6 @@ def test_the_example_is_of_the_kind_that_was_asked_for(text: str, example: str) 
         SplitSpec.parse(text)
     assert caught.value.next_step == f"Write for example --split {example}."
     SplitSpec.parse(example)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("user:who:9/1", "group:who:9/1"), ("8:1:1", "8/1/1"), ("0.8:0.2", "0.8/0.2")]
-)
-def test_forms_of_earlier_versions_are_refused_with_todays(old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match="earlier version") as caught:
-        SplitSpec.parse(old)
-    assert (caught.value.got, caught.value.next_step) == (old, f"Write --split {new}, which means the same.")
-    assert "user" not in caught.value.allowed and SplitSpec.parse(new).text == new.replace("0.8/0.2", "8/2")
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 2**64 - 1))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from benchmarks.shared.arrays import in_order
 from lockstep.etl.describe.dataset import dataset_tables
 from lockstep.etl.fit.bake import check_bake, fitted_of
 from lockstep.etl.images import job as image_sets
@@ -104,7 +105,7 @@ def test_baked_shards_hold_what_a_model_is_fed(spark: SparkSession, tmp_path: Pa
     fitted = {field.name: read_fitted(files[str(field.fitted_file)]) for field in SCHEMA.fitted_fields}
     opened = {split: OpenSplit.at(str(tmp_path / "baked"), split) for split in baked.splits}
     declared = as_declared(rows)
-    found = {split: inputs(one.encoder, one.reader.in_order(50)) for split, one in opened.items()}
+    found = {split: inputs(one.encoder, in_order(one.reader)) for split, one in opened.items()}
     raw = Encoder(SCHEMA, fitted)
     assert found["train"] | found["test"] == inputs(raw, [declared])
     assert opened["train"].encoder.signature == raw.signature

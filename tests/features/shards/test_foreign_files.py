@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import encode_example
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.foreign_files import (
     _pieces,
@@ -28,6 +27,7 @@ from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
 from lockstep.storage.kernels import frames
+from tests.builders.records import encode_example
 
 FIELDS = [foreign_field("_n", "int64", False), foreign_field("words", "string", True)]
 SCHEMA = Columns(tuple(FIELDS))

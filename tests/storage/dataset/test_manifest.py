@@ -131,7 +131,7 @@ INFO = {"bytes": 1, "sha256": "0" * 64}
     [
         ("unknown", 1),
         ("counts", KeyError),
-        ("format_version", 1),
+        ("format_version", 2),
         ("format_version", True),
         ("format", "csv"),
         ("schema", []),

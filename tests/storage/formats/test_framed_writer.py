@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError
-from lockstep.storage.formats.tfrecord import FramedWriter, RecordWriter, frame, parse_records, record_offsets
+from lockstep.storage.formats.tfrecord import FramedWriter, frame, parse_records, record_offsets
+from tests.builders.records import RecordWriter
 
 BATCHES = st.lists(st.lists(st.binary(max_size=40) | st.integers(90, 7000).map(bytes), max_size=8), max_size=4)
 

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.storage.dataset.manifest_entries import GZIP_EDGE_BYTES
-from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats import gzip_blocks
 from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, GzipWriter, pack, unpack, unpack_blocks
 from lockstep.storage.formats.tfrecord import frame
+from tests.builders.records import crc32c_hex
 
 RECORDS = st.lists(st.binary(max_size=40) | st.integers(90, 7000).map(bytes), max_size=30)
 

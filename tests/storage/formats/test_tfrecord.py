@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.formats.tfrecord import (
     FRAMING_BYTES,
-    RecordWriter,
     frame,
     index_bytes,
     masked_crc32c,
     parse_records,
     read_records,
 )
+from tests.builders.records import RecordWriter, crc32c_hex
 
 # Written by tf.io.TFRecordWriter of TensorFlow 2.21.0: the records b"abc", b"" and bytes(range(5)).
 GOLDEN = bytes.fromhex(

@@ -18,12 +18,13 @@ import pytest
 
 from lockstep.jobs._cli import run_job
 from lockstep.jobs.verify import main
-from lockstep.storage.documents import canonical_bytes, crc32c_hex, seal, sha256_hex, unseal
+from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.formats.parquet_footer import columns_are_readable
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.verify import verify
 from lockstep.storage.verify.check import Finding
+from tests.builders.records import crc32c_hex
 from tests.storage.make_dataset import footer_of, make_dataset
 
 ROOT = Path(__file__).resolve().parents[3]

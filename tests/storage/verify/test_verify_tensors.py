@@ -28,7 +28,7 @@ def write(root: Path, tensors: object, more: bytes = b"", num_ranks: object = 2)
         name = f"rank-{rank:05d}.safetensors"
         (root / name).write_bytes(data)
         listed[name] = {"bytes": len(data), "sha256": sha256_hex(data)}
-    manifest: dict[str, Any] = {"format_version": 2, "kind": "checkpoint", "step": 5, "generation": 1, "audit": {}}
+    manifest: dict[str, Any] = {"format_version": 1, "kind": "checkpoint", "step": 5, "generation": 1, "audit": {}}
     manifest["num_ranks"] = num_ranks
     (root / "_manifest.json").write_bytes(seal({**manifest, "files": listed, "tensors": tensors}))
 

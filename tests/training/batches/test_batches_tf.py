@@ -12,7 +12,7 @@ import tensorflow as tf
 from lockstep.features.images.decode_many import aligned_empty
 from lockstep.storage.errors import CorruptionError
 from lockstep.training.batches.feed import Batch, RankFeed
-from lockstep.training.batches.tf_dataset import FeedPipeline, as_tf_dataset, to_device
+from lockstep.training.batches.tf_dataset import FeedPipeline, to_device
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.world import World
@@ -32,7 +32,7 @@ def batch_labels(batch: Batch) -> list[int]:
 
 def test_batches_are_the_feeds_with_static_shapes_each_time(tmp_path: Path) -> None:
     write_images(tmp_path / "d")
-    dataset = as_tf_dataset(feed(tmp_path / "d"), 2, 9)
+    dataset = FeedPipeline(feed(tmp_path / "d"), 2, 9).dataset
     x, y = dataset.element_spec
     assert x["image"].shape == (6, 8, 8, 1) and x["image"].dtype == tf.uint8
     assert y.shape == (6,) and y.dtype == tf.int64
@@ -49,7 +49,7 @@ def test_batches_are_the_feeds_with_static_shapes_each_time(tmp_path: Path) -> N
 def test_a_devices_batches_are_the_same(tmp_path: Path) -> None:
     """On the CPU, which stands for a device here: the way there is the same code, no GPU is tried."""
     write_images(tmp_path / "d")
-    plain = as_tf_dataset(feed(tmp_path / "d"), 2, 9)
+    plain = FeedPipeline(feed(tmp_path / "d"), 2, 9).dataset
     assert to_device(plain) is plain or tf.config.list_logical_devices("GPU")
     moved = to_device(plain, "/CPU:0")
     assert moved.element_spec == plain.element_spec

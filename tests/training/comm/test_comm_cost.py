@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scaling import work
 from benchmarks.shared.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
 from lockstep.training.comm.cost import (
     COUNTS,
@@ -21,9 +22,7 @@ from lockstep.training.comm.cost import (
     predict_s,
     ring,
     table_of,
-    work_of,
 )
-from lockstep.training.comm.tcp import algorithms
 
 LINK = LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-9, gamma_s_per_byte=1e-10)
 
@@ -165,8 +164,7 @@ def test_gbit_are_bits() -> None:
 def test_counted_work_is_that_of_the_formulas(name: str, num_ranks: int) -> None:
     """Over all ranks: bytes reduced are always (N - 1) buffers; bytes sent those of the formula, or fewer."""
     nbytes = 8 * 3 * 1000 * 4
-    key = algorithms.ProgramKey("all_reduce", name, nbytes // 4, 4)
-    work = work_of([algorithms.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
-    assert work.reduced_bytes == (num_ranks - 1) * nbytes
-    assert work.bytes == 2 * (num_ranks - 1) * nbytes
-    assert work.messages <= num_ranks * COUNTS[name](num_ranks, nbytes).messages
+    counted = work((num_ranks, name, nbytes))
+    assert counted.reduced_bytes == (num_ranks - 1) * nbytes
+    assert counted.bytes == 2 * (num_ranks - 1) * nbytes
+    assert counted.messages <= num_ranks * COUNTS[name](num_ranks, nbytes).messages

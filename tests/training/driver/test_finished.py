@@ -56,9 +56,6 @@ def test_a_result_is_final_for_what_it_was_asked_for(
     Path(paths.results).mkdir()
     Path(paths.result(1)).write_bytes(seal(result.to_json()))
     assert finished_result(fs, paths, given, plan) == (result if finished else None)
-    older = {name: value for name, value in result.to_json().items() if name not in ("stopped_by", "validation_s")}
-    Path(paths.result(1)).write_bytes(seal(older))
-    assert (finished_result(fs, paths, given, plan) is not None) == finished
 
 
 def test_datasets_that_cannot_be_validated_on_are_refused(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ TRAINS = RunStatus(
     step=30,
     steps=120,
     epochs_done=1,
+    epochs_trained=1.25,
     epochs=4,
     samples_per_s=1234.5,
     left_s=61.2,
@@ -71,9 +72,7 @@ def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(NotFoundError, match=r"has no status[\s\S]*killed in its first seconds[\s\S]*lockstep report"):
         read_status(fs, paths)
-    newer = json.loads(TRAINS.to_bytes()) | {"of a newer version": 1}
-    newer["ranks"][0]["of a newer version"] = 1
-    Path(paths.status).write_text(json.dumps(newer))
+    Path(paths.status).write_bytes(TRAINS.to_bytes())
     assert read_status(fs, paths) == TRAINS
     for damaged in (b"", b"[]", b"{}", b'{"kind": "status", "ranks": 1}', TRAINS.to_bytes()[:-9], b"[" * 100_000):
         Path(paths.status).write_bytes(damaged)

@@ -28,7 +28,6 @@ from lockstep.training.launch.barrier import (
     SuperviseOnTask,
     check_slots,
     classic_context,
-    run_barrier,
     slots_now,
 )
 from lockstep.training.launch.script_driver import ScriptConfig, launch_script
@@ -71,9 +70,7 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def test_same_results_as_local(session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # a local master gives its tasks none: shared out as on one host
-    results = run_barrier(
-        session, RankTask("_ranks:hello"), 2, generation=3, handler=Handler(lambda r, k, f: {"rank": r})
-    )
+    results = OnSpark(session)(RankTask("_ranks:hello"), 2, generation=3, handler=Handler(lambda r, k, f: {"rank": r}))
     assert [result["reply"] for result in results] == [{"rank": 0}, {"rank": 1}]
     assert results[1]["world"] == {
         "rank": 1,
@@ -90,7 +87,7 @@ def test_same_results_as_local(session: SparkSession, monkeypatch: pytest.Monkey
 
 def test_each_rank_gets_its_own_certificate_with_the_key(session: SparkSession) -> None:
     session.sparkContext.addPyFile(str(Path(HERE, "_security_ranks.py")))
-    results = run_barrier(session, RankTask("_security_ranks:certificate", tls=True), 2, generation=5)
+    results = OnSpark(session)(RankTask("_security_ranks:certificate", tls=True), 2, generation=5)
     assert [result["name"] for result in results] == [f"CN=rank-{rank}.generation-5.lockstep" for rank in range(2)]
     assert results[0]["authority"] == results[1]["authority"]
     assert not any(result["seen"] for result in results)
@@ -98,8 +95,7 @@ def test_each_rank_gets_its_own_certificate_with_the_key(session: SparkSession) 
 
 def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="SIGKILL") as caught:
-        run_barrier(
-            session,
+        OnSpark(session)(
             RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")),
             2,
             limits=QUICK,
@@ -108,19 +104,19 @@ def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSess
     assert str(caught.value).endswith("  | line 59")
     assert caught.value.host not in ("", "an unknown host")
     assert (tmp_path / "logs/rank-00001/part-00000.log").read_text().startswith("line 0\n")
-    assert run_barrier(session, RankTask("_ranks:solo"), 2)[1]["rank"] == 1
+    assert OnSpark(session)(RankTask("_ranks:solo"), 2)[1]["rank"] == 1
 
 
 def test_final_error_comes_as_it_was_raised(session: SparkSession) -> None:
     with pytest.raises(ConfigError, match="no such model"):
-        run_barrier(session, RankTask("_ranks:one_refuses"), 2, limits=QUICK)
+        OnSpark(session)(RankTask("_ranks:one_refuses"), 2, limits=QUICK)
 
 
 def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> None:
     assert slots_now(session.sparkContext) == 2
     began = time.monotonic()
     with pytest.raises(ConfigError, match="3 ranks, servers and spares exceed the 2 task slots") as caught:
-        run_barrier(session, RankTask("_ranks:solo"), 3)
+        OnSpark(session)(RankTask("_ranks:solo"), 3)
     assert (caught.value.exit_code, "local[3]" in caught.value.next_step) == (2, True)
     assert time.monotonic() - began < 60, "executors on their way would be waited for five times as long"
 
@@ -139,7 +135,7 @@ def test_two_launches_that_find_half_of_the_slots_end_by_the_deadline(session: S
 
     def launch(number: int) -> RankFailedError:
         with pytest.raises(RankFailedError, match="did not connect within 4 s of the start") as caught:
-            run_barrier(session, RankTask("_ranks:solo"), 2, generation=number, limits=limits)
+            OnSpark(session)(RankTask("_ranks:solo"), 2, generation=number, limits=limits)
         return caught.value
 
     holder = InheritableThread(target=hold)
@@ -155,7 +151,7 @@ def test_two_launches_that_find_half_of_the_slots_end_by_the_deadline(session: S
         context.cancelJobGroup("half")
         holder.join(60.0)
     assert not holder.is_alive()
-    assert len(run_barrier(session, RankTask("_ranks:hello"), 2, limits=QUICK, handler=Handler(lambda *_: {}))) == 2
+    assert len(OnSpark(session)(RankTask("_ranks:hello"), 2, limits=QUICK, handler=Handler(lambda *_: {}))) == 2
 
 
 def test_dead_jvm_is_told_and_not_tried_again(
@@ -190,7 +186,7 @@ def test_cancelled_stage_takes_its_ranks_along(
 
     task = RankTask("_ranks:tells_pid", {"folder": str(tmp_path)})
     with pytest.raises(RankFailedError, match="no progress for 3 s"):
-        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=Handler(handler))
+        OnSpark(session)(task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=Handler(handler))
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if lives(pid)]

@@ -61,8 +61,6 @@ def test_a_configuration_keeps_a_copy_in_one_order() -> None:
     assert list(config.extra.items()) == [("decay", 1e-4), ("width", 64)]
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config != PLAIN
     assert isinstance(hash(config), int)
-    older = {name: value for name, value in PLAIN.to_json().items() if name != "extra"}
-    assert TrainConfig.from_json(older) == PLAIN
 
 
 @pytest.mark.parametrize("extra", [{"a b": 1}, {"a": None}, {"a": [1]}, {"a": float("nan")}, {"a": float("inf")}])

@@ -275,17 +275,6 @@ def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, 
         plan_from({**plan.identity(), "parts": [7, *parts[1:]]}, mixed, "the file")
 
 
-def test_the_plan_of_a_run_with_a_rotation_is_refused(urls: list[str]) -> None:
-    mixed = open_mixture(urls, "train")[1]
-    plan = plan_for(mixed, config(urls, cache_groups=2))
-    assert isinstance(plan, MixedPlan)
-    old = [{**part.identity(), "cache_rotation": 2} for part in plan.parts]
-    for stored, manifest in ((old[0], mixed.mixed[0]), ({**plan.identity(), "parts": old}, mixed)):
-        with pytest.raises(ConfigError, match=r"^the file: --cache-rotation was removed") as caught:
-            plan_from(stored, manifest, "the file")
-        assert caught.value.got == "cache_rotation = 2"
-
-
 def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:
     write_images(tmp_path / "images")
     for pair, got in (

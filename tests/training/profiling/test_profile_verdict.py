@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.training.profiling.verdict import (
-    ALONE,
+    CACHED_ALONE,
+    COLD_ALONE,
     COMPUTING_SHARE,
     KINDS,
     PARTS,
@@ -22,6 +23,7 @@ from lockstep.training.profiling.verdict import (
     put_together,
 )
 
+ALONE = (CACHED_ALONE, COLD_ALONE)
 SETTING = Setting(
     num_ranks=2,
     global_batch=128,

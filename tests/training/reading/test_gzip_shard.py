@@ -19,6 +19,7 @@ from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.shards import GzipShard
 from lockstep.training.world import World
+from tests.builders.blocks import read_block
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
 
@@ -87,9 +88,9 @@ def test_blocks_of_another_number_of_records_are_refused(tmp_path: Path) -> None
     manifest = write_table(tmp_path / "plain", shards=1)
     shard = repacked(tmp_path / "plain", tmp_path / "d").splits["train"].shards[0]
     url, schema = str(tmp_path / "d" / shard.path), Schema.from_json(manifest.schema)
-    assert len(GzipShard(filesystem(url), url, shard, 8, schema).read_block(1)) == 8
+    assert len(read_block(GzipShard(filesystem(url), url, shard, 8, schema), url, 1, 8)) == 8
     with pytest.raises(CorruptionError, match="another number of records than its manifest") as caught:
-        GzipShard(filesystem(url), url, shard, 7, schema).read_block(1)
+        read_block(GzipShard(filesystem(url), url, shard, 7, schema), url, 1, 7)
     assert (caught.value.got.split()[0], caught.value.allowed, caught.value.record) == ("8", "7", 7)
 
 

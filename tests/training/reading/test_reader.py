@@ -23,6 +23,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.reading.reader import SplitReader
 from lockstep.training.reading.shards import TFRecordShard
+from tests.builders.blocks import read_block
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
 
@@ -198,7 +199,7 @@ def test_a_parquet_file_that_is_not_the_one_published_is_refused(tmp_path: Path)
     info = manifest.splits["train"].shards[0]
     fs, url = filesystem(str(tmp_path)), str(tmp_path / "d" / info.path)
     schema = encoder_of(manifest).schema
-    assert len(ParquetShard(fs, url, info, 8, schema).read_block(4)) == 8
+    assert len(read_block(ParquetShard(fs, url, info, 8, schema), url, 4, 8)) == 8
     with pytest.raises(CorruptionError, match="row groups of"):
         ParquetShard(fs, url, info, 10, schema)  # blocks of another size
     with pytest.raises(CorruptionError, match="columns"):
@@ -219,9 +220,9 @@ def test_a_parquet_number_that_is_no_uint64_is_refused_with_its_place(
     info = manifest.splits["train"].shards[0]
     url = str(tmp_path / "d" / info.path)
     shard = ParquetShard(filesystem(url), url, info, 8, schema)
-    assert shard.read_block(0).equals(rows.slice(0, 8))
+    assert read_block(shard, url, 0, 8).equals(rows.slice(0, 8))
     told = dataset_blocks(str(tmp_path / "d"), manifest)["train"][1]  # what lockstep describe reads
-    for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4)), lambda: list(told.read())):
+    for read in (lambda: read_block(shard, url, 1, 8), lambda: list(told.read())):
         with pytest.raises(CorruptionError, match="`u` has a number that is not a uint64") as caught:
             read()
         assert (caught.value.file, caught.value.record, caught.value.got) == (url, 8, str(value))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shared.arrays import in_order
 from lockstep.storage.errors import CorruptionError, StorageError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.training.batches.training_set import TrainingSet
@@ -96,7 +97,7 @@ def test_a_row_adds_up_what_all_readers_did(tmp_path: Path) -> None:
     options = ReadOptions(read_ahead_bytes=1 << 20, cache=str(tmp_path / "cache"), cache_bytes=1 << 20, ranks=2)
     cached = TrainingSet.at(datasets, "train", (1, 1), options).readers
     for reader in (*plain, *cached):
-        list(reader.in_order(10))
+        list(in_order(reader))
     row = reading_row(plain, 1, 7)
     assert (row["kind"], row["rank"], row["step"], row["ahead"] + row["direct"]) == ("reading", 1, 7, 6)
     assert row["fetched_bytes"] == sum(info.bytes for reader in plain for _, _, info in reader.stored)

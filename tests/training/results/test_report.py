@@ -164,12 +164,12 @@ def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: p
 
 def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
     write_table(tmp_path / "data")
-    result = {
-        "kind": "result", "format_version": 1, "run": run, "generation": 2, "samples": 9, "seconds": 1.0, "restarts": 1,
-        "steps": 6, "epochs": 1, "samples_per_s": 12.3, "left_over": ["00ff"], "metrics": {HOSTILE: 0.5},
-        "checkpoint": "step-0000000006.g0002", "model": HOSTILE, "class_counts": [90, 10],
-        "restart_log": [{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
-    }  # fmt: skip
+    result = RunResult(
+        run=run, generation=2, samples=9, seconds=1.0, restarts=1, steps=6, epochs=1, epochs_asked=1,
+        samples_per_s=12.3, left_over=["00ff"], metrics={HOSTILE: 0.5}, checkpoint="step-0000000006.g0002",
+        model=HOSTILE, class_counts=[90, 10],
+        restart_log=[{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
+    ).to_json()  # fmt: skip
     Path(RunPaths(run).results).mkdir()
     Path(RunPaths(run).result(2)).write_bytes(seal(result))
     evaluation = {
@@ -216,13 +216,13 @@ def test_both_curves_and_the_time_of_a_validation_are_shown(run: str) -> None:
     lines = [
         {"kind": "epoch", "step": 3, "epoch": 0, "metrics": {"loss": 0.5, "auc": 0.6}, "seconds": 1.0},
         {"kind": "epoch", "step": 6, "epoch": 1, "metrics": both, "validation": {"seconds": 2.0}, "seconds": 1.0},
-        {"kind": "time", "rank": 0, "step": 3, "steps": 3, "data_s": 1, "compute_s": 1, "exchange_s": 1,
-         "checkpoint_s": 0, "other_s": 1},  # of a version that had no validation
+        {"kind": "time", "rank": 0, "step": 3, "steps": 3, "starting_s": 0.0, "data_s": 1, "compute_s": 1,
+         "exchange_s": 1, "checkpoint_s": 0, "validation_s": 0.0, "other_s": 1, "sent_bytes": 0},
     ]  # fmt: skip
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
     part.write_text("".join(json.dumps(row) + "\n" for row in lines))
     history = read_summary(run)
-    assert history.epochs[1]["validation"] == {"seconds": 2.0} and history.times[0]["validation_s"] == 0.0
+    assert history.epochs[1]["validation"] == {"seconds": 2.0}
     assert list(curve_names(history)) == ["auc", "log_loss", "loss"]
     auc, log_loss = (epoch_curve(history, name) for name in ("auc", "log_loss"))
     assert "training" in auc and "validation" in auc and "validation" in log_loss and "training" not in log_loss

@@ -31,7 +31,7 @@ from lockstep.training.run.lineage import (
     superseded,
 )
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.result import find_model, find_result
+from lockstep.training.run.result import RunResult, find_model, find_result
 
 Ref = CheckpointRef
 
@@ -74,7 +74,7 @@ def put(
     import hashlib
 
     files = {"rank-00000.bin": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-    manifest = {"kind": "checkpoint", "format_version": 2, "step": step, "generation": generation, "files": files}
+    manifest = {"kind": "checkpoint", "format_version": 1, "step": step, "generation": generation, "files": files}
     manifest["state"] = state or {}
     Path(url, "_manifest.json").write_bytes(seal(manifest))
     return url
@@ -308,17 +308,9 @@ def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
 
 
 def result(paths: RunPaths, generation: int, checkpoint: str, changes: dict[str, Any] | None = None) -> None:
-    document: dict[str, Any] = {
-        **dict.fromkeys(("steps", "epochs", "samples", "restarts", "seconds", "samples_per_s"), 1),
-        "format_version": 1,
-        "kind": "result",
-        "run": paths.root,
-        "generation": generation,
-        "checkpoint": checkpoint,
-        "model": None,
-        "metrics": {},
-        "left_over": [],
-    }
+    counts = dict.fromkeys(("steps", "epochs", "epochs_asked", "samples", "restarts", "seconds", "samples_per_s"), 1)
+    more: dict[str, Any] = {"run": paths.root, "generation": generation, "checkpoint": checkpoint, **counts}
+    document = RunResult(model=None, metrics={}, left_over=[], **more).to_json()
     Path(paths.result(generation)).parent.mkdir(parents=True, exist_ok=True)
     Path(paths.result(generation)).write_bytes(seal(document | (changes or {})))
     Path(paths.model(generation)).mkdir(parents=True, exist_ok=True)
@@ -356,6 +348,7 @@ def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> N
         ({"max_steps": 0}, "max_steps"),
         ({"stopped_by": 5}, "stopped_by"),
         ({"validation_s": "long"}, "validation_s"),
+        ({"of another version": 1}, "unknown keys"),
     ],
 )
 def test_sealed_nonsense_in_a_result_is_named(paths: RunPaths, changes: dict[str, Any], named: str) -> None:

@@ -14,7 +14,6 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.training import config as configuration
 from lockstep.training.config import TrainConfig, flag_of
 from lockstep.training.driver.preflight import plan_for
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
@@ -170,37 +169,6 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
         assert goes_on(replace(given, **{name: value})), name
 
 
-@pytest.mark.parametrize("rotation", [None, 2])
-def test_a_run_begun_with_a_rotation_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotation: int | None
-) -> None:
-    manifest = write_table(tmp_path / "data", records={"train": 96})
-    given = TrainConfig(
-        datasets=(str(tmp_path / "data"),),
-        run=str(tmp_path / "run"),
-        num_ranks=1,
-        model="logistic",
-        global_batch=24,
-        epochs=1,
-        cache_groups=2,
-    )
-    fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
-    run_json.open_run(fs, paths, given, manifest, plan)
-    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])
-    old = run_json.read_run(fs, paths)
-    old["config"]["cache_rotation"] = rotation  # as an older version stored it
-    if rotation is not None:
-        old["plan"]["cache_rotation"] = rotation
-    write_file(fs, paths.run_json, seal(old), exclusive=False)
-    assert TrainConfig.from_json(run_json.read_run(fs, paths)["config"]) == given
-    if rotation is None:
-        assert run_json.check_run(fs, paths, given, plan)
-        return
-    with pytest.raises(ConfigError, match="--cache-rotation was removed") as caught:
-        run_json.check_run(fs, paths, given, plan)
-    assert caught.value.got == "cache_rotation = 2" and "--init-from" in caught.value.next_step
-
-
 @pytest.mark.parametrize(
     ("name", "flag"),
     [
@@ -232,53 +200,26 @@ def small_run(folder: Path) -> tuple[DatasetManifest, TrainConfig]:
     return manifest, TrainConfig(datasets=(data,), run=run, model="logistic", num_ranks=2, global_batch=24, epochs=1)
 
 
-@pytest.mark.parametrize(("algorithm", "resumes"), [("auto", True), ("ring", False)])
-def test_a_run_with_removed_fields_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, resumes: bool
-) -> None:
-    """`compare_every` changed no weight; `algorithm` the last bits of all of them."""
-    manifest, config = small_run(tmp_path)
-    older = {**config.to_json(), "algorithm": algorithm, "compare_every": 7}
-    assert TrainConfig.from_json(older) == config
-    fs, paths = filesystem(config.run), RunPaths(config.run)
-    plan = plan_for(manifest, config)
-    monkeypatch.setattr(TrainConfig, "to_json", lambda _: older)
-    run_json.open_run(fs, paths, config, manifest, plan)
-    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])
-    monkeypatch.setattr(run_json, "epochs_asked", lambda _: 1)
-    if resumes:
-        assert run_json.check_run(fs, paths, config, plan)
-        return
-    with pytest.raises(ConfigError, match="--algorithm ring") as caught:
-        run_json.check_run(fs, paths, config, plan)
-    assert "--init-from" in caught.value.next_step
-
-
-def test_fields_that_were_removed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration of an older version can be read, whatever its removed fields say."""
+def test_a_stored_configuration_has_known_fields_and_defaults() -> None:
+    """What a version writes, a later one with more fields reads; a field that nobody knows is refused by name."""
     plain = TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1)
-    older = {**plain.to_json(), "spare": True, "mean_time_between_failures_s": 60.0}
-    assert TrainConfig.from_json(older) == plain
-    monkeypatch.setitem(configuration.REMOVED, "order", "sorted")
-    assert TrainConfig.from_json({**older, "order": "random"}) == plain
-    with pytest.raises(ConfigError, match="stored training configuration"):
-        TrainConfig.from_json({**older, "unheard_of": 1})
+    fewer = {name: value for name, value in plain.to_json().items() if name not in ("delay", "extra", "backend")}
+    assert TrainConfig.from_json(fewer) == plain
+    for wrong in ({**fewer, "algorithm": "ring"}, {name: value for name, value in fewer.items() if name != "model"}):
+        with pytest.raises(ConfigError, match="stored training configuration") as caught:
+            TrainConfig.from_json(wrong)
+        assert ("algorithm" if "algorithm" in wrong else "model") in caught.value.got
 
 
-def test_a_run_with_a_removed_field_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_field_has_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, given = small_run(tmp_path)
     fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
     document = run_json._document(given, manifest, plan)
-    document["config"] |= {"order": "random"}
+    del document["config"]["micro_batches"]
     fs.mkdirs(paths.root)
     write_file(fs, paths.run_json, seal(document))
     monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
-    assert run_json.check_run(fs, paths, given, plan)  # a field that no version knows changes nothing
-    monkeypatch.setitem(configuration.REMOVED, "order", "sorted")
-    with pytest.raises(ConfigError, match="was begun with --order random") as caught:
-        run_json.check_run(fs, paths, given, plan)
-    assert "--init-from" in caught.value.next_step
-    monkeypatch.setitem(configuration.REMOVED, "order", "random")
     assert run_json.check_run(fs, paths, given, plan)
-    monkeypatch.setitem(configuration.REMOVED, "order", configuration.REMOVED["spare"])
-    assert run_json.check_run(fs, paths, given, plan)  # a field that changed only speed
+    with pytest.raises(ConfigError, match="another `micro_batches`") as caught:
+        run_json.check_run(fs, paths, replace(given, micro_batches=2), plan)
+    assert caught.value.allowed == "micro_batches = 1"

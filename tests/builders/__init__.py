@@ -1,0 +1,1 @@
+"""What tests build their data with: plain forms of what the product does in kernels."""
