@@ -28,7 +28,6 @@ REJECTED = pa.schema(
         (SHA256, pa.string()),
     ]
 )
-NO_CLASS = "no_class"  # the reason of an image that is in no folder of a class
 PACKED = "_packed"  # whether an image is still an encoded file
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"

@@ -18,12 +18,19 @@ from numpy.typing import NDArray
 
 from lockstep.etl.input.log_formats import DELIMITERS
 from lockstep.etl.logs import json_lines
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
+from lockstep.etl.logs.values import Reasons, as_text, as_values, bad_value, missing_value, not_of
 from lockstep.etl.logs.w3c import W3C, tabbed
+from lockstep.etl.reasons import (
+    BAD_QUOTES,
+    CARRIAGE_RETURN,
+    EMPTY_LINE,
+    NOT_UTF8,
+    OPEN_QUOTE,
+    TOO_FEW_FIELDS,
+    TOO_MANY_FIELDS,
+)
 from lockstep.features.arrow import flat
 
-TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"
-OPEN_QUOTE, BAD_QUOTES, RETURN = "open_quote", "bad_quotes", "carriage_return"
 _QUOTE, _RETURN = ord('"'), ord("\r")
 
 
@@ -62,14 +69,14 @@ def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons)
         kept = ~cut & ~dropped
         returns &= ~inside
     if returns.any():
-        reasons.add(_lines_with(returns, stops), RETURN)
+        reasons.add(_lines_with(returns, stops), CARRIAGE_RETURN)
     places = np.flatnonzero(cut)
     first = np.searchsorted(places, starts)
     extra = np.searchsorted(places, stops) - first - (width - 1)
-    reasons.add(extra < 0, TOO_FEW)
+    reasons.add(extra < 0, TOO_FEW_FIELDS)
     # If the surplus fields are empty, only delimiters follow the last wanted field.
     after = places[np.minimum(first + width - 1, len(places) - 1)] if len(places) else np.zeros_like(first)
-    reasons.add((extra > 0) & (after != stops - extra), TOO_MANY)
+    reasons.add((extra > 0) & (after != stops - extra), TOO_MANY_FIELDS)
     good = reasons.good
     ends = np.empty((int(good.sum()), width), dtype=np.int64)
     ends[:, :-1] = places[first[good][:, None] + np.arange(width - 1)]
@@ -132,9 +139,6 @@ def _strings(lengths: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.Array:
     np.cumsum(lengths, out=offsets[1:])
     # UTF-8 text that is cut at ASCII characters is valid UTF-8.
     return pa.Array.from_buffers(pa.string(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-
-
-EMPTY_LINE = "empty_line"
 
 
 @dataclass(frozen=True, slots=True)

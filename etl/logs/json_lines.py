@@ -21,12 +21,11 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_values, bad_value, holds_nul, not_of
+from lockstep.etl.logs.values import Reasons, as_values, bad_value, holds_nul, not_of
+from lockstep.etl.reasons import DUPLICATE_KEY, NOT_JSON, NOT_UTF8
 
 Kinds = Mapping[str, pa.DataType]
 
-NOT_JSON = "not_json_object"
-DUPLICATE = "duplicate_key"
 FEW_LINES = 64
 _OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
 # In an object only `,`, `]` or `}` may follow the end of another, and no number is NaN or Infinity, which Arrow would
@@ -143,7 +142,7 @@ def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: Refusal | N
     seen = set()
     for name, value in document.pairs:
         if name in seen:
-            return Refusal(f"{DUPLICATE}:{name}")
+            return Refusal(f"{DUPLICATE_KEY}:{name}")
         if name in kinds:
             seen.add(name)
             if value is not None and not _fits(value, kinds[name], sure):

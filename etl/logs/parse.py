@@ -20,10 +20,10 @@ from lockstep.etl.logs import w3c
 from lockstep.etl.logs.fields import Form
 from lockstep.etl.logs.pages import MAX_LISTED, most_frequent
 from lockstep.etl.logs.values import Reasons, without_bom
+from lockstep.etl.reasons import LINE_TOO_LONG
 from lockstep.etl.spark.tasks import MIN_ROWS, Items
 
 ROW, BAD, SUMMARY, DIGEST, SUFFIX = 0, 1, 2, 3, 4
-LINE_TOO_LONG = "line_too_long"
 NO_TIME = -(1 << 62)
 
 # One table for five kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the

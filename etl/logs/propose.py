@@ -21,10 +21,10 @@ from lockstep.etl.input.files import Source, find_lines, plan_ranges
 from lockstep.etl.input.lines import Lines, LongLine, read_lines
 from lockstep.etl.input.log_formats import TABLE_FORMATS
 from lockstep.etl.logs.fields import Column, Form, read_table
-from lockstep.etl.logs.parse import LINE_TOO_LONG
 from lockstep.etl.logs.plan import names_in
 from lockstep.etl.logs.values import Reasons, as_values, without_bom
 from lockstep.etl.propose import ROWS, Asked, Table, proposal, quoted
+from lockstep.etl.reasons import LINE_TOO_LONG, NOT_JSON
 from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.storage.errors import require
@@ -154,7 +154,7 @@ def _json_table(sources: Sequence[Source]) -> Table:
         except (ValueError, RecursionError):
             document = None
         documents += [document] if isinstance(document, dict) else []
-        unread["not_json_object"] += bool(line.strip()) and not isinstance(document, dict)
+        unread[NOT_JSON] += bool(line.strip()) and not isinstance(document, dict)
     names = list(dict.fromkeys(name for document in documents for name in document))
     columns = [_array([document.get(name) for document in documents]) for name in names]
     lost = ", ".join(f"{count} {reason}" for reason, count in unread.items() if count)

@@ -11,19 +11,25 @@ import pyarrow as pa
 
 from lockstep.etl.input.log_formats import DELIMITERS
 from lockstep.etl.logs.alb import parse_alb
-from lockstep.etl.logs.fields import BAD_QUOTES, OPEN_QUOTE, TOO_FEW, TOO_MANY, Form
-from lockstep.etl.logs.json_lines import NOT_JSON
-from lockstep.etl.logs.parse import LINE_TOO_LONG
+from lockstep.etl.logs.fields import Form
 from lockstep.etl.logs.server_log import (
     MORE,
-    NOT_COMBINED_LOG,
-    NOT_COMMON_LOG,
     QUOTED,
     USER,
     parse_combined,
     parse_common,
 )
-from lockstep.etl.logs.values import NOT_UTF8
+from lockstep.etl.reasons import (
+    BAD_QUOTES,
+    LINE_TOO_LONG,
+    NOT_COMBINED_LOG,
+    NOT_COMMON_LOG,
+    NOT_JSON,
+    NOT_UTF8,
+    OPEN_QUOTE,
+    TOO_FEW_FIELDS,
+    TOO_MANY_FIELDS,
+)
 from lockstep.etl.write.quarantine import Look
 
 SHOWN = 300  # characters of a line
@@ -68,7 +74,7 @@ def look(rejected: Sequence[tuple[bytes, str]], form: Form, *, records: bool) ->
 
 def _whole_line(reason: str) -> bool:
     """Whether a line does not have the format at all."""
-    kinds = (NOT_COMMON_LOG, NOT_COMBINED_LOG, NOT_JSON, TOO_FEW, TOO_MANY, OPEN_QUOTE, BAD_QUOTES)
+    kinds = (NOT_COMMON_LOG, NOT_COMBINED_LOG, NOT_JSON, TOO_FEW_FIELDS, TOO_MANY_FIELDS, OPEN_QUOTE, BAD_QUOTES)
     return reason.partition(" ")[0] in kinds
 
 
@@ -89,7 +95,7 @@ def stopped_at(line: bytes, reason: str, form: Form) -> str:
         return _not_json(text)
     if kind in (OPEN_QUOTE, BAD_QUOTES):
         return _not_quoted(text)
-    if kind in (TOO_FEW, TOO_MANY):
+    if kind in (TOO_FEW_FIELDS, TOO_MANY_FIELDS):
         count = text.count(DELIMITERS[form.log_format]) + 1 if form.log_format == "tsv" else len(_cells(text, ","))
         return f"its end, after {count} fields"
     return f"column {len(text) + 1}, after {len(line)} bytes" if kind == LINE_TOO_LONG else ""

@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
+from lockstep.etl.logs.values import Reasons, as_text, as_values
+from lockstep.etl.reasons import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, NOT_UTF8
 from lockstep.features.arrow import flat
 
 _FORM = np.frombuffer(b"00/xxx/0000:00:00:00 +0000", dtype=np.uint8)  # 0 a digit, x any byte, + a sign
@@ -175,7 +176,6 @@ _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
 _NO_VISITOR = pa.array(["", "-"])
-BAD_TIME, NOT_COMMON_LOG, NOT_COMBINED_LOG = "bad_time", "not_common_log", "not_combined_log"
 
 
 @dataclass(frozen=True, slots=True)

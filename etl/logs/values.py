@@ -10,16 +10,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.etl.input.files import BOM
+from lockstep.etl.reasons import BAD_VALUE, MISSING_VALUE
 from lockstep.features.arrow import flat
 
-NOT_UTF8 = "not_utf8"
 _SHOWN = 60  # characters of a value
 _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
 
 
 def bad_value(name: str) -> str:
     """The reason of a record whose column `name` has no valid value of its type."""
-    return f"bad_value:{name}"
+    return f"{BAD_VALUE}:{name}"
 
 
 def not_of(kind: pa.DataType, value: str) -> str:
@@ -40,7 +40,7 @@ def _called(kind: pa.DataType) -> str:
 
 def missing_value(name: str) -> str:
     """The reason of a record whose required column `name` is missing."""
-    return f"missing_value:{name}"
+    return f"{MISSING_VALUE}:{name}"
 
 
 class Reasons:

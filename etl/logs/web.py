@@ -21,7 +21,6 @@ from lockstep.etl.logs.fields import Column, Form, read_table
 from lockstep.etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
 from lockstep.etl.logs.parse import NO_TIME, Found
 from lockstep.etl.logs.server_log import (
-    BAD_TIME,
     Requests,
     asked,
     first_address,
@@ -31,14 +30,13 @@ from lockstep.etl.logs.server_log import (
     target_parts,
 )
 from lockstep.etl.logs.values import Reasons, bad_value, missing_value
+from lockstep.etl.reasons import BAD_TIME, CENSORED, NOT_A_PAGE
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-NOT_A_PAGE = "not_a_page"
-CENSORED = "censored"
 ID_COLUMNS = ("visitor", "page", "time", "query")
 ID_SCHEMA = pa.schema([(name, pa.int64() if name == "time" else pa.string()) for name in ID_COLUMNS])
 COMBINED = ("referrer", "agent")  # the columns that the combined format has, and some W3C logs

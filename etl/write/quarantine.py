@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.etl import columns as c
+from lockstep.etl.reasons import NO_CLASS
 from lockstep.etl.spark.session import described
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.write.checks import refuse_existing
@@ -270,7 +271,7 @@ def check_bad(
 
 def _way_out(reasons: Set[str]) -> str:
     """What to do about records that are bad for `reasons`."""
-    if c.NO_CLASS in reasons:
+    if NO_CLASS in reasons:
         return f"Put each image into a folder of its class; {CLASS_FOLDERS}."
     return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
 
