@@ -34,7 +34,7 @@ from lockstep.etl.write.checks import Target, check_output, check_target
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
 from lockstep.etl.write.late import Intake, LateImages, has_late_content
-from lockstep.etl.write.quarantine import CLASS_FOLDERS
+from lockstep.etl.write.refusal import CLASS_FOLDERS
 from lockstep.etl.write.shards import RUN_AGAIN
 from lockstep.etl.write.sources import check_contents, check_paths
 from lockstep.features.schema.fields import SAMPLE_ID

@@ -38,7 +38,7 @@ from lockstep.etl.write.checks import check_label, check_output
 from lockstep.etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
-from lockstep.etl.write.quarantine import Look
+from lockstep.etl.write.refusal import Look
 from lockstep.etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError

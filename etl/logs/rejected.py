@@ -30,7 +30,7 @@ from lockstep.etl.reasons import (
     TOO_FEW_FIELDS,
     TOO_MANY_FIELDS,
 )
-from lockstep.etl.write.quarantine import Look
+from lockstep.etl.write.refusal import Look
 
 SHOWN = 300  # characters of a line
 _PARSERS = {"common": parse_common, "combined": parse_combined, "alb": parse_alb}
