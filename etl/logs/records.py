@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
-from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs.formats import Form, read_table
 from lockstep.etl.logs.parse import Found
-from lockstep.etl.logs.values import Reasons
+from lockstep.etl.logs.values import Column, Reasons
 from lockstep.etl.reasons import UNLABELLED
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema

@@ -13,6 +13,7 @@ unescaped quotes, blanks at the end. An address alone is no virtual host, and `-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,6 +179,25 @@ _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
 _NO_VISITOR = pa.array(["", "-"])
 
 
+# What a line consists of, in order, for errors
+_PARTS_OF_BOTH = (
+    ("a host", r"\S+"),
+    ("an ident", r" \S+"),
+    ("a user", rf" {USER}"),
+    ("a [time]", r" \[[^\]]*\]"),
+    ('a "request"', rf' "{QUOTED}"'),
+    ("a status", r" (?:\d{3}|-)(?!\S)"),
+    ("a size", r" (?:\d+|-)(?!\S)"),
+)
+_COMMON_PARTS = (*_PARTS_OF_BOTH, ("the end or further fields", rf"{MORE} *$"))
+_COMBINED_PARTS = (
+    *_PARTS_OF_BOTH,
+    ('a "referrer"', rf' "{QUOTED}"'),
+    ('a "user agent"', rf' "{QUOTED}"'),
+    ("the end or further fields", rf"{MORE} *$"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Parsed lines; each array has one entry a line, rubbish where `reasons` refuses it.
@@ -206,6 +226,27 @@ def parse_combined(lines: pa.Array) -> Requests:
     """Parse lines (n,) binary."""
     requests, found = _parsed(lines, _COMBINED_REST, _COMBINED_ODD, NOT_COMBINED_LOG)
     return replace(requests, referrer=_said(found["referrer"]), agent=_said(found["agent"]))
+
+
+def at_not_common(text: str) -> str:
+    """Where a line stops to be one of the Common Log Format."""
+    return at_no_part(text, _COMMON_PARTS)
+
+
+def at_not_combined(text: str) -> str:
+    """Where a line stops to be one of the Combined Log Format."""
+    return at_no_part(text, _COMBINED_PARTS)
+
+
+def at_no_part(text: str, parts: Sequence[tuple[str, str]]) -> str:
+    """Where a line stops to consist of parts, each with its name and expression; "" if it consists of them."""
+    end = 0
+    for name, pattern in parts:
+        found = re.compile(pattern).match(text, end)
+        if found is None:
+            return f"column {end + 1 + (text[end : end + 1] == ' ')}, where {name} should be"
+        end = found.end()
+    return ""
 
 
 def _said(text: pa.Array) -> pa.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,25 @@ def _called(kind: pa.DataType) -> str:
 def missing_value(name: str) -> str:
     """The reason of a record whose required column `name` is missing."""
     return f"{MISSING_VALUE}:{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
+    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
+    declares the float.
+    """
+
+    name: str
+    kind: pa.DataType
+    nullable: bool = False
+    may_be_empty: bool = True
+    exact: bool = False
+
+    @property
+    def textual(self) -> bool:
+        """Whether its values are text, so that null and empty differ."""
+        return pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)
 
 
 class Reasons:
