@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.shared.shapes import interleaved, machine, seconds
 from lockstep.etl.logs import job as logs
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.spark.session import spark_session
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ REJECTED = pa.schema(
         (SHA256, pa.string()),
     ]
 )
-NO_CLASS = "no_class"  # the reason of an image that is in no folder of a class
 PACKED = "_packed"  # whether an image is still an encoded file
 # The path of the file that an image was, below its folder or in its archive.
 FILE = "_file"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
+from lockstep.etl.continued import continued
 from lockstep.etl.input.files import Source
 from lockstep.etl.logs.job import SUFFIXES
 from lockstep.etl.logs.pages import most_frequent
@@ -15,7 +16,6 @@ from lockstep.etl.logs.roles import ASKED, flag_of, said
 from lockstep.etl.split.leakage import content_line
 from lockstep.etl.write.carried import Carried, carried_files, carried_in
 from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
-from lockstep.etl.write.continued import continued
 from lockstep.jobs._cli import JobParser, joined, names, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ExistsError

@@ -14,8 +14,8 @@ from lockstep.etl import tables
 from lockstep.etl.images import job as image_sets
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.tables import TableConfig
-from lockstep.etl.write.config import LogsConfig
 from lockstep.jobs import _train, etl_images, etl_logs, etl_table, evaluate, train
 from lockstep.jobs._cli import JobParser, read_toml, refuse_idle
 from lockstep.process.own_code import imported_here

@@ -9,11 +9,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 
-from lockstep.etl.input.log_formats import LOG_FORMATS
 from lockstep.etl.logs import job as logs
+from lockstep.etl.logs.config import LABEL_WINDOW_S, LogsConfig
+from lockstep.etl.logs.formats import LOG_FORMATS
 from lockstep.etl.logs.plan import sources_of
 from lockstep.etl.logs.propose import propose
-from lockstep.etl.write.config import LABEL_WINDOW_S, LogsConfig
 from lockstep.jobs import _etl
 from lockstep.jobs._cli import JobParser, names, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session

@@ -6,11 +6,11 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 
 from lockstep.etl import tables
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.propose import propose as propose_of_lines
 from lockstep.etl.split.splits import ALLOWED
 from lockstep.etl.tables import TableConfig
 from lockstep.etl.write.checks import refuse_existing
-from lockstep.etl.write.config import LogsConfig
 from lockstep.jobs._cli import JobParser, names, run_job
 from lockstep.jobs._etl import (
     add_label_window,

@@ -156,9 +156,9 @@ def write_logs(
     >>> manifest.counts.read, manifest.counts.quarantined
     (3000, 0)
     """
+    from lockstep.etl.continued import continued
+    from lockstep.etl.logs.config import LogsConfig
     from lockstep.etl.logs.job import run
-    from lockstep.etl.write.config import LogsConfig
-    from lockstep.etl.write.continued import continued
 
     _require_known("write_logs", options, LogsConfig.__dataclass_fields__.keys() - {"inputs", "output"})
     values = {"inputs": several(inputs), "output": absolute(output), **options}
@@ -191,9 +191,9 @@ def write_images(
     >>> manifest.counts.read, manifest.counts.quarantined
     (60, 0)
     """
+    from lockstep.etl.continued import continued
     from lockstep.etl.images.config import ImagesConfig
     from lockstep.etl.images.job import run
-    from lockstep.etl.write.continued import continued
 
     _require_known("write_images", options, ImagesConfig.__dataclass_fields__.keys() - {"inputs", "output"})
     values = {"inputs": several(inputs), "output": absolute(output), **options}

@@ -19,6 +19,7 @@ from lockstep.etl.images.source import ImagePlan, Piece, split_word, step_bytes
 from lockstep.etl.images.tar_format import read_members
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
+from lockstep.etl.reasons import LABEL_OUT_OF_RANGE
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import DataError, NotFoundError
 from lockstep.storage.urls import absolute, basename
@@ -87,7 +88,7 @@ class CifarPiece(Piece):
             yield r.rows(int(good.sum()), {**fixed, **columns})
         gather = r.Gather((), **fixed)
         for at in np.flatnonzero(~good).tolist():
-            gather.bad(r.LABEL_OUT_OF_RANGE, int(positions[at]), records[at].tobytes())
+            gather.bad(LABEL_OUT_OF_RANGE, int(positions[at]), records[at].tobytes())
         yield from gather.rest()
 
 

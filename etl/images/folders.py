@@ -31,8 +31,9 @@ from lockstep.etl.images.source import (
 from lockstep.etl.input.files import Source
 from lockstep.etl.input.lines import RAW_BYTES
 from lockstep.etl.input.unpack import CHUNK_BYTES
+from lockstep.etl.reasons import NO_CLASS, NOT_A_FILE, NOT_AN_IMAGE, TOO_MANY_BYTES
 from lockstep.etl.spark.tasks import mapped
-from lockstep.features.images.decode import TOO_LONG, ImageError
+from lockstep.features.images.decode import ImageError
 from lockstep.features.images.intake import Intake, is_left_out
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
@@ -71,15 +72,15 @@ class FolderPiece(Piece):
     def _take(self, place: str, size: int, intake: Intake, gather: r.Gather) -> None:
         parts = place.split("/")
         if is_left_out(parts):
-            gather.drop(r.NOT_AN_IMAGE, 0, place)
+            gather.drop(NOT_AN_IMAGE, 0, place)
             return
         if size < 0:
-            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
+            gather.bad_part(NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
             return
         url = join(self.root, place)
         if size > intake.limits.max_file_bytes:
             raw = filesystem(url).read_range(url, 0, min(RAW_BYTES, size))
-            gather.bad_part(TOO_LONG, 0, raw, size, _digest(url), place)
+            gather.bad_part(TOO_MANY_BYTES, 0, raw, size, _digest(url), place)
             return
         with filesystem(url).open_read(url) as file:
             data = file.read(size + 1)
@@ -92,7 +93,7 @@ class FolderPiece(Piece):
             )
         known = place_of(parts, self.split, self.classes)
         if known.label is None:
-            gather.bad(r.NO_CLASS, 0, data, place)
+            gather.bad(NO_CLASS, 0, data, place)
             return
         try:
             image, packed = intake.hand_on(data)

@@ -22,6 +22,7 @@ from lockstep.etl.images import source as r
 from lockstep.etl.images.source import ImagePlan, Piece, step_bytes
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
+from lockstep.etl.reasons import LABEL_OUT_OF_RANGE
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.urls import absolute, parent
@@ -196,7 +197,7 @@ class IdxPiece(Piece):
                 "kind": r.BAD,
                 c.SOURCE: self.labels_source,
                 c.POSITION: numbers + labels.header_bytes,
-                c.REASON: r.LABEL_OUT_OF_RANGE,
+                c.REASON: LABEL_OUT_OF_RANGE,
                 c.RAW: raw,
                 c.LENGTH: np.ones(len(label), dtype=np.int64),
                 c.SHA256: [hashlib.sha256(value).hexdigest() for value in raw],

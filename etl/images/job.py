@@ -25,6 +25,7 @@ from lockstep.etl.images.planned import NotPlannable
 from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
 from lockstep.etl.images.tar import TarPiece
 from lockstep.etl.input.files import Source, digest_sources, parts_below, path_below
+from lockstep.etl.reasons import NO_CLASS
 from lockstep.etl.spark.session import described
 from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.etl.split.splits import TRAIN
@@ -33,7 +34,7 @@ from lockstep.etl.write.checks import Target, check_output, check_target
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
 from lockstep.etl.write.late import LateImages, has_late_content
-from lockstep.etl.write.quarantine import CLASS_FOLDERS
+from lockstep.etl.write.refusal import CLASS_FOLDERS
 from lockstep.etl.write.shards import RUN_AGAIN
 from lockstep.etl.write.sources import check_contents, check_paths
 from lockstep.features.images.intake import Intake
@@ -88,7 +89,7 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
         dropped={row["reason"]: row["n"] for row in found if row["kind"] == DROPPED},
         classes=tuple(row["class"] for row in good if row["class"] is not None),
         without_split=sum(row["unsplit"] for row in good),
-        without_class=sum(row["n"] for row in bad if row["reason"] == c.NO_CLASS),
+        without_class=sum(row["n"] for row in bad if row["reason"] == NO_CLASS),
         folders=tuple(
             ClassFolder(
                 label=row["class"],

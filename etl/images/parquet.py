@@ -15,6 +15,7 @@ from lockstep.etl.images.source import ImagePlan, Piece, split_word
 from lockstep.etl.images.tar_format import MAX_NAME_BYTES
 from lockstep.etl.input.files import find_sources, source_name
 from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.reasons import LABEL_OUT_OF_RANGE, LABEL_TOO_LONG, NO_IMAGE, NO_LABEL
 from lockstep.features.images.decode import ImageError
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError
@@ -62,13 +63,13 @@ class ParquetPiece(Piece):
     ) -> None:
         # A row of a Parquet file has no byte position: its number takes this place.
         if image is None or label is None:
-            gather.bad(r.NO_IMAGE if image is None else r.NO_LABEL, number, image or b"")
+            gather.bad(NO_IMAGE if image is None else NO_LABEL, number, image or b"")
             return
         if isinstance(label, int) and not (num_classes is not None and 0 <= label < num_classes):
-            gather.bad(r.LABEL_OUT_OF_RANGE, number, image)
+            gather.bad(LABEL_OUT_OF_RANGE, number, image)
             return
         if isinstance(label, str) and len(label) > MAX_NAME_BYTES:
-            gather.bad(r.LABEL_TOO_LONG, number, image)
+            gather.bad(LABEL_TOO_LONG, number, image)
             return
         try:
             taken, packed = intake.hand_on(image)

@@ -34,8 +34,8 @@ from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
 from lockstep.etl.split.splits import TRAIN
 from lockstep.etl.write.checks import Target, check_schema
-from lockstep.etl.write.dataset import Done, Job, building, compression_of, publish
 from lockstep.etl.write.late import AssignLate, LateImages, WriteLate
+from lockstep.etl.write.publication import Done, Job, building, compression_of, publish
 from lockstep.etl.write.quarantine import Origin
 from lockstep.etl.write.shards import ShardTable, WriteShards, placed, plan_shards
 from lockstep.etl.write.staging import Staging

@@ -86,15 +86,6 @@ class FileList:
 
 RECORD, BAD, DROPPED = 0, 1, 2
 ID_COLUMNS = ("name", "number")  # what a sample id is made of
-LABEL_OUT_OF_RANGE = "label_out_of_range"
-NO_LABEL = "no_label"
-LABEL_TOO_LONG = "label_too_long"
-NO_IMAGE = "no_image"
-NO_CLASS = c.NO_CLASS
-NOT_A_FILE = "not_a_regular_file"
-UNSAFE_NAME = "unsafe_name"
-NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
-REPLACED = "replaced"  # dropped: a later member of the archive has its name
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
 # `class` is the name that becomes a label.

@@ -16,7 +16,6 @@ from lockstep.etl.images import source as r
 from lockstep.etl.images.layout import log_spellings
 from lockstep.etl.images.source import (
     MAX_FILES,
-    REPLACED,
     FileList,
     ImageFiles,
     ImagePlan,
@@ -32,7 +31,8 @@ from lockstep.etl.images.tar_names import MemberNames, Settled, key_of
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.lines import RAW_BYTES
 from lockstep.etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
-from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
+from lockstep.etl.reasons import NO_CLASS, NOT_A_FILE, NOT_AN_IMAGE, REPLACED, TOO_MANY_BYTES, UNSAFE_NAME
+from lockstep.features.images.decode import ImageError, Limits
 from lockstep.features.images.intake import Intake, is_left_out
 from lockstep.storage.errors import DataError
 from lockstep.storage.urls import absolute
@@ -111,10 +111,10 @@ class TarPiece(Piece):
         parts = member.parts
         is_safe = member.is_safe and bool(parts)
         if is_safe and is_left_out(parts):
-            gather.drop(r.NOT_AN_IMAGE, member.position)
+            gather.drop(NOT_AN_IMAGE, member.position)
             return None
         if not member.is_file or not is_safe:
-            reason = r.UNSAFE_NAME if member.is_file else r.NOT_A_FILE
+            reason = UNSAFE_NAME if member.is_file else NOT_A_FILE
             # A link has only a header, which begins with its name.
             gather.bad(reason, member.position, member.name.encode()[:BLOCK])
             return None
@@ -126,11 +126,11 @@ class TarPiece(Piece):
             return
         if member.size > intake.limits.max_file_bytes:
             raw, digest = read_member(stream, self.url, member)
-            gather.bad_part(TOO_LONG, member.position, raw, member.size, digest)
+            gather.bad_part(TOO_MANY_BYTES, member.position, raw, member.size, digest)
             return
         data = stream.at(member.offset, member.size)
         if place.label is None:
-            gather.bad(r.NO_CLASS, member.position, data)
+            gather.bad(NO_CLASS, member.position, data)
             return
         try:
             image, packed = intake.hand_on(data)

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.etl.logs.server_log import (
-    BAD_TIME,
     QUOTED,
     Requests,
     asked,
@@ -24,8 +23,8 @@ from lockstep.etl.logs.server_log import (
     seconds_of_text,
 )
 from lockstep.etl.logs.values import Reasons
+from lockstep.etl.reasons import BAD_TIME, NOT_ALB_LOG
 
-NOT_ALB_LOG = "not_alb_log"
 # The balancer and the client; the target and three durations; the status; the target's status and two sizes.
 _LINE = (
     r"^(?:[a-z]\S* )?(?P<stamp>\d\S*) \S+ (?P<client>\S+) \S+ \S+ \S+ \S+ (?P<status>\d{3}|-) \S+ \S+ \S+"

@@ -7,6 +7,7 @@ line with delimiters.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.etl.input.log_formats import DELIMITERS
-from lockstep.etl.logs import json_lines
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
-from lockstep.etl.logs.w3c import W3C, tabbed
+from lockstep.etl.logs.values import Column, Reasons, as_values, bad_value, missing_value, not_of
+from lockstep.etl.reasons import (
+    BAD_QUOTES,
+    CARRIAGE_RETURN,
+    OPEN_QUOTE,
+    TOO_FEW_FIELDS,
+    TOO_MANY_FIELDS,
+)
 from lockstep.features.arrow import flat
+from lockstep.storage.errors import DataError
 
-TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"
-OPEN_QUOTE, BAD_QUOTES, RETURN = "open_quote", "bad_quotes", "carriage_return"
 _QUOTE, _RETURN = ord('"'), ord("\r")
+MAX_NAMES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +51,31 @@ class Fields:
         return self.values.take(pa.array(np.arange(number, len(self.values), self.width)))
 
 
-def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons) -> Fields:
-    """Split lines (n,) of UTF-8 strings into `width` fields each; adds to `reasons` for lines with another number of
-    fields, invalid quotes, or a carriage return outside quotes, which others take for the end of a line.
+def split_fields(lines: pa.Array, delimiter: str, width: int, reasons: Reasons, *, quotes: bool) -> Fields:
+    """Split lines (n,) of UTF-8 strings into `width` fields each, some in quotes if the format has them; adds to
+    `reasons` for lines with another number of fields, invalid quotes, or a carriage return outside quotes, which others
+    take for the end of a line.
     """
     offsets, data = flat(lines)
     starts, stops = offsets[:-1], offsets[1:]
-    cut = data == ord(DELIMITERS[log_format])
+    cut = data == ord(delimiter)
     kept = ~cut
     returns = data == _RETURN
-    quotes = data == _QUOTE if log_format == "csv" else None
-    if quotes is not None and quotes.any():
-        inside, dropped = _quotes(data, quotes, offsets, ord(DELIMITERS[log_format]), reasons)
+    marks = data == _QUOTE if quotes else None
+    if marks is not None and marks.any():
+        inside, dropped = _quotes(data, marks, offsets, ord(delimiter), reasons)
         cut &= ~inside
         kept = ~cut & ~dropped
         returns &= ~inside
     if returns.any():
-        reasons.add(_lines_with(returns, stops), RETURN)
+        reasons.add(_lines_with(returns, stops), CARRIAGE_RETURN)
     places = np.flatnonzero(cut)
     first = np.searchsorted(places, starts)
     extra = np.searchsorted(places, stops) - first - (width - 1)
-    reasons.add(extra < 0, TOO_FEW)
+    reasons.add(extra < 0, TOO_FEW_FIELDS)
     # If the surplus fields are empty, only delimiters follow the last wanted field.
     after = places[np.minimum(first + width - 1, len(places) - 1)] if len(places) else np.zeros_like(first)
-    reasons.add((extra > 0) & (after != stops - extra), TOO_MANY)
+    reasons.add((extra > 0) & (after != stops - extra), TOO_MANY_FIELDS)
     good = reasons.good
     ends = np.empty((int(good.sum()), width), dtype=np.int64)
     ends[:, :-1] = places[first[good][:, None] + np.arange(width - 1)]
@@ -79,10 +85,10 @@ def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons)
     begins[:, 1:] = ends[:, :-1] + 1
     kept &= np.repeat(good, stops - starts)
     quoted = None
-    if quotes is not None and quotes.any():
+    if marks is not None and marks.any():
         before = _before(kept)
         lengths = before[ends] - before[begins]
-        quoted = (ends > begins) & quotes[np.minimum(begins, len(quotes) - 1)]
+        quoted = (ends > begins) & marks[np.minimum(begins, len(marks) - 1)]
     else:
         lengths = ends - begins
     line = np.where(good, np.cumsum(good) - 1, -1)
@@ -134,82 +140,86 @@ def _strings(lengths: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-EMPTY_LINE = "empty_line"
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The format of a log's lines. `null_texts` and `has_header` are for delimited fields; `quoted_newlines` (newlines
-    inside quotes are part of a record) is for CSV.
-    """
-
-    log_format: str
-    null_texts: tuple[str, ...] = ()
-    has_header: bool = False
-    quoted_newlines: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
-    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
-    declares the float.
-    """
-
-    name: str
-    kind: pa.DataType
-    nullable: bool = False
-    may_be_empty: bool = True
-    exact: bool = False
-
-    @property
-    def textual(self) -> bool:
-        """Whether its values are text, so that null and empty differ."""
-        return pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)
-
-
-def read_table(
-    lines: pa.Array,
-    form: Form,
+def read_fields(
+    text: pa.Array,
     names: Sequence[str],
     columns: Sequence[Column],
+    null_texts: Sequence[str],
     reasons: Reasons,
-    drops: Reasons,
-) -> dict[str, pa.Array]:
-    """The columns of lines (n,) binary by name, each (n,), null in lines that `reasons` refuses or `drops` names.
+    *,
+    delimiter: str,
+    quotes: bool = False,
+) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
+    """Columns of delimited lines, as lockstep.etl.logs.formats.ReadColumns says.
 
-    `names` are the fields of a line in order (TSV and CSV). An empty field, or one of the null texts without quotes, is
-    null in a nullable column; an empty field in quotes, or in a column that is not nullable, is an empty string if the
-    column has text; otherwise the value is missing.
+    An empty field, or one of `null_texts` without quotes, is null in a nullable column; an empty field in quotes, or in
+    a column that is not nullable, is an empty string if the column has text; otherwise the value is missing.
     """
-    text, broken = as_text(lines)
-    reasons.add(broken, NOT_UTF8)
-    text = pc.fill_null(text, "")
-    content = pc.ascii_trim_whitespace(text) if form.log_format == "json" else text
-    drops.add(np.asarray(pc.equal(pc.binary_length(content), 0)) & ~broken, EMPTY_LINE)
-    kept = np.flatnonzero(drops.good & reasons.good)
-    inner = Reasons(len(kept))
-    some = text if len(kept) == len(text) else text.take(pa.array(kept))
-    if form.log_format == "json":
-        read = json_lines.read_objects(some, {column.name: column.kind for column in columns}, inner)
-        found = {column.name: _not_null(column, read[column.name], inner) for column in columns}
-        for column in columns:
-            if column.exact:
-                json_lines.refuse_rounded(column.name, found[column.name], some, inner)
-        place = np.arange(len(kept))
-    else:
-        if form.log_format == W3C:
-            fields = split_fields(tabbed(some), "tsv", len(names), inner)
+    fields = split_fields(text, delimiter, len(names), reasons, quotes=quotes)
+    return _columns(fields, names, columns, null_texts, reasons), fields.line
+
+
+def names_of_header(lines: Sequence[bytes], url: str, *, delimiter: str, quotes: bool = False) -> tuple[str, ...]:
+    """The names in the first line of a file. Raises DataError naming the file for one that names no fields."""
+    line = lines[0] if lines else b""
+    try:
+        text = line.decode("utf-8")
+        names = next(csv.reader([text], delimiter=delimiter, strict=True), []) if quotes else text.split(delimiter)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _bad_header(url, str(error)) from None
+    while names and not names[-1]:
+        names.pop()
+    if not names or len(names) > MAX_NAMES or "\0" in text or text.endswith("\r"):
+        raise _bad_header(url, f"{len(names)} names, {len(line)} bytes: {line[:80]!r}")
+    return tuple(names)
+
+
+def _bad_header(url: str, got: str) -> DataError:
+    return DataError(
+        f"the first line of {url} names no fields",
+        got=got,
+        allowed=f"1 to {MAX_NAMES} names in UTF-8 with the format's delimiter between them",
+        next_step="Check --log-format; name the fields by --columns if the file has no header.",
+    )
+
+
+def looks_delimited(lines: Sequence[bytes], *, delimiter: str) -> bool:
+    """Whether lines have the same number of fields, and more than one."""
+    counts = {len(_cells(line.decode("utf-8", "replace"), delimiter)) for line in lines}
+    return len(counts) == 1 and min(counts) > 1
+
+
+def after_fields(text: str, *, delimiter: str, quotes: bool = False) -> str:
+    """Where a line of too few or too many fields stops to fit."""
+    count = len(_cells(text, delimiter)) if quotes else text.count(delimiter) + 1
+    return f"its end, after {count} fields"
+
+
+def at_wrong_quote(text: str, *, delimiter: str) -> str:
+    """The place of the first quote that neither opens, closes nor is doubled."""
+    opened = 0
+    state = "start"
+    for place, letter in enumerate(text):
+        if state == "quoted":
+            state = "closed" if letter == '"' else "quoted"
+        elif letter == '"' and state == "plain":
+            return f"column {place + 1}, a quote inside a field"
+        elif letter == '"':
+            opened, state = (place, "quoted") if state == "start" else (opened, "quoted")
+        elif letter == delimiter:
+            state = "start"
+        elif state == "closed":
+            return f"column {place + 1}, text behind a closing quote"
         else:
-            fields = split_fields(some, form.log_format, len(names), inner)
-        found, place = _columns(fields, names, columns, form.null_texts, inner), fields.line
-    reasons.take_from(inner, kept)
-    if len(kept) == len(lines) and (place >= 0).all():
-        return found
-    back = np.full(len(lines), -1)
-    back[kept] = place
-    places = pa.array(np.maximum(back, 0), mask=back < 0)
-    return {name: values.take(places) for name, values in found.items()}
+            state = "plain"
+    return f"its end: the quote of column {opened + 1} is not closed" if state == "quoted" else ""
+
+
+def _cells(text: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader([text.replace("\n", " ")], delimiter=delimiter), [])
+    except csv.Error:
+        return []
 
 
 def _columns(
@@ -263,13 +273,4 @@ def _column(
             for row in np.flatnonzero(broken).tolist()
         }
         reasons.add(broken, bad_value(column.name), wrong)
-    return values
-
-
-def _not_null(column: Column, values: pa.Array, reasons: Reasons) -> pa.Array:
-    if not column.nullable and values.null_count:
-        reasons.add(np.asarray(values.is_null(), dtype=bool), missing_value(column.name))
-    if not column.may_be_empty and column.textual:
-        empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False)
-        reasons.add(np.asarray(empty, dtype=bool), missing_value(column.name))
     return values

@@ -14,6 +14,7 @@ from lockstep.etl import columns as c
 from lockstep.etl.columns import ddl_of
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from lockstep.etl.logs import records, web
+from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from lockstep.etl.logs.pages import most_frequent
 from lockstep.etl.logs.parse import (
     BAD,
@@ -35,10 +36,9 @@ from lockstep.etl.logs.rejected import look
 from lockstep.etl.spark.session import described
 from lockstep.etl.spark.tasks import over_slices
 from lockstep.etl.write.checks import check_label, check_output
-from lockstep.etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
-from lockstep.etl.write.quarantine import Look
+from lockstep.etl.write.refusal import Look
 from lockstep.etl.write.sources import check_contents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_values, bad_value, holds_nul, not_of
+from lockstep.etl.logs.values import Column, Reasons, as_values, bad_value, holds_nul, missing_value, not_of
+from lockstep.etl.reasons import DUPLICATE_KEY, NOT_JSON, NOT_UTF8
 
 Kinds = Mapping[str, pa.DataType]
 
-NOT_JSON = "not_json_object"
-DUPLICATE = "duplicate_key"
 FEW_LINES = 64
 _OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
 # In an object only `,`, `]` or `}` may follow the end of another, and no number is NaN or Infinity, which Arrow would
@@ -72,6 +71,52 @@ def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, p
         values = (chunks.chunk(0) if chunks.num_chunks else pa.nulls(0, chunks.type)).take(back)
         found[name] = _checked(name, kind, values, lines, reasons)
     return found
+
+
+def read_keyed(
+    text: pa.Array, names: Sequence[str], columns: Sequence[Column], null_texts: Sequence[str], reasons: Reasons
+) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
+    """Columns of JSON lines, as lockstep.etl.logs.formats.ReadColumns says; each line names its fields itself."""
+    read = read_objects(text, {column.name: column.kind for column in columns}, reasons)
+    found = {column.name: _not_null(column, read[column.name], reasons) for column in columns}
+    for column in columns:
+        if column.exact:
+            refuse_rounded(column.name, found[column.name], text, reasons)
+    return found, np.arange(len(text))
+
+
+def _not_null(column: Column, values: pa.Array, reasons: Reasons) -> pa.Array:
+    if not column.nullable and values.null_count:
+        reasons.add(np.asarray(values.is_null(), dtype=bool), missing_value(column.name))
+    if not column.may_be_empty and column.textual:
+        empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False)
+        reasons.add(np.asarray(empty, dtype=bool), missing_value(column.name))
+    return values
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The object in a line, None if there is none."""
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def looks_like_json(lines: Sequence[bytes]) -> bool:
+    """Whether each line is an object."""
+    return all(at_no_object(line.decode("utf-8", "replace")) == "" for line in lines)
+
+
+def at_no_object(text: str) -> str:
+    """Where a line stops to be an object, "" if it is one."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"column {error.pos + 1}: {error.msg}"
+    except (ValueError, RecursionError) as error:
+        return f"{error}"[:100]
+    return "" if isinstance(found, dict) else f"column 1: a {type(found).__name__}, not an object"
 
 
 def _refuse_others(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> None:
@@ -143,7 +188,7 @@ def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: Refusal | N
     seen = set()
     for name, value in document.pairs:
         if name in seen:
-            return Refusal(f"{DUPLICATE}:{name}")
+            return Refusal(f"{DUPLICATE_KEY}:{name}")
         if name in kinds:
             seen.add(name)
             if value is not None and not _fits(value, kinds[name], sure):

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from lockstep.etl import columns as c
 from lockstep.etl.input.files import Range
 from lockstep.etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
-from lockstep.etl.logs import w3c
-from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.formats import Form
 from lockstep.etl.logs.pages import MAX_LISTED, most_frequent
 from lockstep.etl.logs.values import Reasons, without_bom
+from lockstep.etl.reasons import LINE_TOO_LONG
 from lockstep.etl.spark.tasks import MIN_ROWS, Items
 
 ROW, BAD, SUMMARY, DIGEST, SUFFIX = 0, 1, 2, 3, 4
-LINE_TOO_LONG = "line_too_long"
 NO_TIME = -(1 << 62)
 
 # One table for five kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the
@@ -157,7 +156,8 @@ def _sections(
     form: Form, lines: pa.Array, names: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], NDArray[np.int64] | None]]:
     """The places of the records among lines, None for all, by the names of their fields."""
-    return w3c.sections(lines, names) if form.log_format == w3c.W3C else iter([(names, None)])
+    sections = form.format.sections
+    return iter([(names, None)]) if sections is None else sections(lines, names)
 
 
 class _Held:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from lockstep.etl import columns as c
+from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S
 from lockstep.etl.spark.session import described
 from lockstep.etl.write.append import Parent
 from lockstep.etl.write.carried import OPEN, Carried, Carry, check_carried, read_carried
-from lockstep.etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +14,9 @@ from lockstep.etl import columns as c
 from lockstep.etl.columns import listed
 from lockstep.etl.input.files import Range, Source, find_lines, plan_ranges
 from lockstep.etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
-from lockstep.etl.input.log_formats import DELIMITERS, LOG_FORMATS
-from lockstep.etl.logs import w3c, web
-from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs import web
+from lockstep.etl.logs.config import LogsConfig
+from lockstep.etl.logs.formats import LOG_FORMATS, Form, LogFormat, format_of_header
 from lockstep.etl.logs.pages import assets
 from lockstep.etl.logs.parse import LineParser, Work
 from lockstep.etl.logs.past import Past
@@ -28,49 +26,35 @@ from lockstep.etl.logs.values import without_bom
 from lockstep.etl.logs.web import WebLines
 from lockstep.etl.write.append import Parent, other_parent
 from lockstep.etl.write.checks import Target, check_target
-from lockstep.etl.write.config import LogsConfig
 from lockstep.etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import ConfigError, DataError, require
+from lockstep.storage.errors import ConfigError, require
 
 HEAD_BYTES = 64 << 10
 HEAD_LINES = 100
 ROLES = "roles"  # in created_by.config: the column of each role
-MAX_NAMES = 10_000
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
-    """The names in a file's header (TSV and CSV), in its directives (W3C), or the keys of its first JSON objects, () if
-    it starts with none.
+    """The names that the format takes from a file's first lines, or the keys of its first objects, () if it starts with
+    none.
 
     Raises DataError naming the file for an invalid header.
     """
-    head = _head(source, quoted_newlines)
-    if log_format == w3c.W3C:
-        return w3c.names_in(head, source.url)
-    if log_format == "json":
-        return tuple(dict.fromkeys(key for document in _objects(head) for key in document))
-    line = head[0] if head else b""
-    try:
-        text = line.decode("utf-8")
-        names = _fields(text, DELIMITERS[log_format]) if log_format == "csv" else text.split("\t")
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _bad_header(source.url, str(error)) from None
-    while names and not names[-1]:
-        names.pop()
-    if not names or len(names) > MAX_NAMES or "\0" in text or text.endswith("\r"):
-        raise _bad_header(source.url, f"{len(names)} names, {len(line)} bytes: {line[:80]!r}")
-    return tuple(names)
+    form, head = LOG_FORMATS[log_format], _head(source, quoted_newlines)
+    if form.names_of is None:
+        return tuple(dict.fromkeys(key for document in _objects(head, form) for key in document))
+    return form.names_of(head, source.url)
 
 
 _SCALAR = (bool, int, float, str)
 
 
-def keys_in(source: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys of a file's first JSON objects that are no objects or lists, and the paths of values inside objects."""
-    objects = _objects(_head(source, False))
+def keys_in(source: Source, form: LogFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of a file's first objects that are no objects or lists, and the paths of values inside objects."""
+    objects = _objects(_head(source, False), form)
     keys = dict.fromkeys(key for document in objects for key in document)
     inner = {key for document in objects for key, value in document.items() if isinstance(value, dict | list)}
     plain = {key for document in objects for key, value in document.items() if isinstance(value, _SCALAR)}
@@ -87,13 +71,13 @@ def _paths(document: dict[str, Any], inside: str) -> Iterator[str]:
             yield f"{inside}{key}"
 
 
-def kinds_in(sources: Iterable[Source]) -> dict[str, pa.DataType]:
-    """The types of the scalars in the first JSON objects of each file, by their keys. Of several types of a key the
+def kinds_in(sources: Iterable[Source], form: LogFormat) -> dict[str, pa.DataType]:
+    """The types of the scalars in the first objects of each file, by their keys. Of several types of a key the
     last in the order of _SCALAR counts, whichever file is the first.
     """
     kinds = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
     found: dict[str, int] = {}
-    for document in (one for source in sources for one in _objects(_head(source, False))):
+    for document in (one for source in sources for one in _objects(_head(source, False), form)):
         for key, value in document.items():
             if type(value) in _SCALAR:
                 found[key] = max(found.get(key, 0), _SCALAR.index(type(value)))
@@ -111,30 +95,11 @@ def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
     return [value for value in values.to_pylist() if isinstance(value, bytes)]
 
 
-def _fields(text: str, delimiter: str) -> list[str]:
-    return next(csv.reader([text], delimiter=delimiter, strict=True), [])
-
-
-def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+def _objects(lines: list[bytes], form: LogFormat) -> list[dict[str, Any]]:
     """The objects among the first lines; other lines are reported when they are read as records."""
-    found = []
-    for line in lines[:HEAD_LINES]:
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            found.append(document)
-    return found
-
-
-def _bad_header(url: str, got: str) -> DataError:
-    return DataError(
-        f"the first line of {url} names no fields",
-        got=got,
-        allowed=f"1 to {MAX_NAMES} names in UTF-8 with the format's delimiter between them",
-        next_step="Check --log-format; name the fields by --columns if the file has no header.",
-    )
+    assert form.object_of is not None
+    found = map(form.object_of, lines[:HEAD_LINES])
+    return [document for document in found if document is not None]
 
 
 # Tokens of Spark's SQL: strings and comments, a name in backquotes, or a bare name. A name before a bracket is a
@@ -184,18 +149,17 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     Raises the errors of find_lines, names_in, check_target and, where records are known by their file,
     check_paths; ConfigError for missing columns.
     """
-    header = config.has_header
-    nulls = (w3c.ABSENT,) if config.log_format == w3c.W3C else config.null_texts
-    form = Form(config.log_format, nulls, header, config.quoted_newlines)
+    kind = config.format
+    nulls = config.null_texts if kind.absent is None else (kind.absent,)
+    form = Form(config.log_format, nulls, config.has_header, config.quoted_newlines)
     if config.schema is None:
         for flag, given in (("--id-columns", config.id_columns), ("--time-columns", config.time_columns)):
             require(not given, flag, " ".join(given), "with --schema")
-        # Flags are checked before a file is read. Only in W3C logs the files decide which features there are.
-        combined = config.log_format == "combined"
-        checked = None if config.log_format == w3c.W3C else _web_target(config, combined, parent)
+        # Flags are checked before a file is read. Only of dated logs do the files decide which features there are.
+        checked = None if kind.dated else _web_target(config, kind.referrers, parent)
         sources = sources_of(config)
         names = [_names(source, config) for source in sources]
-        by_role = _web_columns(sources, names, config) if LOG_FORMATS[config.log_format].has_columns else {}
+        by_role = _web_columns(sources, names, config) if kind.has_columns else {}
         _check_parent(by_role, config, parent)
         lines = WebLines(form, by_role, assets(config.page_suffixes, config.asset_suffixes))
         target = checked or _web_target(config, lines.combined, parent)
@@ -206,8 +170,8 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
     sources = sources_of(config)
     if not config.id_columns:
         check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
-    names = [() if config.log_format == "json" else _names(source, config) for source in sources]
-    kinds = kinds_in(sources) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
+    names = [() if kind.keyed else _names(source, config) for source in sources]
+    kinds = kinds_in(sources, kind) if kind.keyed else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
     target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
@@ -219,9 +183,8 @@ def _web_columns(sources: Sequence[Source], names: Sequence[tuple[str, ...]], co
     """The column of each role, equal in all files."""
     found = []
     for source, there in zip(sources, names, strict=True):
-        there, nested = keys_in(source) if config.log_format == "json" else (there, ())
-        dated = config.log_format == w3c.W3C
-        found.append(columns_of(there, config.role_columns, source.url, nested=nested, dated=dated))
+        there, nested = keys_in(source, config.format) if config.format.keyed else (there, ())
+        found.append(columns_of(there, config.role_columns, source.url, nested=nested, dated=config.format.dated))
     return check_alike([source.url for source in sources], found)
 
 
@@ -240,8 +203,8 @@ def _check_parent(columns: Mapping[str, str], config: LogsConfig, parent: Parent
 
 
 def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
-    # Only from the start of the file is known where a quote opens, or which fields a W3C log has.
-    whole = config.quoted_newlines or config.log_format == w3c.W3C
+    # Only from the start of the file is known where a quote opens, or which fields a section has.
+    whole = config.quoted_newlines or config.format.sections is not None
     ranges = plan_ranges(sources, config.split_bytes, whole=whole)
     return tuple(Work(part, names[part.source_index], sources[part.source_index].path) for part in ranges)
 
@@ -258,7 +221,7 @@ def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent 
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
-    if config.columns or not LOG_FORMATS[config.log_format].has_columns:
+    if config.columns or not config.format.has_columns:
         return config.columns
     return names_in(source, config.log_format, config.quoted_newlines)
 
@@ -286,11 +249,11 @@ def columns_differ(
 ) -> ConfigError:
     """The error for a file with the columns `there` in which some wanted columns are `missing` or there `twice`."""
     faults = [f"{what} {listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
-    other = next((name for name, mark in DELIMITERS.items() if name != log_format and there and mark in there[0]), None)
+    other = format_of_header(there, log_format)
     way = "Correct the flags that name columns, or the schema."
     if "" in there:  # such as the index that pandas writes
         way += " A field without a name cannot be read: name it in the file's first line."
-    if len(there) == 1 and other is not None:
+    if other is not None:
         way = f"The file looks like {other}: correct --log-format, which is {log_format}."
     return ConfigError(
         f"{url} does not have the columns asked for, each once",
@@ -307,7 +270,7 @@ def _check_columns(
     for source, there in zip(sources, names, strict=True):
         missing = [name for name in wanted if name not in there]
         twice = [name for name in wanted if there.count(name) > 1]
-        if config.log_format != "json" and (missing or twice):
+        if not config.format.keyed and (missing or twice):
             raise columns_differ(source.url, config.log_format, there, missing, twice)
     odd = [name for name in wanted if name.startswith("_") or name == "split"]
     alike = [name for name, count in Counter(name.lower() for name in wanted).items() if count > 1]

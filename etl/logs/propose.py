@@ -6,7 +6,6 @@ there are more rows than were read every feature may be null.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
@@ -19,13 +18,12 @@ import pyarrow.compute as pc
 from lockstep.etl.columns import listed
 from lockstep.etl.input.files import Source, find_lines, plan_ranges
 from lockstep.etl.input.lines import Lines, LongLine, read_lines
-from lockstep.etl.input.log_formats import TABLE_FORMATS
-from lockstep.etl.logs.fields import Column, Form, read_table
-from lockstep.etl.logs.parse import LINE_TOO_LONG
+from lockstep.etl.logs.config import LogsConfig
+from lockstep.etl.logs.formats import Form, LogFormat, formats_that, read_table
 from lockstep.etl.logs.plan import names_in
-from lockstep.etl.logs.values import Reasons, as_values, without_bom
+from lockstep.etl.logs.values import Column, Reasons, as_values, without_bom
 from lockstep.etl.propose import ROWS, Asked, Table, proposal, quoted
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.reasons import LINE_TOO_LONG, NOT_JSON
 from lockstep.features.schema.declare import load_schema
 from lockstep.storage.errors import require
 from lockstep.storage.fs import filesystem
@@ -41,20 +39,20 @@ def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the s
     Raises ConfigError for a format that is no table, ExistsError if the output exists, DataError for a table without
     rows or without a column that a field can hold.
     """
-    allowed = "with --log-format tsv, csv or json, and without --schema"
-    good = config.log_format in TABLE_FORMATS and config.schema is None
+    allowed = f"with --log-format {formats_that(lambda form: form.is_table)}, and without --schema"
+    good = config.format.is_table and config.schema is None
     require(good, "--propose-schema", "--schema" if config.schema else f"--log-format {config.log_format}", allowed)
     fs = filesystem(config.output)
     if fs.exists(config.output):
         raise occupied(config.output)
     sources = find_lines(config.inputs, header=config.has_header)
-    table = _json_table(sources) if config.log_format == "json" else _text_table(sources, config)
+    table = _keyed_table(sources, config.format) if config.format.keyed else _text_table(sources, config)
     asked = Asked(
         where=", ".join(config.inputs),
         next_step="Check --input and --log-format; name the fields by --columns if the file has no header.",
         embeddings=embeddings,
         time_columns=config.time_columns,
-        numbers_as_bool=config.log_format != "json",
+        numbers_as_bool=not config.format.keyed,
         header_note=_header_note(table, config),
         pair_note='For a text of two values: dtype = "bool", kind = "label", neither encoding nor nullable, and '
         "--label",
@@ -71,7 +69,7 @@ def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the s
 
 
 def _header_note(table: Table, config: LogsConfig) -> str:
-    if config.log_format == "json" or config.columns or not any(map(_is_number, table.names)):
+    if config.format.keyed or config.columns or not any(map(_is_number, table.names)):
         return ""
     return "A name in the first line is a number. If that line is a row, name the fields by --columns."
 
@@ -146,16 +144,14 @@ def _are(values: pa.Array, kind: pa.DataType) -> bool:
     return len(values) > 0 and not any(as_values(part, kind)[1].any() for part in parts)
 
 
-def _json_table(sources: Sequence[Source]) -> Table:
+def _keyed_table(sources: Sequence[Source], form: LogFormat) -> Table:
+    assert form.object_of is not None
     documents, unread = list[dict[str, Any]](), Counter[str]()
     lines = list(islice(_lines(sources, unread, quoted_newlines=False, header=False), ROWS + 1))
     for line in lines[:ROWS]:
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            document = None
-        documents += [document] if isinstance(document, dict) else []
-        unread["not_json_object"] += bool(line.strip()) and not isinstance(document, dict)
+        document = form.object_of(line)
+        documents += [] if document is None else [document]
+        unread[NOT_JSON] += bool(line.strip()) and document is None
     names = list(dict.fromkeys(name for document in documents for name in document))
     columns = [_array([document.get(name) for document in documents]) for name in names]
     lost = ", ".join(f"{count} {reason}" for reason, count in unread.items() if count)

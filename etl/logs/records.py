@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
-from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs.formats import Form, read_table
 from lockstep.etl.logs.parse import Found
-from lockstep.etl.logs.values import Reasons
+from lockstep.etl.logs.values import Column, Reasons
+from lockstep.etl.reasons import UNLABELLED
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
@@ -20,7 +21,6 @@ from lockstep.storage.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-NO_LABEL = "no_label"
 PLACE_SCHEMA = pa.schema(
     [("_file", pa.string()), ("_position", pa.int64())]
 )  # every record has these, in addition to its fields
@@ -125,5 +125,5 @@ def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str 
     if schema.label.name in labelled.columns:
         labelled = labelled.drop(schema.label.name)
     return labelled.withColumnRenamed("_label", schema.label.name).selectExpr(
-        "*", f"IF({called} IS NULL, '{NO_LABEL}', NULL) AS _dropped"
+        "*", f"IF({called} IS NULL, '{UNLABELLED}', NULL) AS _dropped"
     )

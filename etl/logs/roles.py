@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.etl.input.log_formats import DELIMITERS
+from lockstep.etl.logs.formats import LOG_FORMATS, format_of_header
 from lockstep.storage.errors import ConfigError, DataError, require
 
 
@@ -188,8 +188,10 @@ def _not_there(role: str, name: str, there: Sequence[str], nested: Sequence[str]
 
 def _missing(missing: Sequence[str], there: Sequence[str], nested: Sequence[str], url: str) -> DataError:
     known = "; ".join(f"{role}: {', '.join([*NAMES[role].sure, *NAMES[role].loose])}" for role in missing)
-    other = next((kind for kind, mark in DELIMITERS.items() if len(there) == 1 and mark in there[0]), None)
-    other = "w3c" if there and there[0].startswith("#") else other
+    directed = (
+        form.name for form in LOG_FORMATS.values() if form.directive and "".join(there[:1]).startswith(form.directive)
+    )
+    other = next(directed, format_of_header(there))
     flags = ", ".join(flag_of(role) for role in missing if role in ASKED)
     ways = ["names do not reach into objects, so write such values into columns of their own first"] if nested else []
     ways += [f"name columns by {flags}"] if flags else []

@@ -13,6 +13,7 @@ unescaped quotes, blanks at the end. An address alone is no virtual host, and `-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
+from lockstep.etl.logs.values import Reasons, as_text, as_values
+from lockstep.etl.reasons import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, NOT_UTF8
 from lockstep.features.arrow import flat
 
 _FORM = np.frombuffer(b"00/xxx/0000:00:00:00 +0000", dtype=np.uint8)  # 0 a digit, x any byte, + a sign
@@ -175,7 +177,25 @@ _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
 _NO_VISITOR = pa.array(["", "-"])
-BAD_TIME, NOT_COMMON_LOG, NOT_COMBINED_LOG = "bad_time", "not_common_log", "not_combined_log"
+
+
+# What a line consists of, in order, for errors
+_PARTS_OF_BOTH = (
+    ("a host", r"\S+"),
+    ("an ident", r" \S+"),
+    ("a user", rf" {USER}"),
+    ("a [time]", r" \[[^\]]*\]"),
+    ('a "request"', rf' "{QUOTED}"'),
+    ("a status", r" (?:\d{3}|-)(?!\S)"),
+    ("a size", r" (?:\d+|-)(?!\S)"),
+)
+_COMMON_PARTS = (*_PARTS_OF_BOTH, ("the end or further fields", rf"{MORE} *$"))
+_COMBINED_PARTS = (
+    *_PARTS_OF_BOTH,
+    ('a "referrer"', rf' "{QUOTED}"'),
+    ('a "user agent"', rf' "{QUOTED}"'),
+    ("the end or further fields", rf"{MORE} *$"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +226,27 @@ def parse_combined(lines: pa.Array) -> Requests:
     """Parse lines (n,) binary."""
     requests, found = _parsed(lines, _COMBINED_REST, _COMBINED_ODD, NOT_COMBINED_LOG)
     return replace(requests, referrer=_said(found["referrer"]), agent=_said(found["agent"]))
+
+
+def at_not_common(text: str) -> str:
+    """Where a line stops to be one of the Common Log Format."""
+    return at_no_part(text, _COMMON_PARTS)
+
+
+def at_not_combined(text: str) -> str:
+    """Where a line stops to be one of the Combined Log Format."""
+    return at_no_part(text, _COMBINED_PARTS)
+
+
+def at_no_part(text: str, parts: Sequence[tuple[str, str]]) -> str:
+    """Where a line stops to consist of parts, each with its name and expression; "" if it consists of them."""
+    end = 0
+    for name, pattern in parts:
+        found = re.compile(pattern).match(text, end)
+        if found is None:
+            return f"column {end + 1 + (text[end : end + 1] == ' ')}, where {name} should be"
+        end = found.end()
+    return ""
 
 
 def _said(text: pa.Array) -> pa.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -10,16 +11,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.etl.input.files import BOM
+from lockstep.etl.reasons import BAD_VALUE, MISSING_VALUE
 from lockstep.features.arrow import flat
 
-NOT_UTF8 = "not_utf8"
 _SHOWN = 60  # characters of a value
 _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
 
 
 def bad_value(name: str) -> str:
     """The reason of a record whose column `name` has no valid value of its type."""
-    return f"bad_value:{name}"
+    return f"{BAD_VALUE}:{name}"
 
 
 def not_of(kind: pa.DataType, value: str) -> str:
@@ -40,7 +41,26 @@ def _called(kind: pa.DataType) -> str:
 
 def missing_value(name: str) -> str:
     """The reason of a record whose required column `name` is missing."""
-    return f"missing_value:{name}"
+    return f"{MISSING_VALUE}:{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
+    is a value (never for other types). `exact` refuses whole numbers of JSON that a float would round: no schema
+    declares the float.
+    """
+
+    name: str
+    kind: pa.DataType
+    nullable: bool = False
+    may_be_empty: bool = True
+    exact: bool = False
+
+    @property
+    def textual(self) -> bool:
+        """Whether its values are text, so that null and empty differ."""
+        return pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)
 
 
 class Reasons:

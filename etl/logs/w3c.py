@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lockstep.etl.logs.fields import read_fields
+from lockstep.etl.logs.values import Column, Reasons
 from lockstep.storage.errors import DataError
 
-W3C = "w3c"
-ABSENT = "-"
 _FIELDS = re.compile(rb"#\s*fields\s*:(.*)", re.IGNORECASE | re.DOTALL)
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"(?: |$)|([^ ]*)(?: |$)')
 
@@ -63,6 +63,18 @@ def sections(lines: pa.Array, names: tuple[str, ...]) -> Iterator[tuple[tuple[st
 def _names(line: bytes) -> tuple[str, ...]:
     found = _FIELDS.match(line)
     return tuple(found[1].decode("utf-8", "replace").split()) if found else ()
+
+
+def read_w3c(
+    text: pa.Array, names: Sequence[str], columns: Sequence[Column], null_texts: Sequence[str], reasons: Reasons
+) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
+    """Columns of the records of a W3C log, as lockstep.etl.logs.formats.ReadColumns says."""
+    return read_fields(tabbed(text), names, columns, null_texts, reasons, delimiter="\t")
+
+
+def looks_like_w3c(lines: Sequence[bytes]) -> bool:
+    """Whether there is a directive with which files begin."""
+    return any(line.startswith((b"#Fields:", b"#Version:", b"#Software:")) for line in lines)
 
 
 def tabbed(lines: pa.Array) -> pa.Array:

@@ -5,7 +5,7 @@ Decision record: docs/decisions/012-web-log.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
-from lockstep.etl.input.log_formats import LOG_FORMATS
-from lockstep.etl.logs import server_log, w3c
-from lockstep.etl.logs.alb import parse_alb
-from lockstep.etl.logs.fields import Column, Form, read_table
+from lockstep.etl.logs import w3c
+from lockstep.etl.logs.formats import Form, read_table
 from lockstep.etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
 from lockstep.etl.logs.parse import NO_TIME, Found
 from lockstep.etl.logs.server_log import (
-    BAD_TIME,
     Requests,
     asked,
     first_address,
@@ -30,15 +27,14 @@ from lockstep.etl.logs.server_log import (
     seconds_of_text,
     target_parts,
 )
-from lockstep.etl.logs.values import Reasons, bad_value, missing_value
+from lockstep.etl.logs.values import Column, Reasons, bad_value, missing_value
+from lockstep.etl.reasons import BAD_TIME, CENSORED, NOT_A_PAGE
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-NOT_A_PAGE = "not_a_page"
-CENSORED = "censored"
 ID_COLUMNS = ("visitor", "page", "time", "query")
 ID_SCHEMA = pa.schema([(name, pa.int64() if name == "time" else pa.string()) for name in ID_COLUMNS])
 COMBINED = ("referrer", "agent")  # the columns that the combined format has, and some W3C logs
@@ -184,7 +180,7 @@ def rows_of(
 
 
 _NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
-# In a W3C log: `-` for one of the first three is no page; of the last two a section may have no column.
+# Where fields may be absent: `-` for one of the first three is no page; of the last two a section may have no column.
 _MAY_BE_ABSENT = ("status", "method", "target", "query", *COMBINED)
 
 
@@ -249,10 +245,10 @@ def _read(
     drops: Reasons,
 ) -> dict[str, pa.Array]:
     """The columns by their roles; the time as text."""
-    absent = _MAY_BE_ABSENT if form.log_format == w3c.W3C else ("method",) if "request" in columns else ()
+    absent = _MAY_BE_ABSENT if form.format.absent is not None else ("method",) if "request" in columns else ()
 
     def read(some: pa.Array, time: pa.DataType, why: Reasons, left_out: Reasons) -> dict[str, pa.Array]:
-        kinds = {"time": time, "status": _WHOLE if form.log_format == "json" else pa.int64()}
+        kinds = {"time": time, "status": _WHOLE if form.format.keyed else pa.int64()}
         wanted = [
             Column(name, kinds.get(role, pa.string()), nullable=role in absent, may_be_empty=role in COMBINED)
             for role, name in columns.items()
@@ -260,7 +256,7 @@ def _read(
         table = read_table(some, form, names, wanted, why, left_out)
         return {role: table[name] for role, name in columns.items()}
 
-    if form.log_format != "json":
+    if not form.format.keyed:
         return read(lines, pa.string(), reasons, drops)
     # JSON has times as numbers and as strings, and Arrow also reads numbers from strings, with its own grammar. So each
     # line that may have a string is read as text first, independent of its neighbours.
@@ -309,7 +305,7 @@ class WebLines:
     @property
     def combined(self) -> bool:
         """Whether requests name their referrer and user agent."""
-        return self.form.log_format == "combined" or set(COMBINED) <= set(self.columns)
+        return self.form.format.referrers or set(COMBINED) <= set(self.columns)
 
     @property
     def schema(self) -> pa.Schema:
@@ -333,13 +329,5 @@ class WebLines:
         return Found(columns, requests.reasons, drops, last, first, suffixes.counts(kept))
 
     def _requests(self, lines: pa.Array, names: Sequence[str], drops: Reasons) -> Requests:
-        if LOG_FORMATS[self.form.log_format].has_columns:
-            return read_requests(lines, self.form, names, self.columns, drops)
-        return _PARSERS[self.form.log_format](lines)
-
-
-_PARSERS: Mapping[str, Callable[[pa.Array], Requests]] = {
-    "common": server_log.parse_common,
-    "combined": server_log.parse_combined,
-    "alb": parse_alb,
-}
+        parse = self.form.format.parse
+        return read_requests(lines, self.form, names, self.columns, drops) if parse is None else parse(lines)

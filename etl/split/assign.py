@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
+from lockstep.etl.reasons import SAMPLED_OUT
 from lockstep.etl.spark.tasks import rows_too_large
-from lockstep.etl.split.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
+from lockstep.etl.split.sampling import WEIGHT, ClassWeights, Sampling
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.sequence_example import SequenceEncoder

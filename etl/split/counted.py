@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from lockstep.etl import columns as c
-from lockstep.etl.split.sampling import SAMPLED_OUT
+from lockstep.etl.reasons import CENSORED_AT_BORDER, SAMPLED_OUT
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.storage.errors import DataError, nearest
 
@@ -30,7 +30,6 @@ KEY_BITS = 64
 MAX_CLASSES = 1000
 MAX_GROUPS = 1_000_000
 MAX_NAMED = 20  # values that an error lists
-CENSORED_AT_BORDER = "censored_at_border"
 _LEAST = -(1 << 63)
 
 # (bucket, shift) of the values to count, or None for all; shift of the buckets -> records by bucket. A value v is in

@@ -34,7 +34,6 @@ def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
     return share
 
 
-SAMPLED_OUT = "sampled_out"
 WEIGHT = "weight"
 UNCOUNTED = 1.0  # the weight of a class that only validation or test has: the mean weight in training
 _OWN_SEED = 0x73616D706C65  # "sample": which records are kept must not depend on their order in shards or on the split

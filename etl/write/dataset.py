@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from lockstep.etl import columns as c
 from lockstep.etl.columns import PACKED, PLACE
 from lockstep.etl.fit.bake import Bake, baked_rows, fitted_of
 from lockstep.etl.fit.statistics import class_counts, classes_of, fit_all
-from lockstep.etl.petastorm.metadata import write_petastorm_metadata
 from lockstep.etl.spark.errors import SameIdError, translated
 from lockstep.etl.spark.session import at_once, bounded
 from lockstep.etl.spark.tasks import mapped
@@ -24,25 +23,24 @@ from lockstep.etl.split.counted import check_values, settle
 from lockstep.etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
 from lockstep.etl.split.sampling import balanced
 from lockstep.etl.split.splits import TRAIN, SplitSpec, span_of
-from lockstep.etl.split.warnings import far_from_shares, label_lines, percent
-from lockstep.etl.write.append import CLASS_COUNTS, Parent, check_new_ids
-from lockstep.etl.write.carried import CARRIED, Carried, Carry, place_carried
+from lockstep.etl.split.warnings import far_from_shares, percent
+from lockstep.etl.write.append import Parent, check_new_ids
+from lockstep.etl.write.carried import Carried, Carry, place_carried
 from lockstep.etl.write.chance import refuse_chance
 from lockstep.etl.write.checks import Target, check_output, check_target
-from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
+from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, OutputConfig, WriteConfig
 from lockstep.etl.write.frame import named_repeats, prepared
 from lockstep.etl.write.late import AssignLate, LateImages, write_late
 from lockstep.etl.write.pandas_rows import is_frame, spark_frame
-from lockstep.etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
+from lockstep.etl.write.publication import Done, Job, building, compression_of, publish, urls_of
+from lockstep.etl.write.quarantine import Origin
 from lockstep.etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
-from lockstep.etl.write.staging import Staging, publish_beside
-from lockstep.etl.write.staging import clean as clean_beside
+from lockstep.etl.write.staging import Staging
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
-from lockstep.process.installed import VERSION
 from lockstep.storage.dataset.layout import DatasetPaths, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SplitInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import absolute, several
@@ -50,148 +48,9 @@ from lockstep.storage.urls import absolute, several
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One dataset to be written: its checked target, the columns that identify a record, where the rows come from, what
-    they leave for appends, and the records of each class that balanced weights are computed for.
-    """
-
-    target: Target
-    id_columns: tuple[str, ...]
-    origin: Origin
-    late: LateImages | None = None
-    carry: Carry | None = None
-    sampled: Sampled | None = None
-    class_counts: Mapping[str, int] | None = None
-    files: bool = False
-    """Whether rows have lockstep.etl.columns.FILE, which the dataset keeps by sample id."""
-
-    @property
-    def config(self) -> WriteConfig:
-        """The configuration."""
-        return self.target.config
-
-    @property
-    def schema(self) -> Schema:
-        """The schema as written."""
-        return self.target.schema
-
-    @property
-    def split(self) -> SplitSpec:
-        """How records are split."""
-        return self.config.split_spec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """What was written: shards and indexes, renamed to their places, with their manifest entries. `classes` are those
-    of lockstep.etl.write.shards.Sizes.
-    """
-
-    schema: Schema
-    splits: dict[str, SplitInfo]
-    files: dict[str, FileInfo]
-    origin: Origin
-    dropped: Mapping[str, int]
-    leakage: Leakage
-    fitted: Mapping[str, bytes]
-    classes: Mapping[str, Mapping[str, int]]
-    carried: Carried | None = None
-
-    @property
-    def written(self) -> int:
-        """Records in all splits."""
-        return sum(split.records for split in self.splits.values())
-
-
-@dataclass(frozen=True)
-class Place:
-    """The folder in which a dataset is built, and that of its rejected input if it goes to a separate URL."""
-
-    staging: Staging
-    apart: Staging | None
-
-
-@contextmanager
-def building(job: Job) -> Iterator[Place]:
-    """Build a dataset in a folder next to its place; the folder is removed at the end unless `publish` was called."""
-    config = job.config
-    with Staging(config.output) as staging:
-        if config.clean:
-            clean_beside(staging.fs, config.output, staging.signed_ms())
-        if job.origin.quarantine is None or config.quarantine in (None, NOT_KEPT):
-            yield Place(staging, None)
-        else:
-            with quarantine_apart(config) as apart:
-                yield Place(staging, apart)
-
-
-def publish(place: Place, job: Job, done: Done) -> DatasetManifest:
-    """Add rejected input and manifest to what was built, and publish it. Raises what Staging raises."""
-    manifest = _finished(place.staging, job, place.apart, done)
-    publish_beside(place.staging, manifest.to_bytes(), place.apart)
-    if job.origin.quarantine is not None:
-        forget_refused(job.config)
-    return manifest
-
-
-def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> DatasetManifest:
-    config, origin, files = job.config, done.origin, done.files
-    counted = done.written + origin.quarantined + sum(done.dropped.values())
-    read = counted if origin.read is None else origin.read
-    if config.petastorm:
-        files |= write_petastorm_metadata(staging.fs, staging.root, done.schema, done.splits)
-    files |= write_fitted(staging, done.fitted)
-    if apart is not None:
-        place_quarantine(apart, apart.root, origin, urls_of(origin))
-    elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
-        files |= place_quarantine(staging, DatasetPaths(staging.root).quarantine, origin, urls_of(origin))
-    if read != counted:
-        raise DataError(
-            "the records that were read and those accounted for differ",
-            got=f"{done.written} written, {origin.quarantined} quarantined, {sum(done.dropped.values())} dropped",
-            allowed=f"{read} together, as were read",
-            next_step=RUN_AGAIN,
-        )
-    if job.schema.label is not None:
-        for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
-            log.warning("%s", line)
-    return DatasetManifest.build(
-        format=config.fmt,
-        created_by={"version": VERSION, "config": _created(job, done), "seed": config.seed},
-        schema=done.schema.to_json(),
-        splits=done.splits,
-        files=files,
-        counts=Counts(read, done.written, origin.quarantined, dict(sorted(done.dropped.items()))),
-        source=origin.sources,
-        parent=None if job.target.parent is None else job.target.parent.to_json(),
-        leakage=done.leakage.to_json(),
-        compression=compression_of(config),
-    )
-
-
-def urls_of(origin: Origin) -> tuple[str, ...]:
-    """The names of the sources, for errors about rows."""
-    return tuple(source.url for source in origin.sources) or ("the data frame",)
-
-
-def compression_of(config: WriteConfig) -> str | None:
-    """The compression of shards, None for none."""
-    return None if config.compression == "none" else config.compression
-
-
-def _created(job: Job, done: Done) -> dict[str, Any]:
-    own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
-    counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
-    sampled = {} if job.sampled is None else {"sampled": job.sampled.to_json()}
-    carried = {} if done.carried is None else {CARRIED: done.carried.to_json()}
-    return {**(job.origin.created_config or own), **counted, **sampled, **carried}
-
-
 __all__ = ["Origin", "write_dataset"]
+
+log = logging.getLogger(__name__)
 MAX_SPLITS = 100
 
 

@@ -15,7 +15,8 @@ from lockstep.etl.write.checks import Target
 from lockstep.etl.write.config import OutputConfig
 from lockstep.etl.write.dataset import write_rows
 from lockstep.etl.write.late import LateImages
-from lockstep.etl.write.quarantine import Look, Origin, check_bad
+from lockstep.etl.write.quarantine import Origin
+from lockstep.etl.write.refusal import Look, check_bad
 from lockstep.etl.write.shards import RECORDS_STEP, SHARDS_STEP
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import SourceInfo

@@ -30,7 +30,8 @@ from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.leakage import CONTENT, checks_of
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.config import OutputConfig
-from lockstep.etl.write.quarantine import Origin, check_bad
+from lockstep.etl.write.quarantine import Origin
+from lockstep.etl.write.refusal import check_bad
 from lockstep.etl.write.shards import RESULT, SHARDS_STEP, ShardTable, WriteShards, check_keys, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder

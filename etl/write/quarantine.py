@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -16,17 +14,13 @@ from lockstep.etl import columns as c
 from lockstep.etl.spark.session import described
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.write.checks import refuse_existing
-from lockstep.etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
+from lockstep.etl.write.config import WriteConfig
 from lockstep.etl.write.shards import RUN_AGAIN, move
-from lockstep.etl.write.staging import Staging, clean, clean_quarantine, remove_refused
-from lockstep.storage.dataset.layout import DatasetPaths, fitted_path
+from lockstep.etl.write.staging import Staging, clean, clean_quarantine
 from lockstep.storage.dataset.manifest_entries import FileInfo, SourceInfo
 from lockstep.storage.digest import digest_of
-from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
-from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import write_file
-from lockstep.storage.urls import absolute, basename, join, parent
+from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -115,21 +109,12 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
     for batch in batches:
         for row in batch.to_pylist():
             values = {name: row[f"_{name}"] for name in SCHEMA.names}
-            held.append({**values, "source": _file(urls, row)})
+            held.append({**values, "source": file_of(urls, row)})
             if len(held) == GROUP_ROWS:
                 yield pa.Table.from_pylist(held, schema=SCHEMA)
                 held = []
     if held:
         yield pa.Table.from_pylist(held, schema=SCHEMA)
-
-
-log = logging.getLogger(__name__)
-CLASS_FOLDERS = (
-    "a folder called train, val, test, ... is a split, which holds class folders: if it is a class, name all classes by"
-    " --classes"
-)
-SHOWN_RECORDS = 20  # to look at for a cause
-REFUSED_RECORDS = 1000  # enough to see the cause; with RAW_BYTES each they fit one file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +128,6 @@ class Origin:
     quarantined_raw_bytes: int = 0
     quarantine: DataFrame | None = None
     created_config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, FileInfo]:
-    """Write fitted files by name below `_fitted/`; returns their manifest entries."""
-    files = {}
-    for name, data in sorted(documents.items()):
-        write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
-        files[fitted_path(name)] = FileInfo(len(data), sha256_hex(data))
-    return files
 
 
 def quarantine_apart(config: WriteConfig) -> Staging:
@@ -187,95 +163,7 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
     return files
 
 
-def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int) -> str | None:
-    """Keep the first REFUSED_RECORDS of the `bad` records, for which a job fails, as a quarantine next to its output,
-    or next to the URL of --quarantine; returns the URL.
-
-    One rename publishes the folder, only its owner may read it (mode 0700), and it replaces the one of an earlier job
-    for the same output; `forget_refused` removes it. Returns None if rejected input is not kept, or if this fails,
-    which is logged: the job then still ends with the error about its input.
-    """
-    if config.quarantine == NOT_KEPT:
-        return None
-    url = _refused(config)
-    rows = bad_rows.orderBy(c.SOURCE, c.PLACE, c.POSITION).limit(REFUSED_RECORDS)
-    try:
-        with Staging(url, mode=0o700, part_of=config.output) as staging:
-            origin = Origin(quarantine=rows, quarantined=min(bad, REFUSED_RECORDS), quarantined_raw_bytes=PART_BYTES)
-            place_quarantine(staging, staging.root, origin, tuple(urls))
-            remove_refused(staging.fs, url, config.output)
-            staging.publish(None)
-    except Exception as error:  # of storage or Spark; the error about the input comes next
-        log.warning("the rejected records were not kept in %s: %s", url, error)
-        return None
-    return url
-
-
-def forget_refused(config: WriteConfig) -> None:
-    """Remove what an earlier, failed job kept for this output, which is published now."""
-    url = _refused(config)
-    remove_refused(filesystem(url), url, config.output)
-
-
-def _refused(config: WriteConfig) -> str:
-    place = absolute(config.output if config.quarantine in (None, NOT_KEPT) else str(config.quarantine))
-    return join(parent(place), f"_quarantine-{basename(place)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a job sees in the first rejected records: more words for the error, and what to do, "" if it knows none."""
-
-    words: str = ""
-    next_step: str = ""
-
-
-def check_bad(
-    config: OutputConfig,
-    bad_rows: DataFrame,
-    urls: Sequence[str],
-    bad: int,
-    read: int,
-    *,
-    lines: tuple[int, int] | None = None,
-    look: Callable[[Sequence[Row]], Look] = lambda rows: Look(),
-) -> None:
-    """Raise DataError if a larger share of the records is bad than --max-bad allows. The error names the first three
-    and where the first REFUSED_RECORDS are kept.
-
-    `bad_rows` has the columns lockstep.etl.columns.REJECTED; a source is an index into `urls`. Where a record may be
-    several `lines`, the share is that of the lines in the bad records: a bad record may have swallowed good ones.
-    `look` is called with the first bad records.
-    """
-    lost, of = lines or (bad, read)
-    if bad == 0 or Fraction(lost, of) <= config.max_bad_share:
-        return
-    order = (c.SOURCE, c.PLACE, c.POSITION)
-    first = bad_rows.orderBy(*order).select(*order, c.REASON, c.RAW).limit(SHOWN_RECORDS).collect()
-    places = "; ".join(f"{_file(urls, row)} at byte {row[c.POSITION]}: {row[c.REASON]}" for row in first[:3])
-    seen = look(first)
-    step = seen.next_step or _way_out({row[c.REASON] for row in first})
-    kept = keep_refused(config, bad_rows, urls, bad)
-    if kept is not None:
-        which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
-        step = f"{step} {kept} holds {which} until this output is written again."
-    counted = "" if (lost, of) == (bad, read) else f" ({lost} of {of} lines)"
-    raise DataError(
-        f"{bad} of {read} records are bad{counted}, more than --max-bad allows",
-        got=f"{100 * lost / of:.2f} %, first {places}{seen.words}",
-        allowed=config.max_bad,
-        next_step=step,
-    )
-
-
-def _way_out(reasons: Set[str]) -> str:
-    """What to do about records that are bad for `reasons`."""
-    if c.NO_CLASS in reasons:
-        return f"Put each image into a folder of its class; {CLASS_FOLDERS}."
-    return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
-
-
-def _file(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:
+def file_of(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:
     """The URL of the file that a rejected record comes from."""
     url = urls[row[c.SOURCE]]
     return url if row[c.PLACE] is None else join(url, row[c.PLACE])

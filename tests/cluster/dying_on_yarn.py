@@ -19,8 +19,8 @@ from unittest import mock
 import pyarrow as pa
 
 from lockstep.etl.logs import job
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import ParseLog
-from lockstep.etl.write.config import LogsConfig
 from lockstep.etl.write.shards import WriteShards
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from lockstep.etl.logs import job as logs
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from lockstep.etl.logs import job
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.jobs.verify import main as verify
 from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem

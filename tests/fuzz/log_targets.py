@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from lockstep.etl.input.files import Range, find_sources
 from lockstep.etl.input.unpack import PLAIN, codec_of, unpacked
-from lockstep.etl.logs.fields import Column, Form
+from lockstep.etl.logs.formats import LOG_FORMATS, Form
 from lockstep.etl.logs.json_lines import read_objects
 from lockstep.etl.logs.parse import BAD, DIGEST, ROW, SUFFIX, SUMMARY, LineParser, Work, parse_ranges
 from lockstep.etl.logs.plan import kinds_in, names_asked, names_in
 from lockstep.etl.logs.records import RecordLines
 from lockstep.etl.logs.server_log import seconds_of_text
-from lockstep.etl.logs.values import Reasons, as_text
+from lockstep.etl.logs.values import Column, Reasons, as_text
 from lockstep.etl.logs.web import WebLines
 from lockstep.etl.split.sampling import Sampling
 from lockstep.etl.split.splits import SplitSpec
@@ -209,8 +209,8 @@ def headers(data: bytes) -> None:
     with refused():
         (source,) = find_sources([url])
         assert all(isinstance(name, str) for name in names_in(source, log_format, quoted))
-        if log_format == "json":
-            kinds_in([source])
+        if LOG_FORMATS[log_format].keyed:
+            kinds_in([source], LOG_FORMATS[log_format])
 
 
 def times(data: bytes) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 from lockstep.etl.images import job as image_sets
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field, sample_id_field

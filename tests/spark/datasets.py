@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.etl.logs import job
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema

@@ -22,7 +22,7 @@ from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.late import AssignLate, LateImages, WriteLate
-from lockstep.etl.write.quarantine import check_bad
+from lockstep.etl.write.refusal import check_bad
 from lockstep.etl.write.shards import ShardTable, WriteShards
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import DataError

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.etl.input.files import find_sources, path_below
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import ROW, parse_ranges
 from lockstep.etl.logs.plan import plan_of
-from lockstep.etl.write.config import LogsConfig
 from lockstep.etl.write.sources import check_contents
 from lockstep.features.sample_id import sample_id
 from lockstep.storage.dataset.manifest_entries import SourceInfo

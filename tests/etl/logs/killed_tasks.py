@@ -16,9 +16,9 @@ from unittest import mock
 import pyarrow as pa
 
 from lockstep.etl.logs import job
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import ParseLog
 from lockstep.etl.spark.tasks import Items
-from lockstep.etl.write.config import LogsConfig
 from lockstep.etl.write.shards import WriteShards
 from lockstep.jobs import etl_logs
 from lockstep.jobs._cli import run_job

@@ -20,7 +20,7 @@ import psutil
 import pyarrow as pa
 
 from lockstep.etl.logs import job
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.write.shards import WriteShards
 from lockstep.spark.session import spark_session
 

@@ -14,8 +14,8 @@ import pytest
 
 from lockstep.etl.logs import job as logs
 from lockstep.etl.logs import web
+from lockstep.etl.logs.config import DEFAULT_LABEL, LogsConfig
 from lockstep.etl.logs.past import hold_of, hold_of_label, text_of, too_late
-from lockstep.etl.write.config import DEFAULT_LABEL, LogsConfig
 from lockstep.features.sample_id import sample_id
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain
 from lockstep.storage.errors import ConfigError, DataError

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.etl.logs import server_log
 from lockstep.etl.logs.pages import ASSET_SUFFIXES, Suffixes, is_page
-from lockstep.etl.logs.server_log import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, parse_common
-from lockstep.etl.logs.values import NOT_UTF8
+from lockstep.etl.logs.server_log import parse_common
+from lockstep.etl.reasons import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, NOT_UTF8
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
 SECONDS = int(datetime(1995, 7, 9, 4, 0, 7, tzinfo=UTC).timestamp())

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.etl.logs import job as logs
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.spark.errors import SameIdError
-from lockstep.etl.write.config import LogsConfig
 from lockstep.features.sample_id import sample_id
 from lockstep.jobs._etl import BY_PLACE, summary
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset

@@ -20,7 +20,7 @@ import pytest
 
 from lockstep.etl.input.files import Source, check_lines
 from lockstep.etl.logs import job
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.jobs import etl_logs
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify

@@ -21,9 +21,9 @@ import pytest
 
 from lockstep.etl.logs import job as logs
 from lockstep.etl.logs import web
+from lockstep.etl.logs.config import DEFAULT_LABEL, LogsConfig
 from lockstep.etl.logs.parse import ROW
 from lockstep.etl.logs.plan import plan_of
-from lockstep.etl.write.config import DEFAULT_LABEL, LogsConfig
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.examples import decode_batch
 from lockstep.features.schema.fitted import Vocabulary

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import BAD, ROW, SUMMARY, parse_ranges
 from lockstep.etl.logs.plan import plan_of
 from lockstep.etl.logs.server_log import parse_combined, parse_common
-from lockstep.etl.write.config import LogsConfig
 from lockstep.storage.errors import DataError
 
 EXAMPLES = 200

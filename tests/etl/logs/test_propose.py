@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import BAD, ROW, parse_ranges
 from lockstep.etl.logs.plan import plan_of
 from lockstep.etl.logs.propose import propose
 from lockstep.etl.propose import ROWS
-from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
 from lockstep.jobs import etl_logs

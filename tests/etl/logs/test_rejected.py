@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.etl.input.files import find_lines
-from lockstep.etl.logs.fields import Form
+from lockstep.etl.logs.config import LogsConfig
+from lockstep.etl.logs.formats import Form
 from lockstep.etl.logs.plan import plan_of
 from lockstep.etl.logs.rejected import look
-from lockstep.etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.storage.errors import DataError
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.plan import _check_parent
 from lockstep.etl.logs.roles import columns_of
 from lockstep.etl.write.append import Parent
-from lockstep.etl.write.config import LogsConfig
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.logs.web_rows import CASES, kept, plan, stays
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.etl.logs.fields import Column, Form, read_table, split_fields
+from lockstep.etl.logs.fields import split_fields
+from lockstep.etl.logs.formats import Form, read_table
 from lockstep.etl.logs.server_log import seconds_of_text
-from lockstep.etl.logs.values import Reasons
+from lockstep.etl.logs.values import Column, Reasons
 
 NAMES = ("a", "b", "c")
 COLUMNS = (Column("a", pa.int64()), Column("b", pa.string()), Column("c", pa.string(), nullable=True))
@@ -260,7 +261,7 @@ def one_by_one(text: str, width: int) -> list[str] | None:
 @settings(max_examples=150, deadline=None)
 def test_csv_is_what_one_character_after_the_other_gives(lines: list[str], width: int) -> None:
     reasons = Reasons(len(lines))
-    fields = split_fields(pa.array(lines), "csv", width, reasons)
+    fields = split_fields(pa.array(lines), ",", width, reasons, quotes=True)
     values = fields.values.to_pylist()
     found = [None if at < 0 else values[at * width : (at + 1) * width] for at in fields.line.tolist()]
     assert found == [one_by_one(line, width) for line in lines]

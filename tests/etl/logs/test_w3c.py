@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import BAD, SUMMARY
 from lockstep.etl.logs.propose import propose
-from lockstep.etl.write.config import LogsConfig
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.logs.web_rows import CASES, kept, parsed, plan, stays
 

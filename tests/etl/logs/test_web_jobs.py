@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.etl.logs import job
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.jobs import _etl
 from lockstep.storage.errors import ConfigError
 from tests.etl.logs.web_rows import CASES

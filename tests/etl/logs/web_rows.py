@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from lockstep.etl.logs.config import LABEL_WINDOW_S, LogsConfig
 from lockstep.etl.logs.parse import BAD, ROW, parse_ranges
 from lockstep.etl.logs.plan import Plan, plan_of
-from lockstep.etl.write.config import LABEL_WINDOW_S, LogsConfig
 
 CASES = Path(__file__).parent / "cases"
 

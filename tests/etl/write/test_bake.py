@@ -20,9 +20,10 @@ from lockstep.etl.fit.bake import check_bake, fitted_of
 from lockstep.etl.images import job as image_sets
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.checks import check_output, check_schema
-from lockstep.etl.write.config import LogsConfig, WriteConfig
+from lockstep.etl.write.config import WriteConfig
 from lockstep.etl.write.dataset import write_dataset
 from lockstep.features.encode.bake import Baker
 from lockstep.features.encode.encoder import Encoder

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.spark.errors import from_text, to_wire
 from lockstep.etl.split.sampling import parse_share
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.tables import TableConfig
-from lockstep.etl.write.config import LogsConfig, WriteConfig, parse_size
+from lockstep.etl.write.config import WriteConfig, parse_size
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
 ROOT = Path(__file__).resolve().parents[3]

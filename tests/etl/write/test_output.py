@@ -13,9 +13,10 @@ import pytest
 
 from lockstep.etl.images import job
 from lockstep.etl.images.config import ImagesConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.write.checks import check_columns, check_schema
-from lockstep.etl.write.config import LogsConfig, WriteConfig
-from lockstep.etl.write.quarantine import check_bad, forget_refused
+from lockstep.etl.write.config import WriteConfig
+from lockstep.etl.write.refusal import check_bad, forget_refused
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError

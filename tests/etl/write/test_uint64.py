@@ -12,9 +12,10 @@ import pytest
 import lockstep
 from benchmarks.shared.arrays import split_arrays
 from lockstep.etl.columns import ddl_of
-from lockstep.etl.logs.fields import Column, Form
+from lockstep.etl.logs.formats import Form
 from lockstep.etl.logs.parse import output_schema
 from lockstep.etl.logs.records import RecordLines
+from lockstep.etl.logs.values import Column
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.petastorm import enable

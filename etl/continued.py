@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lockstep.etl.logs.config import DEFAULT_LABEL
 from lockstep.etl.split.splits import SplitSpec
-from lockstep.etl.write.config import DEFAULT_LABEL
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.etl import continued as continuing
+from lockstep.etl.continued import continued
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
-from lockstep.etl.write import continued as continuing
-from lockstep.etl.write.config import LogsConfig
-from lockstep.etl.write.continued import continued
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.features.schema.schema import Schema
 from lockstep.jobs import etl_images, etl_logs, etl_table
 from lockstep.storage.errors import ConfigError
