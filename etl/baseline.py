@@ -108,7 +108,7 @@ class Plan:
     manifest: DatasetManifest
     schema: Schema
     label: Field | None
-    """None for clusters of a dataset whose label is no classes, or that has none."""
+    """The field of the label; None for clusters of a dataset that has no label, or whose label is not classes."""
     settings: Mapping[str, Any]
 
 
@@ -120,7 +120,7 @@ class Predicted:
     """
 
     classes: int | None
-    """None for a number to predict, and without a label."""
+    """The number of classes; None for a number to predict, and without a label."""
     probabilities: bool
     """Whether scores of yes are probabilities (linear-svc has distances, of which 0 separates yes from no)."""
     kept: tuple[float, ...] | None

@@ -44,7 +44,7 @@ class CheckSkipped(LockstepError):
 
 
 def check_python() -> str:
-    """Python 3.11 or later."""
+    """Check that Python is 3.11 or later."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < MINIMUM_PYTHON:
         raise CheckFailed(f"Python {found}", next_step="Make the environment with Python 3.11 or later.")

@@ -127,7 +127,7 @@ def output_values(args: Namespace) -> dict[str, Any]:
 
 
 def finished(args: Namespace, config: OutputConfig, sources: Callable[[], Sequence[Source]]) -> DatasetManifest | None:
-    """With --if-exists keep: the dataset at --output, made before of the same input and settings; None without one.
+    """With --if-exists keep, return the dataset at --output if it was made of the same input and settings; else None.
     `sources` finds the input as the job does.
 
     Raises ExistsError for another dataset.

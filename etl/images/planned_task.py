@@ -87,7 +87,7 @@ class MakeShards:
                 yield self.made(item)
 
     def made(self, item: PlannedShard) -> ShardMade | None:
-        """Write one shard."""
+        """Write one shard; None if too much content is rejected to send it to the driver."""
         with pa.ipc.open_stream(item.plan) as stream:
             plan = stream.read_all().combine_chunks()
         files = read_files(self.urls, plan)

@@ -72,7 +72,7 @@ class FileList:
             self._pack()
 
     def table(self) -> pa.Table:
-        """All that was added."""
+        """Return all rows that were added."""
         self._pack()
         return pa.Table.from_batches(self._batches, FILES).combine_chunks()
 
@@ -273,7 +273,7 @@ def composed(text: str) -> str:
 
 
 def split_classes(classes: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of the named classes that are named like a split."""
+    """Return those of the named classes that are named like a split."""
     return tuple(name for name in classes or () if name.lower() in SPLITS)
 
 

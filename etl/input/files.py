@@ -359,7 +359,7 @@ class Content:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The columns of DIGEST that say it."""
+        """The length and the checksum as a row's columns of DIGEST."""
         return {"content_bytes": self.size, "content_crc32c": f"{self._crc:08x}"}
 
     def through(self, pieces: Iterator[bytes]) -> Iterator[bytes]:

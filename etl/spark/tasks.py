@@ -197,7 +197,7 @@ def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def values_by_remainder(count: int) -> list[int]:
-    """For each partition 0..count-1 the least number that Spark's HashPartitioning sends there."""
+    """Find, for each partition 0..count-1, the least number that Spark's HashPartitioning sends there."""
     found = np.full(count, -1)
     start, step = 0, 8 * count
     while (found < 0).any():

@@ -23,7 +23,7 @@ class Readable(Protocol):
 
 
 class Digest:
-    """Of all bytes added so far: `bytes` (their number), `sha256` and `crc32c`."""
+    """Adds up all bytes so far: `bytes` (their number), `sha256` and `crc32c`."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()

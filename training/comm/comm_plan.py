@@ -39,7 +39,7 @@ class CommPlan:
     """The algorithm of all_reduce and reduce_scatter at each size, for one layout of the ranks."""
 
     layout: Layout
-    """As found, after trying shared memory."""
+    """Which ranks share a host, as found after trying shared memory."""
     backend: str
     """tcp, shm or hierarchical."""
     asked: str
@@ -60,7 +60,7 @@ class CommPlan:
         return look_up(self.table, nbytes) if self.table else self.backend
 
     def choose_flat(self, nbytes: int) -> str:
-        """As `choose`, for the TCP communicator of all ranks, which does not know two levels."""
+        """Choose as `choose` does, for the TCP communicator of all ranks, which does not know two levels."""
         name = self.choose(nbytes)
         return default_choice(nbytes) if name == HIERARCHICAL else name
 

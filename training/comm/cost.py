@@ -62,7 +62,7 @@ class AlgorithmCosts:
     costs: Mapping[str, LinkCosts]
 
     def of(self, algorithm: str) -> LinkCosts:
-        """Those of one algorithm."""
+        """Return the costs of one algorithm."""
         return self.costs[algorithm]
 
     def to_json(self) -> dict[str, dict[str, float]]:

@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 
     communicator: Communicator
     plan: CommPlan | None
-    """None for one rank, and for a backend whose algorithms we do not choose."""
+    """The algorithms in use; None for one rank, and for a backend whose algorithms we do not choose."""
     calibrated: bool
     """Whether the plan was made now, because none of `options.plans` fits."""
 

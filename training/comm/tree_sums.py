@@ -40,7 +40,7 @@ class TreeSums(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """That of the wrapped communicator, for each step of a call."""
+        """The deadline of the wrapped communicator, which holds for each step of a call."""
         return self._all.deadline_s
 
     @deadline_s.setter

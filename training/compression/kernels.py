@@ -150,7 +150,7 @@ def from_bfloat16(halves: Any, bits: Any) -> None:
 
 @kernels(__name__)
 def add_to(total: Any, part: Any) -> None:
-    """total += part, float32."""
+    """Add `part` to `total`, both float32."""
     for i in range(total.size):
         total[i] += part[i]
 

@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
     columns: int
 
     def of(self, flat: Array) -> Array:
-        """Its view (rows, columns) of a bucket (size,)."""
+        """Return this tensor's view (rows, columns) of a bucket (size,)."""
         return flat[self.start : self.start + self.rows * self.columns].reshape(self.rows, self.columns)
 
 

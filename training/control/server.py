@@ -45,7 +45,7 @@ UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
 STACKS_S = 3.0  # for supervisors to send the stacks of their ranks, before all are stopped
 EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
-"""answer(rank, kind, fields) -> reply."""
+"""Called as answer(rank, kind, fields); returns the reply."""
 
 
 class Handler:

@@ -120,7 +120,7 @@ class CheckedRun:
     """A run that may be started, and what was opened and planned to check it."""
 
     config: TrainConfig
-    """With absolute URLs."""
+    """The configuration with absolute URLs."""
     manifest: DatasetManifest
     plan: RunPlan
     finished: RunResult | None

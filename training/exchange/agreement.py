@@ -42,7 +42,7 @@ class Agreement:
     batches: int = 1
     """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
     losses: tuple[float, ...] = ()
-    """Of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
+    """The losses of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
     agreed: bool = True
     """Whether this is of all ranks; else of this rank, which trains by itself
     (lockstep.training.strategies.local_steps).

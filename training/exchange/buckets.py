@@ -38,13 +38,13 @@ class Layout:
     """The buckets of one model; equal on every rank, since it depends only on shapes and dtypes."""
 
     dtypes: tuple[np.dtype[Any], ...]
-    """Of each bucket."""
+    """The dtype of each bucket."""
     sizes: tuple[int, ...]
     """Elements of each bucket, the control words at the end of the last one included."""
     gradients: tuple[Slot, ...]
-    """In the order of the variables."""
+    """Where each gradient is, in the order of the variables."""
     statistics: tuple[Slot, ...]
-    """In the order given."""
+    """Where each statistic is, in the order given."""
     control: Slot
     """Loss and flags."""
 

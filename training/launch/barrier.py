@@ -186,7 +186,7 @@ class SuperviseOnTask:
     """Sent in Spark's messages: see docs/security.md."""
     limits: Limits
     devices: Sequence[tuple[str, ...]]
-    """By rank, under a local master, where Spark gives tasks no GPUs."""
+    """The GPUs of each rank under a local master, where Spark gives tasks none."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise this task's rank until the driver ends the session; yields (rank, exit code)."""
@@ -365,10 +365,10 @@ class OnSpark(SessionLauncher):
 
     spark: SparkSession
     devices: tuple[str, ...] | None = None
-    """Under a local master, the only GPUs that its ranks get; None: all of this host."""
+    """The only GPUs that ranks get under a local master; None: all of this host."""
 
     def application(self) -> str | None:
-        """Spark's ID of it."""
+        """Return Spark's ID of the application."""
         return str(classic_context(self.spark).applicationId)
 
     def slots(self) -> int:

@@ -49,13 +49,14 @@ class ExecutorMemory:
 
     container_mib: int
     heap_mib: int
-    """The part of it that `spark.executor.memory` sets."""
+    """The part of the container that `spark.executor.memory` sets."""
     overhead_mib: int
-    """The part of it that `spark.executor.memoryOverhead` sets: ranks live there."""
+    """The part of the container that `spark.executor.memoryOverhead` sets: ranks live there."""
     ranks: int
 
     def judge(self, rank_mib: int, whose: str) -> str | None:
-        """None if ranks of `rank_mib` each fit in addition to Java's whole heap, a warning if they may not.
+        """Judge whether ranks of `rank_mib` each fit in addition to Java's whole heap: None if they do, a warning if
+        they may not.
 
         Raises ConfigError if they do not fit even while Java's heap is almost empty. `whose` names the kind of rank.
         """

@@ -50,7 +50,7 @@ class ForkedRank:
         return code
 
     def kill(self) -> None:
-        """Kill it; does nothing after its end."""
+        """Kill the process; does nothing after its end."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:

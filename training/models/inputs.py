@@ -1,4 +1,4 @@
-"""From the features of a signature to the tensors that the ready models begin with."""
+"""Turns the features of a signature into the tensors that the ready models begin with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sharding:
     options: Mapping[str, Any]
     """Arguments of ShardedEmbedding."""
     growing: Mapping[str, Any]
-    """More of them, of tables without a number of rows."""
+    """More arguments of ShardedEmbedding, for tables without a number of rows."""
 
     @classmethod
     def of(cls, options: ModelOptions, chosen: Mapping[str, Any]) -> Sharding:

@@ -100,7 +100,9 @@ def _upright(pixels: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
 
 
 def _fit(pixels: tf.Tensor, height: int, width: int, how: str) -> tf.Tensor:
-    """As lockstep.features.images.resize.fit: (h, w, c) float64 -> (height, width, c) uint8. All sums are exact."""
+    """Fit an image as lockstep.features.images.resize.fit does: (h, w, c) float64 -> (height, width, c) uint8. All sums
+    are exact.
+    """
     sides = tf.cast(tf.shape(pixels), tf.int64)
     old_height, old_width = sides[0], sides[1]
     if how == "resize":

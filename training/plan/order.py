@@ -68,7 +68,7 @@ class BlockTable:
         return self.runs(*Line(self.block_records, self.short_blocks, self.short_by).cut(start, stop))
 
     def run(self, block: int) -> Run:
-        """The whole of one block."""
+        """Return the run of a whole block."""
         numbers = np.asarray([block], dtype=np.int64)
         shard, first = self.locate(numbers)
         return Run(int(shard[0]), int(first[0]), int(self.sizes(numbers)[0]))

@@ -57,7 +57,7 @@ class ProfileLoop:
         return self._settling + self._steps
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Called by the clock with its rows."""
+        """Keep the rows that the clock sends."""
         self._rows += fields["rows"]
 
     def callbacks(self, model: Any, micro_batches: int) -> RunCallbacks:
@@ -101,7 +101,7 @@ class ProfileLoop:
             self.clock.flush()
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """The logs unchanged; they are unused."""
+        """Return the logs unchanged; they are unused."""
         return logs
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:

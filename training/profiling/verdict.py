@@ -61,7 +61,7 @@ class Measured:
     input_cpu_s: float
     """CPU time of a batch of `cached_alone`, of all threads."""
     waiting: dict[str, float]
-    """By kind: the share of a step for which the rank that waits most waited for its batch
+    """The share of a step for which the rank that waits most waited for its batch, by kind
     (lockstep.training.rank.metrics).
     """
 

@@ -59,7 +59,7 @@ class Validation:
         self._tables = tables
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
-        """Of all validations since this process began."""
+        """Seconds of all validations since this process began."""
 
     def after(self, step: int) -> Validated:
         """Score the split with the model after optimizer step `step`, as lockstep evaluate scores its checkpoint, and

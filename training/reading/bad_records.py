@@ -24,11 +24,11 @@ class BadRecords:
     """Records of one shard that are skipped: one, or a whole block of a format that is read by blocks."""
 
     words: str
-    """The error's, which name file and record."""
+    """The error's words, which name file and record."""
     shard: str
     """The path of the shard in its dataset."""
     sha256: str
-    """Its digest in the manifest."""
+    """The shard's digest in the manifest."""
     first: int
     count: int = 1
 
@@ -49,7 +49,7 @@ class BadRecords:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> BadRecords | None:
-        """None for an image's row, whose sample keeps its id."""
+        """Read the bad records back from a row; None for an image's row, whose sample keeps its id."""
         if "shard" not in row:
             return None
         return cls(row["what"], row["shard"], row["shard_sha256"], row["record"], row["records"])

@@ -33,7 +33,7 @@ class Range:
 
     @property
     def size(self) -> int:
-        """Its bytes in the budget."""
+        """The range's bytes in the budget."""
         return self.stop - self.start
 
 
@@ -124,7 +124,7 @@ class Hint:
 
     @property
     def key(self) -> Key:
-        """Its key in the queue."""
+        """The range's key in the queue."""
         return self.shard, self.first
 
 

@@ -318,7 +318,7 @@ class SplitReader:
         return {} if self._skipped is None else self._skipped.words
 
     def skip_bad_records(self, skipped: Skipped) -> None:
-        """From now on, a record that cannot be decoded is read as another one, with a sample id of its own, which is
+        """Read another record from now on in place of one that cannot be decoded, with a sample id of its own, which is
         added to `skipped`.
 
         In TFRecord the index, whose digest is checked, says where the next record begins, whatever the record's length
@@ -344,7 +344,9 @@ class SplitReader:
         return pa.concat_batches([found[record] for record in sorted(found)])
 
     def _whole_block(self, run: Run) -> pa.RecordBatch:
-        """As `block`; if it cannot be decoded, and bad records are skipped, all its rows are replaced."""
+        """Read a whole block as `block` does; if it cannot be decoded, and bad records are skipped, all its rows are
+        replaced.
+        """
         try:
             return self.block(run)
         except DataError as error:

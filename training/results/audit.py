@@ -146,8 +146,8 @@ def check_audit(
 
 
 def stand_ins_of(readers: Sequence[SplitReader], skipped: Iterable[BadRecords]) -> dict[int, int]:
-    """For each id that stood for a record's own in a run: the id that the readers find there now, which is the record's
-    own if its shard was restored since. `skipped` are the records that the run reported."""
+    """Return, for each id that stood for a record's own in a run, the id that the readers find there now. It is the
+    record's own if its shard was restored since. `skipped` are the records that the run reported."""
     found: dict[int, int] = {}
     for bad in skipped:
         for reader in readers:
@@ -299,7 +299,7 @@ class Places:
         self._found[span.generation, part.rank] += self._of_part(part, span)
 
     def faults(self) -> list[str]:
-        """Those of all files, and the steps that none has."""
+        """Return the faults of all files, and the steps that no file has."""
         found = []
         for span in self._spans.values():
             found += self._too_many[span.generation]

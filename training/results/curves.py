@@ -28,7 +28,7 @@ _TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
 LOSS = "loss"
 SAME = 1e-5  # the relative difference of two curves that are one: metrics of a model are float32
 Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (lockstep.training.results.follow)."""
+"""The metrics of each evaluated checkpoint, by `SPLIT of DATASET` and step (lockstep.training.results.follow)."""
 
 
 def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:
@@ -64,7 +64,7 @@ def _loss_lines(history: History) -> list[Line]:
 
 
 Curves = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
-"""By the name of a metric, by what was scored, the points of a line."""
+"""The points of each line, by the name of a metric and by what was scored."""
 
 
 def curve_names(

@@ -71,7 +71,9 @@ class Scored:
         return {**kept, "config": self.config.to_json()}
 
     def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
-        """What chose it by these rows (lockstep.training.results.chosen_on)."""
+        """Return what chose the model by rows of `split` (lockstep.training.results.chosen_on); nothing for other
+        datasets.
+        """
         if not has_rows_of(self.document, datasets):
             return []
         result = find_result(filesystem(self.run), RunPaths(self.run))
@@ -284,7 +286,7 @@ def _doubts(
 
 
 def _before(counts: Sequence[int] | None, shares: Sequence[float] | None) -> Sequence[int] | None:
-    """The rows of each class before --sample."""
+    """Return the rows that each class had before --sample."""
     if not counts or not shares:
         return counts
     return [round(rows / share) for rows, share in zip(counts, shares, strict=True)]

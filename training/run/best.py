@@ -62,7 +62,7 @@ class Best:
     ref: CheckpointRef
     url: str
     value: float
-    """Of the metric that --keep-best names."""
+    """The checkpoint's value of the metric that --keep-best names."""
     metrics: Mapping[str, Any]
     """All metrics of the epoch that it ends."""
 

@@ -62,7 +62,7 @@ class Estimates:
     parts: tuple[Part, ...]
     scale: Literal["plain", "log-odds"] = "plain"
     rows: tuple[float, float] | None = None
-    """Of an AUC: rows of yes and of no, of clusters their number."""
+    """The rows of yes and of no that an AUC was computed from; of clusters their number."""
 
     @property
     def covariance(self) -> Floats:

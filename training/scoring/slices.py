@@ -42,7 +42,7 @@ class SliceBy:
     """A stored column, whether it has texts, and for times `day` or `hour` of the day (UTC)."""
 
     name: str
-    """As given: COLUMN, COLUMN:day or COLUMN:hour."""
+    """The name as given: COLUMN, COLUMN:day or COLUMN:hour."""
     column: str
     is_text: bool
     time: str | None = None
@@ -195,7 +195,7 @@ def metrics_of_slices(
     baseline: str | None,
     clusters: NDArray[Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Of each slice {value, samples, metrics, intervals, class_counts, baseline, difference}.
+    """Compute {value, samples, metrics, intervals, class_counts, baseline, difference} of each slice.
 
     `rows` are the columns of `scores.measure`, and `clusters` theirs.
     """

@@ -35,7 +35,7 @@ class SearchProgress(Protocol):
         """A trial has ended; `words` says how."""
 
     def look(self) -> None:
-        """Called every 0.5 s or more often."""
+        """Show the trials' progress; called every 0.5 s or more often."""
 
 
 class AsLines:
@@ -51,7 +51,7 @@ class AsLines:
         """Do nothing."""
 
     def of_trial(self, number: int) -> Callable[[TrainConfig, int], RunProgress]:
-        """As a run shows itself, with the trial's number."""
+        """Return a trial's display: that of a run, with the trial's number."""
         return partial(OnTerminal, label=f"trial {number}")
 
     def ended(self, trial: Trial, words: str) -> None:
@@ -90,7 +90,7 @@ class InNotebook:
         return partial(_InRow, self._steps, number)
 
     def ended(self, trial: Trial, words: str) -> None:
-        """Show it at once."""
+        """Show the trial's end at once."""
         self._show("search")
 
     def look(self) -> None:

@@ -14,7 +14,7 @@ from lockstep.training.config import TrainConfig, Value, flag_of
 from lockstep.training.run.command import setting_word
 
 SETTING = "set."
-"""Before the name of a setting of the model (`lockstep train --set NAME=VALUE`)."""
+"""What precedes the name of a setting of the model (`lockstep train --set NAME=VALUE`)."""
 # A call that resumes a search may give these fields other values.
 ELASTIC = ("min_ranks", "max_ranks", "slots_file")
 """Fields that let the number of ranks change, which a trial does not."""

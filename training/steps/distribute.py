@@ -272,7 +272,8 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
 
 
 def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Within the step that is being traced, after `apply`: int32 (), 1 if the ranks have agreed to skip it."""
+    """Return, within the step that is being traced and after `apply`, int32 (): 1 if the ranks have agreed to skip it.
+    """
     return tf.reshape(_state(optimizer).reduction.skipped, ())
 
 
@@ -390,7 +391,8 @@ class _Distributed:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class follows this mixin
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """At the end of a `fit` that is the end of the run."""
+        """Finalize the values at the end of a `fit` that is the end of the run; Keras calls this at each end of `fit`.
+        """
         if _state(self).finalizes:
             super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class follows this mixin
 

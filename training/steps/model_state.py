@@ -109,7 +109,8 @@ def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
 
 
 def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
-    """As `tensors_of`, only these names, as views of host memory where possible: to be read at once."""
+    """Return what `tensors_of` does, for these names only, as views of host memory where possible: to be read at once.
+    """
     named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
 

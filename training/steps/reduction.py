@@ -58,7 +58,7 @@ def exchange_for(
 
 
 class GraphExchange(Exchange):
-    """Like `Exchange`, but its sums never leave the device.
+    """An `Exchange` whose sums never leave the device.
 
     Instance keys are the buckets' numbers, in every step and in every trace of the graph: a rank that traces again for
     a batch of another size still meets the others. The deadline is the communicator's when the graph is traced.
@@ -75,7 +75,9 @@ class GraphExchange(Exchange):
             self._token = tf.Variable(0.0, trainable=False, name="collective_order")
 
     def fault(self) -> BaseException | None:
-        """As `Exchange.fault`. TensorFlow's own error for a sum that another rank ended names no rank."""
+        """Return the failure, as `Exchange.fault` does. TensorFlow's own error for a sum that another rank ended names
+        no rank.
+        """
         reason = self._cluster.reason() if self.error is None else None
         if reason is not None:
             self.error = CommunicationError(
@@ -177,7 +179,7 @@ class Reduction:
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
     skipped: Any = None
-    """Of the step traced (or run, in eager mode) last: int32 (), 1 if it applies nothing."""
+    """What the step traced (or run, in eager mode) last has decided: int32 (), 1 if it applies nothing."""
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True

@@ -159,7 +159,9 @@ class GrowingTable(RowExchange):
         )
 
     def commit(self, *, skipped: bool) -> None:
-        """As in every table; then admit ids that were seen often enough, and evict rows that were not seen."""
+        """Commit the step as every table does; then admit ids that were seen often enough, and evict rows that were not
+        seen.
+        """
         super().commit(skipped=skipped)
         seen, self._seen = self._seen, []
         if seen and not skipped:

@@ -52,13 +52,13 @@ class TableOptions:
     spread: float = 0.05
     """First values are from -spread to spread, a function of seed, name and row."""
     learning_rate: float = 0.05
-    """Of the table's optimizer."""
+    """The learning rate of the table's optimizer."""
     optimizer: str = "adagrad"
     """adagrad (row-wise) or adam (lazy: only rows in the batch change)."""
     admit_after: int = 1
-    """Without `rows`: an id has a row once it was seen so many times."""
+    """In a table without `rows`, an id gets a row once it was seen so many times."""
     evict_after_steps: int | None = None
-    """Without `rows`: a row that was not seen for so many steps is removed; None: never."""
+    """In a table without `rows`, a row that was not seen for so many steps is removed; None: never."""
 
     def __post_init__(self) -> None:
         where = f"the table {self.name}"
@@ -250,7 +250,7 @@ class RowExchange(ABC):
         return bool(np.isfinite(mine).all() and (np.isfinite(sums).all() or not np.isfinite(got).all()))
 
     def commit(self, *, skipped: bool) -> None:
-        """At the end of a step: apply the gradients of its look-ups, unless the ranks have skipped it."""
+        """Apply the gradients of a step's look-ups at its end, unless the ranks have skipped it."""
         taken, self._sums = self._sums, []
         self._open.clear()
         self.step += 1

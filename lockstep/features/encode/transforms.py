@@ -1,4 +1,4 @@
-"""From a column to the arrays that a model is fed: one plan for each encoding, with shapes and dtypes."""
+"""Turns a column into the arrays that a model is fed: one plan for each encoding, with shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ArrayPlan:
     spec: TensorSpec
     """A row of the model's input."""
     early: Early
-    """From a column of n rows to an array (n, *row.shape) of row.dtype, or to Lists of such values."""
+    """Turns a column of n rows into an array (n, *row.shape) of row.dtype, or into Lists of such values."""
     row: TensorSpec
     """A row that `early` returns; for Lists, one value."""
     lists: bool = False
     """Whether `early` returns Lists."""
     late: Late | None = None
-    """From rows in any order, an array or Lists, to the model's input."""
+    """Turns rows in any order, an array or Lists, into the model's input."""
     stored: str | None = None
     """The stored dtype, if a row of `early` equals the stored bytes or is a stored int64 as float32; else None."""
     borrowed: bool = False
@@ -210,7 +210,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
 
 
 def constant_within(field: Field, mean: float, deviation: float) -> float | None:
-    """For a field that `standardised` counts as constant, the distance from the mean that becomes 0; else None."""
+    """Return the distance from the mean that becomes 0 if `standardised` counts the field as constant; else None."""
     noise = float(np.spacing(np.array(abs(mean), dtype=np.float32 if field.dtype == "float32" else np.float64)))
     return _LAST_BITS * noise if deviation <= noise else None
 

@@ -74,7 +74,7 @@ _kept: ContextVar[list[BadImageError] | None] = ContextVar("bad images", default
 
 @contextmanager
 def keeping_bad() -> Iterator[list[BadImageError]]:
-    """In this context, files that are not images become zeros and are added to the list, in any order."""
+    """Within this context, files that are not images become zeros and are added to the list, in any order."""
     found: list[BadImageError] = []
     token = _kept.set(found)
     try:

@@ -52,7 +52,7 @@ class Sampled:
         return replace(self, weights={})
 
     def to_json(self) -> dict[str, Any]:
-        """As stored in a manifest's `created_by.config.sampled`: shares as exact fractions."""
+        """Return the form that a manifest stores in `created_by.config.sampled`, with shares as exact fractions."""
         shares = {value: str(share) for value, share in self.shares.items()}
         weights = {value: str(weight) for value, weight in self.weights.items()}
         found = {"column": self.column, "shares": shares, "splits": list(self.splits)}

@@ -96,7 +96,7 @@ class UncachedFile(io.FileIO):
     """A file to read with `readinto` into memory of `whole_pages`; uses the page cache if direct reads fail."""
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
-        """As of any raw file."""
+        """Read bytes into `buffer`, as any raw file does."""
         read = super().readinto
         count = _directly(self.fileno(), partial(read, buffer))
         # EINVAL, for instance, at the end of a file whose length is not a multiple of a page.

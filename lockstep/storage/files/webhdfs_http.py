@@ -164,7 +164,7 @@ class Sent:
 
 
 class _Exact:
-    """What both clients have in common."""
+    """What all three clients have in common: requests end after one answer, of limited length, without a redirect."""
 
     # `read` of the package lets requests follow the redirect, and takes a dead DataNode for a dead NameNode.
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
@@ -214,15 +214,15 @@ class _Exact:
 
 
 class _Insecure(_Exact, InsecureClient):
-    """By user name."""
+    """A client that sends a user's name."""
 
 
 class _Token(_Exact, TokenClient):
-    """By delegation token."""
+    """A client that sends a delegation token."""
 
 
 class _Kerberos(_Exact, Client):
-    """By ticket."""
+    """A client that proves itself by a Kerberos ticket."""
 
 
 def make_client(

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

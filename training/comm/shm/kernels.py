@@ -338,7 +338,7 @@ def send(ctx: Any) -> Any:
 
 @_kernel
 def receive(ctx: Any) -> Any:
-    """The other side of `send`."""
+    """Receive what `send` of the peer stores, a slot at a time."""
     pair = _pair(ctx, ctx[PEER], ctx[RANK])
     while ctx[ROUND] == 0 or ctx[ROUND] * SLOT_BYTES < ctx[SIZE]:
         number = ctx[MESSAGE] + ctx[ROUND]

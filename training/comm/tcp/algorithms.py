@@ -16,7 +16,7 @@ from lockstep.training.comm.tcp.schedule import Builder, Combine, Grid, Program,
 
 
 def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Every part complete on every rank."""
+    """Sum up around a ring, so that every part is complete on every rank."""
     builder = Builder(grid)
     _scatter(builder, rank, num_ranks, grid)
     _gather(builder, rank, num_ranks, grid)
@@ -24,7 +24,7 @@ def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def ring_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r complete on rank r."""
+    """Sum up around a ring, so that part r is complete on rank r."""
     builder = Builder(grid)
     _scatter(builder, rank, num_ranks, grid)
     return builder.program()
@@ -285,14 +285,14 @@ def pairwise_exchange(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def send(peer: int, grid: Grid) -> Program:
-    """All to `peer`."""
+    """Send the whole buffer to `peer`."""
     builder = Builder(grid)
     builder.send(peer, 0, len(grid.edges) - 1)
     return builder.program()
 
 
 def receive(peer: int, grid: Grid) -> Program:
-    """All from `peer`."""
+    """Receive the whole buffer from `peer`."""
     builder = Builder(grid)
     builder.receive(peer, 0, len(grid.edges) - 1, "copy")
     return builder.program()
@@ -332,7 +332,7 @@ class Programs:
         self._frames = 0
 
     def of(self, key: ProgramKey) -> Program:
-        """Like `program_of`, with a cache: training repeats the same few calls."""
+        """Return what `program_of` returns, from a cache: training repeats the same few calls."""
         program = self._kept.get(key)
         if program is None:
             program = program_of(key, self._rank, self._num_ranks)
