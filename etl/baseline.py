@@ -276,8 +276,9 @@ def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -
 def _with_features(
     train: DataFrame, test: DataFrame, plan: Plan, classes: int | None, limit: int | None
 ) -> tuple[DataFrame, DataFrame, list[str], int]:
-    """Both with the columns label, weight and features (a vector), fitted on `train`; the features left out; and the
-    most categories of a column. With a `limit`, for trees, categories are numbers of up to so many and not one-hot.
+    """Return both frames with the columns label, weight and features (a vector), fitted on `train`; the features left
+    out; and the most categories of a column. With a `limit`, for trees, categories are numbers of up to so many and not
+    one-hot.
     """
     from pyspark.ml import Pipeline
     from pyspark.ml import feature as ml

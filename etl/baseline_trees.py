@@ -94,8 +94,8 @@ def category_limit(settings: Mapping[str, Any]) -> int:
 
 
 def indexed(rows: DataFrame, ids: Mapping[str, int], limit: int) -> DataFrame:
-    """`rows` with columns NAME_tree of the categories of the columns NAME_id: the most frequent `limit` - 1, and one
-    for all others. `ids` is how many each column has, by NAME.
+    """Return `rows` with columns NAME_tree of the categories of the columns NAME_id: the most frequent `limit` - 1, and
+    one for all others. `ids` is how many each column has, by NAME.
     """
     from pyspark.sql import functions as F
 

@@ -96,7 +96,7 @@ def allows(ranges: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.1.0 as (2, 1), so that it equals 2.1; parts from the first that is not a number are ignored."""
+    """Return 2.1.0 as (2, 1), so that it equals 2.1; parts from the first that is not a number are ignored."""
     found = [int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0])]
     while found and not found[-1]:
         found.pop()

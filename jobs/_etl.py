@@ -112,7 +112,9 @@ def write_values(args: Namespace) -> dict[str, Any]:
 
 
 def continuing(values: dict[str, Any], given: Collection[str] | None) -> dict[str, Any]:
-    """`values`, with --append-to those of the dataset for flags that are not `given`; None: all are."""
+    """Return `values` of the flags; with --append-to, flags that are not `given` have the values of that dataset.
+    `given` None: all are given.
+    """
     return continued(values, values.keys() if given is None else {FIELDS.get(name, name) for name in given})
 
 

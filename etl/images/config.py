@@ -153,7 +153,7 @@ class ImagesConfig(OutputConfig):
         )
 
     def with_classes(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """`to_json` with the names of the classes, which are known after reading."""
+        """Return `to_json` with the names of the classes, which are known after reading."""
         return {**self.to_json(), "class_names": list(class_names) or None}
 
     def to_json(self) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def _with(batch: pa.RecordBatch, more: Mapping[str, pa.Array]) -> pa.RecordBatch
 
 
 def shards_of(keys: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
-    """floor(key * count / 2^64) of each key, `count` below 2^31."""
+    """Compute floor(key * count / 2^64) of each key, with `count` below 2^31."""
     number = np.uint64(count)
     return ((keys >> _HALF) * number + ((keys & _LOW) * number >> _HALF)) >> _HALF
 

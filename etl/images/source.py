@@ -281,7 +281,7 @@ def split_classes(classes: Sequence[str] | None) -> tuple[str, ...]:
 def _of_folders(
     folders: tuple[str, ...], hint: str | None, classes: tuple[str, ...]
 ) -> tuple[str | None, str | None, bool]:
-    """(split, class, whether the split is the hint's)."""
+    """Return (split, class, whether the split is the hint's)."""
     folders = tuple(map(composed, folders))
     for number, folder in enumerate(folders):
         split = SPLITS.get(folder.lower())

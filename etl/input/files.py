@@ -210,7 +210,7 @@ def parts_below(url: str, base: str) -> list[str]:
 
 
 def _parts(url: str) -> list[str]:
-    """The same parts for all spellings of a URL."""
+    """Return the parts of a URL, the same for all spellings of it."""
     scheme, authority, path = split_url(absolute(url))
     return [scheme, authority, *(part for part in os.path.normpath(path).split("/") if part)]
 

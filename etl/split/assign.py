@@ -124,7 +124,7 @@ class Assign:
             yield from self._with_carried(self.rows(batch.filter(pc.invert(pc.fill_null(old, False)))), column)
 
     def _with_carried(self, rows: pa.RecordBatch, column: pa.StructArray) -> Iterator[pa.RecordBatch]:
-        """`rows`, and as rows of PAST what `column` carries."""
+        """Yield `rows`, and what `column` carries as rows of PAST."""
         left, schema = column.filter(column.is_valid()).cast(pa.struct(self.carried)), self.output
         if rows.num_rows:
             arrays = [*rows.columns, pa.nulls(rows.num_rows, left.type)]

@@ -205,7 +205,7 @@ def _values(by_count: Mapping[int, Row]) -> Values:
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:
-    """0 if each split ends before the next begins; else raises DataError."""
+    """Return 0 if each split ends before the next begins; else raise DataError."""
     from pyspark.sql import functions as f
 
     spans = {

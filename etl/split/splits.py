@@ -182,7 +182,7 @@ class SplitSpec:
 
 
 def current_spelling(text: str) -> str:
-    """`text` with the forms of earlier versions replaced, which old manifests hold: user:COLUMN:8/2 and 8:2."""
+    """Return `text` with the forms of earlier versions replaced, which old manifests hold: user:COLUMN:8/2 and 8:2."""
     if text.startswith("user:"):
         return f"group:{text.removeprefix('user:')}"
     return text.replace(":", "/") if _OLD_SHARES.fullmatch(text) else text

@@ -34,7 +34,7 @@ def record_words(url: str, record: int, block_records: int) -> str:
 
 
 def located(error: DataError, location: str) -> DataError:
-    """The same error with the location of the row; a CorruptionError already has one."""
+    """Return the error with the location of the row; a CorruptionError already has one."""
     if isinstance(error, CorruptionError):
         return error
     return DataError(f"{error.what}: {location}", got=error.got, allowed=error.allowed, next_step=error.next_step)

@@ -168,7 +168,7 @@ class Communicator(ABC):
         return found
 
     def _agree_on_parts(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-        """(num_ranks, num_ranks): how many elements rank s sends to rank r, in [s, r]. A collective.
+        """Agree how many elements rank s sends to rank r: (num_ranks, num_ranks), in [s, r]. A collective.
 
         Raises CommunicationError on every rank, and ends this communicator, if the ranks' dtypes differ.
         """

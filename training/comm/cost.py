@@ -39,7 +39,7 @@ class LinkCosts:
     """Seconds per byte added to another."""
 
     def of(self, algorithm: str) -> LinkCosts:
-        """The same for every algorithm."""
+        """Return these costs, which hold for every algorithm."""
         return self
 
     def seconds(self, counts: Counts) -> float:

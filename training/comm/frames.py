@@ -120,7 +120,7 @@ def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
 
 
 def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
-    """(tag, text) if these HEADER_BYTES + WORD_BYTES are a word of this generation, else None."""
+    """Return (tag, text) if these HEADER_BYTES + WORD_BYTES are a word of this generation, else None."""
     if len(frame) != HEADER_BYTES + WORD_BYTES:
         return None
     fields = Expected(*_FIELDS.unpack_from(frame))

@@ -212,7 +212,7 @@ class HierarchicalCommunicator(Communicator):
             raise
 
     def _between(self, buf: NDArray[Any], op: Op) -> None:
-        """Among the leaders; nothing on other ranks."""
+        """Reduce among the leaders; do nothing on other ranks."""
         if self._outer is not None:
             with self._patient(self._outer, 1):
                 self._outer.all_reduce(buf, op)

@@ -77,7 +77,9 @@ class LowRankSum(BucketSum):
 
 
 def _product(left: Array, right: Array) -> Array:
-    """left (rows, rank) times right (columns, rank) transposed, the same bits on every rank: no library decides how."""
+    """Multiply left (rows, rank) by right (columns, rank) transposed, with the same bits on every rank: no library
+    decides how.
+    """
     total = left[:, :1] * right[:, 0]
     for column in range(1, left.shape[1]):
         total += left[:, column : column + 1] * right[:, column]

@@ -1,4 +1,5 @@
-"""After which failures a run is started again, and when: limits on their number, a wait, and what no restart cures."""
+"""Decides after which failures a run is started again, and when: limits on their number, a wait, and what no restart
+cures."""
 
 from __future__ import annotations
 

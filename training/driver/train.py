@@ -96,7 +96,7 @@ def task_of(config: TrainConfig, plan: RunPlan, fs: FileSystem, paths: RunPaths,
 
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
-    """`base` with the configured deadlines."""
+    """Return `base` with the configured deadlines."""
     silent = config.heartbeat_limit_s
     return replace(
         base,

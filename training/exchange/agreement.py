@@ -80,7 +80,9 @@ class FedBatches:
                 del self._ids[batch]
 
     def of_step(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """{lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if unknown."""
+        """Return {lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if
+        unknown.
+        """
         with self._lock:
             ids = self._ids.get(step - 1)
         if ids is None:

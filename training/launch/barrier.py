@@ -183,7 +183,7 @@ class SuperviseOnTask:
 
     control: tuple[str, int]
     secret: bytes = field(repr=False)
-    """Sent in Spark's messages: see docs/security.md."""
+    """The launch's secret, which is sent in Spark's messages: see docs/security.md."""
     limits: Limits
     devices: Sequence[tuple[str, ...]]
     """The GPUs of each rank under a local master, where Spark gives tasks none."""
@@ -258,7 +258,7 @@ class BarrierSession(Session):
         handler: Handler | None = None,
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """`Session.run`; if ranks were lost with their executor, the error says why Spark lost it.
+        """Run as `Session.run` does; if ranks were lost with their executor, the error says why Spark lost it.
 
         Raises MemoryKillError if the cluster manager killed an executor for its memory, PreemptedError if it took all
         lost ones away for others.
@@ -395,7 +395,7 @@ class OnSpark(SessionLauncher):
         return memory
 
     def signals(self) -> AbstractContextManager[None]:
-        """`signals_of_java` for the session's Java process."""
+        """Return `signals_of_java` for the session's Java process."""
         return signals_of_java(classic_context(self.spark)._gateway)
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
@@ -418,7 +418,7 @@ def run_barrier(
     limits: Limits | None = None,
     handler: Handler | None = None,
 ) -> list[dict[str, Any]]:
-    """`run_local` on a Spark cluster: one barrier task for each rank.
+    """Do what `run_local` does on a Spark cluster: one barrier task for each rank.
 
     Raises ConfigError at once if the session has fewer task slots than ranks, is a Spark Connect session, or would send
     the secrets of TLS between ranks in the clear.
@@ -427,7 +427,7 @@ def run_barrier(
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
-    """(address that the control server listens on, host name or address at which executors reach it).
+    """Return (address that the control server listens on, host name or address at which executors reach it).
 
     If the executors are processes of this host, it listens on loopback only. Otherwise it listens where Spark's driver
     does (spark.driver.bindAddress), by default on all interfaces: spark.driver.host may be a name that only other hosts

@@ -102,7 +102,7 @@ def executor_memory(context: SparkContext, num_ranks: int) -> ExecutorMemory | N
 
 
 def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib: int = 0) -> ExecutorMemory | None:
-    """`executor_memory` by master and settings; `yarn_least_mib` is YARN's smallest container."""
+    """Return what `executor_memory` does, by master and settings; `yarn_least_mib` is YARN's smallest container."""
     if master != "yarn" and not master.startswith("k8s://"):
         return None
     size = partial(_size_mib, settings)

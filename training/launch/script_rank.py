@@ -164,7 +164,7 @@ class Script:
     """A user's script, as it is sent to ranks."""
 
     name: str
-    """`sys.argv[0]`."""
+    """The script's name, which is `sys.argv[0]`."""
     arguments: tuple[str, ...]
     path: str | None
     """The script's path on the ranks' hosts; None if only `text` is sent."""

@@ -267,7 +267,9 @@ class Restart:
 
 
 def _not_again(error: ConfigError) -> LauncherError:
-    """`error` refuses supervisors like those that started before, so the configuration is right and may be retried."""
+    """Return an error that may be retried for `error`, which refuses supervisors like those that started before: so the
+    configuration is right.
+    """
     return LauncherError(
         f"supervisors cannot be started again: {error.what}",
         got=error.got,

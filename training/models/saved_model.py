@@ -165,8 +165,7 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
 def _categories(
     field: Field, encoding: Mapping[str, Any], fitted: Fitted | None, archive: keras.export.ExportArchive
 ) -> tuple[Callable[[tf.Tensor], tf.Tensor], int]:
-    """Return the function from values (n,) to categories (n,) int64, -1 for none of them, and the number of categories.
-    """
+    """Return the function from values (n,) to categories (n,) int64, -1 for none of them, and how many there are."""
     if encoding["kind"] == "hash":
         size = int(encoding["buckets"])
         return partial(_bucket, size=size, seed=int(encoding["seed"])), size

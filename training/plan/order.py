@@ -56,7 +56,7 @@ class BlockTable:
         return np.minimum(self.block_records, self.shard_records[shards] - first)
 
     def runs(self, blocks: I64, cut: I64, counts: I64) -> list[Run]:
-        """`counts` records of each block after its first `cut`: three (n,) int64; one run a block."""
+        """Make a run of `counts` records of each block after its first `cut`: three (n,) int64."""
         shards, first_records = self.locate(blocks)
         columns = (shards.tolist(), (first_records + cut).tolist(), counts.tolist())
         return [Run(shard, first, count) for shard, first, count in zip(*columns, strict=True)]

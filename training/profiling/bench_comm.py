@@ -41,7 +41,7 @@ class BenchConfig:
     """What to measure."""
 
     num_ranks: int
-    """Processes."""
+    """The number of processes."""
     sizes: tuple[int, ...]
     """Bytes of the buffers, float32."""
     backends: tuple[str, ...] = ("auto",)

@@ -67,7 +67,7 @@ class ProfileLoop:
         return callbacks
 
     def result(self) -> dict[str, float]:
-        """{steps, seconds, cpu_s (of the process), data_s, compute_s, exchange_s, checkpoint_s, other_s}."""
+        """Return {steps, seconds, cpu_s (of the process), data_s, compute_s, exchange_s, checkpoint_s, other_s}."""
         sums = {part: sum(float(row[part]) for row in self._rows) for part in PARTS}
         return {
             "steps": float(self._steps),

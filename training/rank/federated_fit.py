@@ -128,7 +128,7 @@ class FederatedFit(Fit):
         return 1 / self._comm.num_ranks
 
     def _finalize(self) -> None:
-        """Nothing: the last round's weights are the result."""
+        """Do nothing: the last round's weights are the result."""
 
     def _samples(self, first: int, last: int) -> int:
         counts = self._table.counts

@@ -27,7 +27,7 @@ class RowSink(Protocol):
     """Takes the rows, as a ControlClient does."""
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """`kind` is metrics, `fields` {rows: [row]}."""
+        """Take rows: `kind` is metrics, `fields` {rows: [row]}."""
 
 
 class Waiting(Protocol):

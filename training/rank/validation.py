@@ -34,9 +34,9 @@ class Validated:
     """What one validation found, the same on every rank."""
 
     metrics: dict[str, Any]
-    """val_METRIC of each metric, as numbers."""
+    """The metrics as numbers, by the names val_METRIC."""
     row: dict[str, Any]
-    """{split, samples, left_out, class_counts, intervals, seconds}; JSON."""
+    """The row that is logged, as JSON: {split, samples, left_out, class_counts, intervals, seconds}."""
 
 
 class Validation:

@@ -79,7 +79,9 @@ def with_ids(row: pa.RecordBatch, id_name: str, ids: Sequence[int]) -> pa.Record
 
 
 def blocks_near(shard: int, block: int, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(shard, block) where a good record is looked for, the block itself first; `blocks[shard]` are those of each."""
+    """Yield (shard, block) where a good record is looked for, the block itself first; `blocks[shard]` are the blocks of
+    each shard.
+    """
     mine = sorted(range(blocks[shard]), key=lambda other: (abs(other - block), other))
     others = ((other, 0) for other in range(len(blocks)) if other != shard and blocks[other])
     return chain(((shard, each) for each in mine[:BLOCKS_TRIED]), islice(others, BLOCKS_TRIED))

@@ -77,8 +77,7 @@ class OpenSplit:
     reader: SplitReader
 
     def leave_out_bad_records(self) -> None:
-        """Let scores leave out records that cannot be decoded from now on (`SplitReader.skipped`), as they do images.
-        """
+        """Let scores leave out broken records from now on (`SplitReader.skipped`), as they do images."""
         self.reader.skip_bad_records(Skipped(lambda bad: None))
 
     @classmethod

@@ -234,7 +234,7 @@ class SplitReader:
             self._cached.cache.close()
 
     def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
-        """`read` one run after another, while the next ones are fetched."""
+        """Call `read` for one run after another, while the next ones are fetched."""
         waiting: deque[Run] = deque()
         for run in runs:
             self.prefetch([run])

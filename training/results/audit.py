@@ -222,8 +222,8 @@ def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
 def _left_records(
     plan: EpochPlan, epochs: int, steps: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64; records
-    are numbered over all shards."""
+    """Yield (epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64;
+    records are numbered over all shards."""
     used = steps * (plan.global_batch // plan.lanes)
     for lane in range(plan.lanes):
         for epoch, positions in plan.lane_positions(lane, used, plan.received(lane, epochs)):
@@ -351,7 +351,7 @@ class Places:
 
 
 def _planned(plan: EpochPlan, ids: npt.NDArray[np.int64], lanes: range, first: int, last: int) -> npt.NDArray[np.int64]:
-    """(steps, rows): the sample ids of these lanes in the global batches of steps first..last, lane after lane."""
+    """Return (steps, rows): sample ids of these lanes in the global batches of steps first..last, lane after lane."""
     each = plan.global_batch // plan.lanes
     table = np.zeros((last - first + 1, len(lanes), each), np.int64)
     for column, lane in enumerate(lanes):

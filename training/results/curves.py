@@ -32,7 +32,7 @@ Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
 
 def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:
-    """(steps, losses, means of the last SMOOTHED_STEPS losses) of the steps of a summary whose loss is a number."""
+    """Return (steps, losses, means of the last SMOOTHED_STEPS losses) of a summary's steps whose loss is a number."""
     rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
     return [row["step"] for row in rows], [row["loss"] for row in rows], [row["mean"] for row in rows]
 

@@ -50,7 +50,7 @@ class Scored:
     checkpoint: str | None
     kept: tuple[float, ...] | None
     document: dict[str, Any]
-    """run.json."""
+    """The content of run.json."""
     rows: tuple[float, ...] | None
 
     @classmethod
@@ -220,8 +220,8 @@ def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetM
 
 
 def clusters_of(manifest: DatasetManifest, asked: str | None) -> tuple[str | None, str | None]:
-    """(The column by whose groups the dataset is split, the stored column whose rows count as clusters: `asked`, or
-    that one if it is stored). Raises ConfigError for a column that is not stored.
+    """Return the column by whose groups the dataset is split, and the stored column whose rows count as clusters:
+    `asked`, or the first one if it is stored. Raises ConfigError for a column that is not stored.
     """
     schema = Schema.from_json(manifest.schema)
     stored = {field.name for field in schema if field.shape == ()}

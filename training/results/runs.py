@@ -203,7 +203,9 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
 
 
 def _looked_at_again(runs: Sequence[ListedRun], look_s: float) -> list[ListedRun]:
-    """`runs`, those whose driver is on another host with their state: a driver that lives has rewritten its lease."""
+    """Return `runs`, those whose driver is on another host with their state: a driver that lives has rewritten its
+    lease.
+    """
     waiting = {run.url: _lease_of(run) for run in runs if run.state == ELSEWHERE}
     if waiting:
         time.sleep(look_s)

@@ -30,7 +30,7 @@ def state_of(fs: FileSystem, paths: RunPaths) -> str:
 
 
 def state_without_driver(fs: FileSystem, paths: RunPaths) -> str:
-    """The same where no driver lives."""
+    """Return the state of a run without a living driver: stopped, failed or interrupted."""
     if fs.exists(paths.stopped):
         return STOPPED
     try:

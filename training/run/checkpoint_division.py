@@ -172,7 +172,8 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
 def read_parts_and_own(
     url: str, manifest: Mapping[str, Any], communicator: Communicator, kind: str
 ) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """`read_parts` without the tensors of `kind`, and the tensors of `kind` in the files that this rank has read.
+    """Return what `read_parts` does without the tensors of `kind`, and the tensors of `kind` in the files that this
+    rank has read.
 
     No rank holds more of the latter than its share of the files. A collective, with the errors of `read_parts`.
     """
@@ -264,6 +265,6 @@ def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Ten
 
 
 def read_whole(url: str, manifest: Mapping[str, Any], kinds: Sequence[str]) -> Tensors:
-    """`whole_tensors`, with all files read by this process."""
+    """Return what `whole_tensors` does, with all files read by this process."""
     writers = 1 if manifest["format_version"] == 1 else manifest["num_ranks"]
     return whole_tensors(url, manifest, {w: read_rank_file(url, w, manifest) for w in range(writers)}, kinds)

@@ -56,7 +56,7 @@ class RunStatus:
     why: str | None = None
     """The error that ended the run, or the last generation; how it was stopped."""
     written_at: str = ""
-    """UTC, ISO 8601."""
+    """When the status was written: UTC, ISO 8601."""
     started_at: str = ""
     """When this driver began."""
     host: str = ""

@@ -86,7 +86,7 @@ class SliceColumn:
         self._parts.append(np.array(ids, np.float64)[found.indices.to_numpy(zero_copy_only=False)])
 
     def agreed(self, communicator: Communicator) -> tuple[Floats, list[str]]:
-        """(This rank's rows as numbers (n,), the names of the most frequent texts). A collective.
+        """Return (This rank's rows as numbers (n,), the names of the most frequent texts). A collective.
 
         A text is the number of its name, the number of names stands for all others; a null number is NaN. Raises
         DataError as `take` does.
@@ -144,7 +144,8 @@ class ClusterColumn:
 
 
 def rows_of_slices(by: SliceBy, values: Floats, names: Sequence[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """(Name, rows (n,)) of each slice of a column's `values` (n,) and `names` from `SliceColumn.agreed`, none empty.
+    """Yield (Name, rows (n,)) of each slice of a column's `values` (n,) and `names` from `SliceColumn.agreed`, none
+    empty.
 
     Up to MOST_SLICES distinct numbers are a slice each, more are cut into quartiles; days are the ones of most rows.
     """

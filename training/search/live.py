@@ -131,7 +131,7 @@ class _InRow:
         """Do nothing: the trial's state follows."""
 
     def set(self, done: int, note: str | None = None) -> None:
-        """The steps done."""
+        """Note the steps done."""
         self._steps[self._number] = f"step {done} of {self._total}"
 
     def add(self, row: Any) -> None:
@@ -144,7 +144,7 @@ def search_progress_here() -> Callable[[SearchConfig, Study], SearchProgress]:
 
 
 def counts(config: SearchConfig, study: Study) -> str:
-    """`3 of 12, best 0.71 (trial 2)`."""
+    """Say how far the search is: `3 of 12, best 0.71 (trial 2)`."""
     best = study.best_so_far()
     words = f"{sum(trial.state != OPEN for trial in study.trials)} of {config.number}"
     return words if best is None else f"{words}, best {best.value:.6g} (trial {best.number})"

@@ -171,7 +171,7 @@ def _choices(spec: Mapping[str, Any], kind: Any, where: str) -> tuple[Value, ...
 
 
 def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) -> TrainConfig:
-    """`base` with a trial's parameters, as the run at URL `run`. Raises ConfigError for values that do not fit."""
+    """Return `base` with a trial's parameters, as the run at URL `run`. Raises ConfigError for wrong values."""
     changed = {name: value for name, value in parameters.items() if not name.startswith(SETTING)}
     settings = {name.removeprefix(SETTING): value for name, value in parameters.items() if name.startswith(SETTING)}
     if settings:

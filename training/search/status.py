@@ -45,7 +45,7 @@ class SearchStatus:
     url: str
     state: str
     metric: str
-    """NAME:max or NAME:min."""
+    """The metric and its direction: NAME:max or NAME:min."""
     sampler: str
     trials: list[TrialStatus] = field(default_factory=list)
 

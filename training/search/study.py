@@ -36,7 +36,7 @@ class Trial:
     number: int
     parameters: dict[str, Any]
     state: str = OPEN
-    """open, done, pruned or failed."""
+    """The trial's state: open, done, pruned or failed."""
     value: float | None = None
     """The metric of a trial that is done, after its last epoch; of a pruned one, where it was ended."""
     epochs: int = 0

@@ -63,7 +63,7 @@ class StepOverRanks:
         return means
 
     def total(self, value: tf.Tensor) -> tf.Tensor:
-        """`value`, a sum over this rank's rows, such that ranks train on its sum over all rows."""
+        """Return `value`, a sum over this rank's rows, such that ranks train on its sum over all rows."""
         return value * (self._micro_batches / self._scale) if self._scale else value
 
     def _reached(self, name: str) -> OrderedCalls:

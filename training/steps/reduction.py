@@ -155,7 +155,7 @@ class GraphExchange(Exchange):
 
 
 def _scaled(part: Any, factor: float) -> Any:
-    """`part` times a factor, which keeps its digits if `part` has a dtype of two bytes."""
+    """Return `part` times a factor, which keeps its digits if `part` has a dtype of two bytes."""
     if part.dtype.size >= 4:
         return part * tf.cast(factor, part.dtype)
     return tf.cast(tf.cast(part, tf.float32) * factor, part.dtype)
@@ -303,7 +303,7 @@ def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], nam
 
 
 def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
-    """`post` as a function for the graph, which orders operations by their values: it returns one."""
+    """Return `post` as a function for the graph, which orders operations by their values: it returns one."""
 
     def posting(*gradients: np.ndarray) -> np.int32:
         post(number, *gradients)

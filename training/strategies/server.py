@@ -232,7 +232,7 @@ class Server:
 
 
 def send(link: Communicator, array: Array, to: int) -> None:
-    """`array` (n,); nothing if it is empty."""
+    """Send `array` (n,); nothing if it is empty."""
     if array.size:
         link.send(array, to)
 

@@ -47,14 +47,14 @@ class TableOptions:
     width: int
     """Numbers of a row."""
     dtype: str = "float32"
-    """float32 or float64."""
+    """The dtype of the rows: float32 or float64."""
     seed: int = 0
     spread: float = 0.05
     """First values are from -spread to spread, a function of seed, name and row."""
     learning_rate: float = 0.05
     """The learning rate of the table's optimizer."""
     optimizer: str = "adagrad"
-    """adagrad (row-wise) or adam (lazy: only rows in the batch change)."""
+    """The optimizer of the rows: adagrad (row-wise) or adam (lazy: only rows in the batch change)."""
     admit_after: int = 1
     """In a table without `rows`, an id gets a row once it was seen so many times."""
     evict_after_steps: int | None = None
@@ -117,7 +117,7 @@ class TableOptions:
         return ids * _multiplier(self.padded) % self.padded
 
     def dtype_of(self, number: Any) -> Any:
-        """`number` in the table's dtype."""
+        """Return `number` in the table's dtype."""
         return np.dtype(self.dtype).type(number)
 
     def shards_of(self, num_ranks: int) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ class ArrayPlan:
     """Whether `early` returns a view of the column's memory."""
 
     def whole(self, column: pa.Array) -> NDArray[Any]:
-        """Both steps: the model's input from a column, in a new array."""
+        """Do both steps: make the model's input from a column, in a new array."""
         rows = self.early(column)
         if self.late is not None:
             return self.late(rows)
@@ -78,7 +78,7 @@ def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored:
 
 
 def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
-    """`values`, one for each of a column's flattened values, by rows of the column; a null row has none."""
+    """Group `values`, one for each of a column's flattened values, by rows of the column; a null row has none."""
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
     if not len(column):
         return Lists(values, np.zeros(1, dtype=np.int64))
@@ -181,7 +181,7 @@ def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def standardised(field: Field, fitted: Fitted | None) -> Plan:
-    """(value - mean) / deviation; null and NaN are replaced by the mean, so they become 0.
+    """Compute (value - mean) / deviation; null and NaN are replaced by the mean, so they become 0.
 
     A constant column becomes value - mean, so 0 everywhere. A column counts as constant if its deviation is at most the
     distance between neighbouring floats at its mean: then its values differ only in their last bit, like one sum taken
@@ -234,7 +234,9 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
 
 
 def logarithm(field: Field, encoding: Encoding) -> Plan:
-    """log(1 + value), and -log(1 - value) below 0, so that order and sign stay; null and NaN become `null_value`."""
+    """Compute log(1 + value), and -log(1 - value) below 0, so that order and sign stay; null and NaN become
+    `null_value`.
+    """
     return _bent(field, encoding, lambda values: np.copysign(np.log1p(np.abs(values)), values))
 
 

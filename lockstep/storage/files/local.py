@@ -74,7 +74,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system lacks it
 
 
 def whole_pages(size: int) -> NDArray[np.uint8]:
-    """(size,) bytes of untouched memory, aligned to a page."""
+    """Return (size,) bytes of untouched memory, aligned to a page."""
     memory = np.empty(size + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + size]

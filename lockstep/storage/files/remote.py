@@ -269,7 +269,7 @@ class RemoteFileSystem(FileSystem):
 
     @abstractmethod
     def stat_once(self, url: str, deadline_s: float) -> FileStat:
-        """`stat` by one attempt."""
+        """Call `stat` with one attempt."""
 
     def open_read(self, url: str) -> BinaryIO:
         return BufferedReader(self.raw(url, self._file(url).size_bytes), READ_BUFFER_BYTES)

@@ -65,7 +65,9 @@ def halving_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """The same with whole buffers at each step; the grid has one cell, so that each step is one frame."""
+    """Sum up as halving_all_reduce does, but with whole buffers at each step; the grid has one cell, so that each step
+    is one frame.
+    """
     builder = Builder(grid)
     cells = len(grid.edges) - 1
     if cells > 1:  # a second frame would be sent after the answer to the first has changed it

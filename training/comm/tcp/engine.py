@@ -463,7 +463,7 @@ class Engine:
         return next((call for call in self._calls if call.left), None)
 
     def _unless_known(self, error: CommunicationError, waited: Link | None) -> CommunicationError:
-        """`error`, or the cause of it that another rank knows."""
+        """Return `error`, or the cause of it that another rank knows."""
         links = [link for link in self._links if link is not None]
         heard = ask_around(links, waited, self._generation, error.what, alive=waited in self._stalled)
         if heard is None:

@@ -86,7 +86,7 @@ class Mesh:
         threading.Thread(target=self._hold, args=(peer,), name="mesh-lifeline", daemon=True).start()
 
     def address(self, peer: int) -> str:
-        """host:port of a rank, for errors."""
+        """Return host:port of a rank, for errors."""
         host, port = self._addresses[peer]
         return f"{host}:{port}"
 

@@ -212,7 +212,7 @@ class Call:
     instance: int
     """The number of the call within the group."""
     hint: str
-    """`ring` or `nccl`."""
+    """What TensorFlow sums with: `ring` or `nccl`."""
     timeout_s: float
 
 

@@ -62,8 +62,7 @@ class Meeting:
         self._ordinary = ordinary
 
     def all(self, what: str, size: int, number: int) -> None:
-        """Return once all ranks are about to make call `number`, of `size` elements; `what` names operation and dtype.
-        """
+        """Return once all ranks are to make call `number`, of `size` elements; `what` names operation and dtype."""
         mine = _header(what, size, number)
         self._compare(what, mine, enumerate(self._ordinary.all_gather(mine)))
 
@@ -217,7 +216,7 @@ class TensorflowCommunicator(Communicator):
         return key_of(self._key, "graph")
 
     def _gather(self, words: NDArray[Any], what: str) -> NDArray[Any]:
-        """(num_ranks, n): the `words` (n,) of every rank, in TensorFlow's order of them."""
+        """Return (num_ranks, n): the `words` (n,) of every rank, in TensorFlow's order of them."""
         return self._run(what, words.size, gathering(words)).reshape(self.num_ranks, words.size)
 
     def _pass(self, buf: NDArray[Any], operation: Operation, source: int, to: int) -> NDArray[Any]:
