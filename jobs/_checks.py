@@ -71,12 +71,12 @@ def check_java() -> str:
 
 
 def pins(path: Path | zipfile.Path = LISTS / "constraints.txt") -> dict[str, str]:
-    """Package -> version, as constraints.txt pins them."""
+    """Return the version that constraints.txt pins for each package."""
     return {name: text[2:] for name, text in requirements(path).items() if text.startswith("==")}
 
 
 def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
-    """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
+    """Return the versions of each package that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()
     else:  # an installation

@@ -49,7 +49,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add = job.add_argument
     add("--output", required=True, metavar="URL", help="the dataset; must not exist")
     add("--format", default="tfrecord", dest="fmt", metavar="FORMAT", help="tfrecord (default) | parquet")
-    add("--compression", default="none", metavar="C", help="none (default) | gzip: of TFRecord shards")
+    add("--compression", default="none", metavar="C", help="none (default) | gzip, for TFRecord shards")
     add("--split", default="80/20", metavar="S", help=f"{split} (default 80/20)")
     add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
     add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB; less for 64)")

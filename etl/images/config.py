@@ -47,9 +47,9 @@ class ImagesConfig(OutputConfig):
     classes: tuple[str, ...] | None = None
     """The names of all classes, in the order of their labels; None for those that are found, sorted."""
     image_column: str = "image"
-    """Parquet: the column of encoded images; a struct's field as column.field."""
+    """The column of encoded images in Parquet; a struct's field as column.field."""
     label_column: str = "label"
-    """Parquet: the column of labels, numbers or text."""
+    """The column of labels in Parquet, numbers or text."""
     max_pixels: int = MAX_PIXELS
     """Larger images go to quarantine before they are decoded."""
 

@@ -19,7 +19,7 @@ class Readable(Protocol):
     """An open file, or anything with its `read`."""
 
     def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes; none at the end."""
+        """Return up to `size` bytes; none at the end."""
 
 
 class Digest:

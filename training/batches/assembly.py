@@ -62,7 +62,7 @@ def row_bytes(made: ArrayPlan) -> int:
 
 
 def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lists:
-    """Plain rows unchanged; lists copied end to end."""
+    """Return plain rows unchanged, and lists copied end to end."""
     if not made.lists:
         return rows
     from lockstep.training.batches.kernels import join_lists

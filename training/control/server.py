@@ -69,7 +69,7 @@ class Handler:
         return self._answer(rank, kind, fields)
 
     def on_step(self, step: int) -> None:
-        """Rank 0 has made its step `step`."""
+        """Called when rank 0 has made its step `step`."""
 
     def on_output(self, rank: int, lines: list[str]) -> None:
         """A rank of a task with `stream` has printed these lines."""

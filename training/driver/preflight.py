@@ -126,7 +126,7 @@ class CheckedRun:
     finished: RunResult | None
     """The result of a run that has ended already."""
     numbers: dict[int, str | None]
-    """`numbers_of_ranks`."""
+    """Each number of ranks that the run may have, and why it cannot have it, as `numbers_of_ranks` returns them."""
 
 
 def preflight(config: TrainConfig) -> CheckedRun:

@@ -232,7 +232,7 @@ def ranks_on(context: SparkContext, num_ranks: int, avoid: frozenset[str]) -> RD
 
 
 class BarrierSession(Session):
-    """Supervisors as the tasks of one barrier stage."""
+    """A session whose supervisors are the tasks of one barrier stage."""
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ class BarrierSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class OnSpark(SessionLauncher):
-    """`run_barrier` with its session bound."""
+    """Launches ranks with `run_barrier` on one Spark session."""
 
     spark: SparkSession
     devices: tuple[str, ...] | None = None

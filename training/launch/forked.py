@@ -141,7 +141,7 @@ class _Zygote:
             return ForkedRank(int(text), handles[0], report, stdin, stdout)
 
     def end(self) -> None:
-        """Have it end once its ranks have ended."""
+        """Let the zygote end once its ranks have ended."""
         self._line.close()
         if self.owner == os.getpid():
             threading.Thread(target=self.process.wait, name="zygote-end", daemon=True).start()

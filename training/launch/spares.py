@@ -151,7 +151,7 @@ class Spare:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have its task end; returns at once."""
+        """Let its task end; returns at once."""
         self._closed.set()
         if (roster := self._roster) is not None:
             self._waits = self._waits or (roster.came(0.0) and not roster.gone())

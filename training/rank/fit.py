@@ -520,7 +520,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._context.control.notify("metrics", rows=[head | row])
 
     def _batch_is_ready(self, batch: Batch) -> None:
-        """Called by the TensorFlow thread that reads ahead."""
+        """Note that a batch is ready; the TensorFlow thread that reads ahead calls this."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
         if batch.step == self._context.payload.get("suspect"):

@@ -426,7 +426,7 @@ class SplitReader:
             block = stop
 
     def read_all(self, runs: list[Run]) -> pa.RecordBatch:
-        """Several runs, one after another, in one batch."""
+        """Read several runs, one after another, into one batch."""
         batches = [self.read(run) for run in runs]
         if len(batches) == 1:
             return batches[0]

@@ -76,7 +76,7 @@ class AuditReport:
     short_steps: tuple[int, ...]
     left_over: tuple[tuple[int, str], ...]
     places: tuple[str, ...] = ()
-    """Faults, each with its file and row."""
+    """The faults, each with its file and row."""
     words: str | None = None
     """What a run without faults did, if it has no global batches."""
     replaced: int = 0

@@ -106,7 +106,7 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
 
 
 def sha256_of(file: NDArray[np.uint8]) -> str:
-    """SHA-256 in hex; releases the interpreter's lock."""
+    """Compute SHA-256 in hex; releases the interpreter's lock."""
     return hashlib.sha256(file.data).hexdigest()
 
 

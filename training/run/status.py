@@ -89,7 +89,7 @@ class RunStatus:
     slow: dict[str, Any] | None = None
     """{rank, host, what} of the rank that the others wait for now: input, compute, callbacks or network."""
     bad_records: int = 0
-    """Skipped by --on-bad-record skip."""
+    """How many records --on-bad-record skip has skipped."""
 
     def to_bytes(self) -> bytes:
         """The file: canonical JSON."""

@@ -143,7 +143,7 @@ class Shares(Estimates):
 
 
 def unknown(predictors: int) -> Estimates:
-    """NaN for each predictor, without intervals."""
+    """Return NaN for each predictor, without intervals."""
     return Estimates(np.full(predictors, math.nan), ())
 
 

@@ -44,7 +44,7 @@ class Parameter:
     step: int | float | None = None
     """The distance of neighbouring values; without it, any number (of integers: each)."""
     log: bool = False
-    """Propose the logarithm evenly, not the number."""
+    """Whether the logarithm is proposed evenly, and not the number."""
     choices: tuple[Value, ...] = ()
 
     def ends(self) -> tuple[Value, ...]:

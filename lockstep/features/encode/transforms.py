@@ -100,7 +100,7 @@ def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan
 
 
 def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
-    """Categories as one-hot, multi-hot or index."""
+    """Turn categories into one-hot or multi-hot columns, or into an index."""
     if output == INDEX:
         spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
         return {field.name: at_once(spec, lambda column: (columns(column) + 1).reshape(-1, 1))}

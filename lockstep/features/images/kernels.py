@@ -60,7 +60,7 @@ def _byte(value: Any) -> Any:
 
 @_kernel
 def _luma(red: Any, green: Any, blue: Any) -> Any:
-    """ITU-R 601 luma, with the weights of lockstep.features.images.resize."""
+    """Compute ITU-R 601 luma, with the weights of lockstep.features.images.resize."""
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
 
 

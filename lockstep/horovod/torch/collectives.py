@@ -98,7 +98,7 @@ def tensor_of(array: Array, device: Any = "cpu") -> Any:
 
 
 class _Differentiable(torch.autograd.Function):
-    """`forward(tensor)` with `backward(gradient)` as its gradient."""
+    """Computes `forward(tensor)`, and `backward(gradient)` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, run: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:

@@ -31,7 +31,7 @@ def ring_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def ring_all_gather(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r of rank r to every rank."""
+    """Send part r of rank r around a ring to every rank."""
     builder = Builder(grid)
     _gather(builder, rank, num_ranks, grid)
     return builder.program()
@@ -90,7 +90,7 @@ def halving_all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r complete on rank r, by halving."""
+    """Sum up by halving, so that part r is complete on rank r."""
     builder = Builder(grid)
     core = _fold(builder, rank, num_ranks, grid)
     if core is not None:
