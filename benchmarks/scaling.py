@@ -83,7 +83,7 @@ def rank_main(context: RankContext) -> dict[str, Any]:
 
 
 def work(case: Case) -> Counts:
-    """Of all ranks in one call."""
+    """Count the work of all ranks in one call."""
     n, name, nbytes = case
     key = ProgramKey("all_reduce", name, nbytes // 4, 4)
     return work_of([program_of(key, rank, n) for rank in range(n)], 4)
@@ -105,7 +105,7 @@ class CrowdedCosts:
     beyond_s_per_byte: float
 
     def seconds(self, case: Case, cores: int) -> float:
-        """Of one call."""
+        """Return the seconds of one call."""
         return float(np.dot(_terms(case), astuple(self))) / cores
 
 
