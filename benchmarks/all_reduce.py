@@ -110,7 +110,7 @@ def commands(args: argparse.Namespace, folder: str) -> dict[str, list[list[str]]
 
 
 def start(args: argparse.Namespace, folder: str) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Those that came up, and why the others did not."""
+    """Start the contestants: return those that came up, and why the others did not."""
     up: dict[str, Contestant] = {}
     absent: dict[str, str] = {}
     for name, lines in commands(args, folder).items():

@@ -63,7 +63,7 @@ def by_kernel(schema: Schema, batches: list[pa.RecordBatch], out: str) -> Callab
 
 
 def with_digests(schema: Schema, batches: list[pa.RecordBatch], out: str) -> Callable[[], None]:
-    """The same as a task of the write job does it: SHA-256 and CRC-32C of the file, checksums looked at once more."""
+    """Encode as a task of the write job does: SHA-256 and CRC-32C of the file, checksums looked at once more."""
     encoder = RecordEncoder(schema)
 
     def work() -> None:

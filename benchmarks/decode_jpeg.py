@@ -85,7 +85,7 @@ def as_people_do(data: bytes) -> np.ndarray:
 
 
 def as_we_do(data: bytes) -> np.ndarray:
-    """The same by the job's own decoder."""
+    """Decode by the job's own decoder."""
     return decode(data, 3, Limits())
 
 

@@ -151,7 +151,7 @@ def forward(weights: list[np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def model(signature: Any, options: Any) -> Any:
-    """The same network in Keras."""
+    """Build Flower's network in Keras."""
     import keras
 
     inputs = keras.Input((28, 28, 1), dtype="uint8", name="image")

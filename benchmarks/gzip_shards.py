@@ -59,12 +59,12 @@ def fashion(rows: int) -> tuple[Schema, pa.RecordBatch]:
 
 
 def plain(data: np.ndarray, block_records: int) -> None:
-    """As a task writes a plain shard."""
+    """Write a plain shard as a task does."""
     FramedWriter(io.BytesIO(), io.BytesIO(), block_records).write(data)
 
 
 def packed(data: np.ndarray, block_records: int, level: int) -> int:
-    """As a task writes a gzip shard; returns its bytes."""
+    """Write a gzip shard as a task does; returns its bytes."""
     with mock.patch("lockstep.storage.formats.gzip_blocks.LEVEL", level):
         writer = GzipWriter(io.BytesIO(), block_records)
         writer.write(data)

@@ -90,7 +90,7 @@ def by_pyarrow(root: str, expected: int) -> Callable[[], None]:
 
 
 def by_pyarrow_fixed(root: str, schema: Schema, expected: int) -> Callable[[], None]:
-    """The same made into what ours gives: fixed batches of arrays."""
+    """Read by pyarrow into what ours gives: fixed batches of arrays."""
 
     def work() -> None:
         batches = fixed_batches(split_files(root), schema, BATCH_ROWS)

@@ -83,7 +83,7 @@ def hdfs(url: str | None, folder: Path) -> Iterator[str]:
 
 
 def config_of(args: argparse.Namespace, data: str, run: str) -> TrainConfig:
-    """Of profile and run alike."""
+    """Return the configuration of the profile and of the run."""
     return TrainConfig(
         datasets=(data,),
         run=run,
@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace, data: str, run: str) -> TrainConfig:
 
 
 def profiled(config: TrainConfig, args: argparse.Namespace, forget: Callable[[], None]) -> Profile:
-    """As lockstep profile_run makes it; before each round the kernel forgets what it keeps of the DataNodes' files."""
+    """Profile as lockstep profile_run does; before each round the kernel forgets what it keeps of the DataNodes' files."""
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
 
         def on_round(done: int, _: int) -> None:

@@ -83,7 +83,7 @@ def rank_main(context: RankContext) -> dict[str, Any]:
 
 
 def work(case: Case) -> Counts:
-    """The work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
+    """Return the work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
     n, name, nbytes = case
     key = ProgramKey("all_reduce", name, nbytes // 4, 4)
     programs = [program_of(key, rank, n) for rank in range(n)]
@@ -109,7 +109,7 @@ class CrowdedCosts:
     beyond_s_per_byte: float
 
     def seconds(self, case: Case, cores: int) -> float:
-        """Of one call."""
+        """Return the seconds of one call."""
         return float(np.dot(_terms(case), astuple(self))) / cores
 
 

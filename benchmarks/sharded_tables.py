@@ -235,7 +235,7 @@ def print_bytes(found: list[dict[str, Any]]) -> None:
 
 
 def print_torch(python: str, num_ranks: int, rows: int, steps: int) -> None:
-    """The same step by PyTorch over gloo."""
+    """Time the same step by PyTorch over gloo, and print it."""
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(num_ranks):
             for step in range(steps):

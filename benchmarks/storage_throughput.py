@@ -89,7 +89,7 @@ def hdfs_native_alone(url: str) -> Way:
 
 
 def libhdfs(cluster: Cluster) -> Way | str:
-    """The same by pyarrow on libhdfs, where ARROW_LIBHDFS_DIR names the folder of one, or why not."""
+    """Return pyarrow on libhdfs, where ARROW_LIBHDFS_DIR names its folder, or why it is not there."""
     import pyarrow.fs
 
     os.environ.setdefault("JAVA_HOME", str(java_home()))

@@ -48,7 +48,7 @@ class Contestant:
     ) -> None:
         self.name = name
         self.cpu_s_a_step = 0.0
-        """Of the slower rank in the last call of `seconds_a_step`."""
+        """CPU seconds a step of the slower rank in the last call of `seconds_a_step`."""
         self._processes = [
             popen(
                 rank,
@@ -66,7 +66,7 @@ class Contestant:
         self.about, *_ = [self._hear(process) for process in self._processes]
 
     def seconds_a_step(self, steps: int, what: str = "steps") -> float:
-        """Of the slower rank; `what` is "steps" or "forward"."""
+        """Return the seconds a step of the slower rank; `what` is "steps" or "forward"."""
         self._tell_all({what: steps})
         heard = [self._hear(process) for process in self._processes]
         self.cpu_s_a_step = max(float(each["cpu_s_a_step"]) for each in heard)

@@ -125,7 +125,7 @@ class PlainStored(Stored):
 
 
 class PlainAssign(Assign):
-    """The same job by the plain encoder."""
+    """Assigns with the plain encoder, in the same job."""
 
     @functools.cached_property
     def _stored(self) -> PlainStored:
@@ -197,7 +197,7 @@ def job(df: DataFrame, schema: Schema, folder: str) -> Callable[[], object]:
 
 
 def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]:
-    """The same with other classes in lockstep.etl.write.dataset."""
+    """Return `work` with other classes in lockstep.etl.write.dataset."""
 
     def run() -> None:
         with contextlib.ExitStack() as stack:

@@ -108,7 +108,7 @@ class Plan:
     manifest: DatasetManifest
     schema: Schema
     label: Field | None
-    """None for clusters of a dataset whose label is no classes, or that has none."""
+    """The field of the label; None for clusters of a dataset that has no label, or whose label is not classes."""
     settings: Mapping[str, Any]
 
 
@@ -120,7 +120,7 @@ class Predicted:
     """
 
     classes: int | None
-    """None for a number to predict, and without a label."""
+    """The number of classes; None for a number to predict, and without a label."""
     probabilities: bool
     """Whether scores of yes are probabilities (linear-svc has distances, of which 0 separates yes from no)."""
     kept: tuple[float, ...] | None
@@ -276,8 +276,9 @@ def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -
 def _with_features(
     train: DataFrame, test: DataFrame, plan: Plan, classes: int | None, limit: int | None
 ) -> tuple[DataFrame, DataFrame, list[str], int]:
-    """Both with the columns label, weight and features (a vector), fitted on `train`; the features left out; and the
-    most categories of a column. With a `limit`, for trees, categories are numbers of up to so many and not one-hot.
+    """Return both frames with the columns label, weight and features (a vector), fitted on `train`; the features left
+    out; and the most categories of a column. With a `limit`, for trees, categories are numbers of up to so many and not
+    one-hot.
     """
     from pyspark.ml import Pipeline
     from pyspark.ml import feature as ml

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 TREES = ("tree", "forest", "gbt")
 MOST_CATEGORIES = 1_000
-"""Of one column of texts: rarer ones share one. `--set maxBins` changes it, which Spark needs to be as large."""
+"""The most categories that a column of texts keeps; rarer texts share one. `--set maxBins` changes it, which Spark
+needs to be as large."""
 MOST_BUCKETS = 256
-"""Of a list of texts, which is a column a bucket."""
+"""The most columns that a list of texts becomes: one column for each bucket."""
 MOST_CELLS = 4 << 30
 """Rows by columns, of 4 bytes each, at which a baseline is refused."""
 # Measured on 2 busy cores with Spark 4.3.0: gbt of 4 trees of depth 5 on 39 columns took 15 s for one partition of
@@ -32,7 +33,7 @@ CELLS_PER_S = 20_000_000
 LEVEL_S = 0.4
 """What a level of a tree costs whatever its rows: two stages of Spark."""
 AGAIN_S = 0.2
-"""From one try to cancel Spark's jobs to the next."""
+"""Seconds between two attempts to cancel Spark's jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class Growth:
 
     @classmethod
     def of(cls, kind: str, rows: int, columns: int, estimator: Any, slots: int) -> Growth:
-        """As the settings of pyspark.ml's estimator have it."""
+        """Return the growth that the settings of pyspark.ml's estimator ask for."""
         name = {"forest": "numTrees", "gbt": "maxIter"}.get(kind)
         trees = 1 if name is None else int(estimator.getOrDefault(name))
         return cls(kind, rows, columns, trees, int(estimator.getOrDefault("maxDepth")), slots)
 
     @property
     def cells(self) -> int:
-        """Rows by columns."""
+        """The number of cells: rows times columns."""
         return self.rows * self.columns
 
     @property
@@ -65,11 +66,11 @@ class Growth:
 
     @property
     def seconds(self) -> float:
-        """About how long it takes."""
+        """About how many seconds the training takes."""
         return self.levels * LEVEL_S + self.cells * self.trees * self.depth / (CELLS_PER_S * self.slots)
 
     def words(self) -> str:
-        """Size and time, for people."""
+        """Describe the size and the time in a line that people read."""
         size = f"{self.rows:,} rows of {self.columns:,} columns, {self.cells * 4 / 2**20:,.0f} MiB in memory"
         minutes = math.ceil(self.seconds / 60)
         time = "under a minute" if minutes < 2 else f"some {minutes:,} minutes"
@@ -93,8 +94,8 @@ def category_limit(settings: Mapping[str, Any]) -> int:
 
 
 def indexed(rows: DataFrame, ids: Mapping[str, int], limit: int) -> DataFrame:
-    """`rows` with columns NAME_tree of the categories of the columns NAME_id: the most frequent `limit` - 1, and one
-    for all others. `ids` is how many each column has, by NAME.
+    """Return `rows` with columns NAME_tree of the categories of the columns NAME_id: the most frequent `limit` - 1, and
+    one for all others. `ids` is how many each column has, by NAME.
     """
     from pyspark.sql import functions as F
 

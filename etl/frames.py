@@ -151,7 +151,7 @@ def _spark_table(df: DataFrame, label: str | None) -> Table:
 
 
 def _values_in_spark(df: DataFrame, label: str, kind: str) -> pa.Array | None:
-    """As _label_values, of all rows."""
+    """Do what `_label_values` does, for all rows, in Spark."""
     from pyspark.sql import functions as f
 
     column = f.col(c.quoted(label))

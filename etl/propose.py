@@ -47,7 +47,7 @@ class Table:
     unread: str = ""
     """Rows that cannot be read, in words."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """By the names of columns that no field can hold: why."""
+    """Why no field can hold a column, by the column's name."""
     label_values: pa.Array | None = None
     """All distinct values of the label that was asked for, null among them, of all rows; at most MAX_CLASSES + 1."""
 
@@ -59,7 +59,7 @@ class Asked:
     where: str
     """The table, in errors."""
     next_step: str
-    """For a table that has nothing to propose from."""
+    """What the error advises if the table has nothing to propose from."""
     label: str | None = None
     """The column to predict; None looks for one of LABELS."""
     embeddings: bool = False

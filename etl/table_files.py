@@ -259,7 +259,7 @@ def _called(field: Any) -> str:
 
 
 def _micros(column: Found) -> Column:
-    """Nanoseconds since 1970 as Spark's time, rounded down."""
+    """Turn nanoseconds since 1970 into Spark's time, rounded down."""
     from pyspark.sql import functions as f
 
     micros = f.expr(f"({c.quoted(column.name)} - pmod({c.quoted(column.name)}, 1000)) div 1000")

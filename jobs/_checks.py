@@ -44,7 +44,7 @@ class CheckSkipped(LockstepError):
 
 
 def check_python() -> str:
-    """Python 3.11 or later."""
+    """Check that Python is 3.11 or later."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < MINIMUM_PYTHON:
         raise CheckFailed(f"Python {found}", next_step="Make the environment with Python 3.11 or later.")
@@ -71,7 +71,7 @@ def check_java() -> str:
 
 
 def requirements(path: Path | zipfile.Path = LISTS / "requirements.txt") -> dict[str, str]:
-    """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
+    """Return the versions of each package that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()
     else:  # an installation
@@ -91,7 +91,7 @@ def allows(ranges: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.1.0 as (2, 1), so that it equals 2.1; parts from the first that is not a number are ignored."""
+    """Return 2.1.0 as (2, 1), so that it equals 2.1; parts from the first that is not a number are ignored."""
     found = [int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0])]
     while found and not found[-1]:
         found.pop()

@@ -49,7 +49,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add = job.add_argument
     add("--output", required=True, metavar="URL", help="the dataset; must not exist")
     add("--format", default="tfrecord", dest="fmt", metavar="FORMAT", help="tfrecord (default) | parquet")
-    add("--compression", default="none", metavar="C", help="none (default) | gzip: of TFRecord shards")
+    add("--compression", default="none", metavar="C", help="none (default) | gzip, for TFRecord shards")
     add("--split", default="80/20", metavar="S", help=f"{split} (default 80/20)")
     add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
     add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB; less for 64)")
@@ -112,7 +112,9 @@ def write_values(args: Namespace) -> dict[str, Any]:
 
 
 def continuing(values: dict[str, Any], given: Collection[str] | None) -> dict[str, Any]:
-    """`values`, with --append-to those of the dataset for flags that are not `given`; None: all are."""
+    """Return `values` of the flags; with --append-to, flags that are not `given` have the values of that dataset.
+    `given` None: all are given.
+    """
     return continued(values, values.keys() if given is None else {FIELDS.get(name, name) for name in given})
 
 
@@ -127,7 +129,7 @@ def output_values(args: Namespace) -> dict[str, Any]:
 
 
 def finished(args: Namespace, config: OutputConfig, sources: Callable[[], Sequence[Source]]) -> DatasetManifest | None:
-    """With --if-exists keep: the dataset at --output, made before of the same input and settings; None without one.
+    """With --if-exists keep, return the dataset at --output if it was made of the same input and settings; else None.
     `sources` finds the input as the job does.
 
     Raises ExistsError for another dataset.

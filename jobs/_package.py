@@ -159,7 +159,7 @@ def _packages(site: str, packages: Mapping[str, importlib.metadata.Distribution]
 class _Interpreter:
     files: dict[str, Path]
     site: str
-    """Where it looks for packages, relative to the archive."""
+    """The folder where the interpreter looks for packages, relative to the archive."""
 
 
 def _interpreter(folder: Path) -> _Interpreter:

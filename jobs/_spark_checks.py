@@ -61,7 +61,7 @@ class Executor:
     java: str
     python: str
     prefix: str
-    """Of the Python that its virtual environment, if any, was made of."""
+    """The folder of its Python; in a virtual environment, of the Python that it was made from."""
     packed: bool
     """Whether that Python came with the job, in an archive."""
     glibc: str
@@ -312,7 +312,7 @@ class SparkChecks:
         return f"{slots_now(context)} task slots, as many ranks at once"
 
     def barrier(self) -> str:
-        """Two tasks meet in a barrier stage."""
+        """Check that two tasks meet in a barrier stage."""
         context = self._session().sparkContext
         try:
             check_slots(context, 2, 0.0)

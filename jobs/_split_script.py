@@ -9,7 +9,8 @@ TOML = ".toml"
 
 
 def split_script(job: ArgumentParser, argv: Sequence[str]) -> tuple[list[str], str, tuple[str, ...]]:
-    """(flags, script, the script's arguments): the script is the first word that is no flag of `job` and no value.
+    """Split a command line into (flags, script, the script's arguments): the script is the first word that is no flag
+    of `job` and no value.
 
     Words after it are not examined, so the script may have flags with the same names. `--` may precede it. `--config`
     takes all TOML files that follow. Without a script, the flags are parsed first: --help is one.

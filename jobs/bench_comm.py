@@ -24,12 +24,12 @@ def parser() -> JobParser:
     job = JobParser("bench_comm", __doc__ or "", "bench_comm")
     add = job.add_argument
     add("--num-ranks", type=int, required=True, metavar="N", help="processes, 2 or more")
-    add("--sizes", type=size, nargs="+", default=list(map(size, SIZES)), metavar="S", help=f"({' '.join(SIZES)})")
+    add("--sizes", type=size, nargs="+", default=list(map(size, SIZES)), metavar="S", help=f"bytes ({' '.join(SIZES)})")
     backends, algorithms = get_args(Backend), get_args(Algorithm)
-    add("--backend", nargs="+", dest="backends", choices=backends, default=["auto"], help="(auto) one or more")
+    add("--backend", nargs="+", dest="backends", choices=backends, default=["auto"], help="one or more (auto)")
     text = "one or more (default: auto, and all of the backend that auto chooses)"
     add("--algorithm", nargs="+", dest="algorithms", choices=algorithms, default=[], help=text)
-    add("--trust-network", metavar="IFACE", help="may carry unauthenticated traffic (backends tensorflow, nccl)")
+    add("--trust-network", metavar="IFACE", help="interface that may carry gRPC and NCCL, which are unauthenticated")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
     add("--rounds", type=int, default=5, metavar="R", help="repetitions, in turns (default 5); the median is shown")
     add("--json", metavar="FILE", help="also write the rows to this file")

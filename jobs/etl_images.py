@@ -25,8 +25,8 @@ def parser() -> JobParser:
     flag = job.add_argument
     flag("--source", default="idx", metavar="KIND", help=f"{' | '.join(SOURCES)} (default idx); cifar: binary version")
     flag("--image-size", metavar="HxW", help="bring images to this size (default: unchanged; folder, tar: required)")
-    flag("--fit", default="resize", metavar="HOW", help=f"how: {' | '.join(FITS)} (default resize)")
-    flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"clockwise: {' | '.join(map(str, ROTATIONS))}")
+    flag("--fit", default="resize", metavar="HOW", help=f"how they get that size: {' | '.join(FITS)} (default resize)")
+    flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"turn clockwise: {' | '.join(map(str, ROTATIONS))}")
     flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx and cifar; 3 for files)")
     flag(
         "--store",

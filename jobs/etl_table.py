@@ -33,7 +33,7 @@ def parser() -> JobParser:
     add("--table", metavar="NAME", help="a table or view of the session's catalog: Hive, Iceberg, Delta, JDBC ...")
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
-    add("--input-format", default="parquet", metavar="F", help="of --input: any that Spark knows (default parquet)")
+    add("--input-format", default="parquet", metavar="F", help="the format of --input, any that Spark knows (parquet)")
     add("--id-columns", type=names, default=(), metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")

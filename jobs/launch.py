@@ -43,10 +43,10 @@ def parser() -> JobParser:
         help="seconds that a call waits for other ranks (600)",
     )
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
-    add("--backend", choices=get_args(Backend), default="auto", help="of all_reduce (default auto); nccl: docs/gpu.md")
-    add("--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (auto: docs/performance.md)")
-    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
-    add("--max-restarts", type=int, default=0, metavar="N", help="of all ranks after a failure (default 0)")
+    add("--backend", choices=get_args(Backend), default="auto", help="what carries all_reduce (nccl: docs/gpu.md)")
+    add("--algorithm", choices=get_args(Algorithm), default="auto", help="how all_reduce sums (docs/performance.md)")
+    add("--trust-network", metavar="IFACE", help="interface that may carry gRPC and NCCL, which are unauthenticated")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after failures (default 0)")
     return job
 
 

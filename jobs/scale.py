@@ -19,7 +19,7 @@ def parser() -> JobParser:
     add("--num-ranks", type=int, nargs="+", required=True, metavar="N", help="numbers of ranks, such as 1 2 4")
     kind = job.add_mutually_exclusive_group()
     kind.add_argument("--strong", action="store_true", help="keep the global batch (default)")
-    kind.add_argument("--weak", action="store_true", help="keep the rows of a rank: G is that of the fewest ranks")
+    kind.add_argument("--weak", action="store_true", help="keep the rows of a rank: G is the batch of the fewest ranks")
     job.add_json_flag()
     add("--steps", type=int, metavar="S", help="steps of each kind in a round (default: 16 to 512)")
     add("--rounds", type=int, default=ROUNDS, metavar="R", help=f"rounds at each number (default {ROUNDS})")

@@ -38,7 +38,7 @@ class ReadOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
-        """From what `.option(...)` and `.load(...)` gave; names are case-insensitive."""
+        """Make the options from what `.option(...)` and `.load(...)` gave; names are case-insensitive."""
         given = _known(options, _READ)
         return cls(
             path=_path(given),
@@ -60,7 +60,7 @@ class WriteOptions:
     must_be_new: bool = False
     """Refuse a path that exists, as mode("errorifexists") would, which Spark does not pass to a Python source."""
     compression: str | None = None
-    """None or "gzip"."""
+    """The shards' compression: None or "gzip"."""
     doubles: str = "refuse"
     """What to do with doubles, which tf.Example cannot hold: refuse them, or round them to float32."""
     hadoop: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class WriteOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
-        """From what `.option(...)` and `.save(...)` gave; names are case-insensitive."""
+        """Make the options from what `.option(...)` and `.save(...)` gave; names are case-insensitive."""
         given = _known(options, _WRITE)
         compression = _choice(given, "compression", ("none", "gzip"), "none")
         return cls(

@@ -144,8 +144,8 @@ class TrainConfig:
     verify: Verify = "start"
     """What is verified before the first step: lengths and indexes (start), or every byte of the split (full)."""
     bad_images: BadImages = "refuse"
-    """What an image that cannot be decoded does: it ends the run (refuse), or has weight 0 in training and is left out
-    of validation and evaluation (skip)."""
+    """How to treat an image that cannot be decoded: end the run (refuse), or give it weight 0 in training and leave it
+    out of validation and evaluation (skip)."""
     augment: Annotated[str, "OP"] = ""
     """Random changes of the training images, such as `crop:4 flip`."""
 
@@ -203,7 +203,7 @@ class TrainConfig:
     """With --sync-every or --strategy federated, the rate of a step along the averaged change since the last meeting or
     round; 1 is the average."""
     outer_momentum: float = 0.0
-    """Nesterov momentum of that step."""
+    """Nesterov momentum of the step along the averaged change (--outer-learning-rate)."""
     shard_embeddings: Annotated[int | None, "FROM_BYTES"] = None
     """Divide tables of embeddings of at least so many bytes over the ranks: two-tower and wide-deep
     (docs/embeddings.md; default: each rank has all tables)."""
@@ -225,14 +225,14 @@ class TrainConfig:
     METRIC:min, val_METRIC with --validate, else a metric of the training rows."""
 
     non_finite: NonFinite = "stop"
-    """What a loss or gradient that is not finite does: stop the run, or skip the step on all ranks, up to 10 in a row.
-    A scaled loss is always skipped."""
+    """How to treat a loss or gradient that is not finite: stop the run, or skip the step on all ranks, up to 10 in a
+    row. A step with a scaled loss is always skipped."""
     on_bad_record: OnBadRecord = "stop"
-    """What a record that cannot be decoded does: stop the run, or keep its place with weight 0 (skip), also images as
-    with --bad-images skip. In Parquet and gzip shards all records of its block are skipped."""
+    """How to treat a record that cannot be decoded: stop the run, or let it keep its place with weight 0 (skip), which
+    includes --bad-images skip. In Parquet and gzip shards skip leaves out all records of its block."""
     canonical: bool = False
-    """Same weights, bit for bit, at 1, 2, 4, ... ranks; slower. Each lane group (or lane) is computed by itself, and
-    gradients are added in one fixed tree."""
+    """Train the same weights, bit for bit, on 1, 2, 4, ... ranks; slower. Each lane group (or lane) is computed by
+    itself, and gradients are added in one fixed tree."""
     audit: bool = False
     """List the id of each sample that was trained on, in RUN/audit."""
 

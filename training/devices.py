@@ -36,7 +36,7 @@ class Gpu:
     name: str
     uuid: str
     slices: tuple[str, ...] = ()
-    """UUIDs of its MIG slices."""
+    """UUIDs of the GPU's MIG slices."""
 
     def holds(self, device: str) -> bool:
         """Whether `device` is this GPU or a slice of it."""

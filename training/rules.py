@@ -103,7 +103,7 @@ class StopRule:
 
     @property
     def best(self) -> str:
-        """METRIC:min or METRIC:max."""
+        """The metric and its direction: METRIC:min or METRIC:max."""
         return f"{self.metric}:{self.way}"
 
     def improves(self, value: float, best: float | None) -> bool:

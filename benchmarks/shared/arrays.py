@@ -43,7 +43,7 @@ def in_order(reader: SplitReader) -> Iterator[pa.RecordBatch]:
 
 
 def cut(chunks: Iterable[Arrays], rows: int) -> Iterator[Arrays]:
-    """The same rows in batches of `rows` each; the last one may be shorter.
+    """Cut the rows into batches of `rows` each; the last one may be shorter.
 
     A batch within a chunk is a view of it; a batch across several is copied. Raises ConfigError for `rows` < 1.
     """

@@ -29,7 +29,7 @@ def arrow_batches(files: Sequence[Path], rows: int) -> Iterator[pa.RecordBatch]:
 
 
 def fixed_batches(files: Sequence[Path], schema: Schema, rows: int) -> Iterator[Arrays]:
-    """The same as arrays of `rows` rows, images as (n, height, width, channels), put together where a file ends."""
+    """Yield arrays of `rows` rows, images as (n, height, width, channels), put together where a file ends."""
     held: list[Arrays] = []
     missing = rows
     for batch in arrow_batches(files, rows):

@@ -32,11 +32,11 @@ class Workload:
     compute_s: float
     """Forward pass, backward pass and update."""
     backward_share: float = 2 / 3
-    """Of compute_s: a backward pass is two products where the forward pass is one."""
+    """The backward pass's share of compute_s: it is two products where the forward pass is one."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all layers."""
+        """The bytes of all layers' gradients."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
 
@@ -67,7 +67,7 @@ class SimulatedStep:
 
     compute_s: float
     exchange_s: float
-    """Of all buckets, one after another."""
+    """Seconds of all buckets, one after another."""
     exposed_s: float
     """What is waited for after the backward pass."""
 

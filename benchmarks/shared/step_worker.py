@@ -129,7 +129,7 @@ def mwms(name: str, rank: int, ranks: int) -> Any:
 
 
 def without_update(keras: Any, model: Any) -> Any:
-    """The same layers under an optimizer that takes the gradients and leaves the weights alone."""
+    """Return a model of the same layers whose optimizer takes the gradients and leaves the weights alone."""
     import tensorflow as tf
 
     class Idle(keras.optimizers.SGD):

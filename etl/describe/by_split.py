@@ -124,7 +124,7 @@ def _bar(lefts: Floats, values: Floats) -> npt.NDArray[np.intp]:
 
 
 def _bins(what: str, values: Floats, distinct: Floats, *, whole: bool) -> tuple[str, Floats, tuple[str, ...]]:
-    """(title, the left end of each bar, its label)."""
+    """Return (title, the left end of each bar, its label)."""
     if len(distinct) <= BINS:
         return what, distinct, tuple(f"{value:.6g}" for value in distinct)
     half, steps = values / 2, np.arange(BINS) / BINS  # halved: the difference of the ends may exceed float64

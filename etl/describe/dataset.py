@@ -214,7 +214,7 @@ class _Samples:
 
     @property
     def title(self) -> str:
-        """The heading above them."""
+        """The heading above the pictures."""
         if self._label is None:
             return "Sample pictures"
         more = f", the first {MAX_CLASS_IMAGES} classes" if len(self._found) == MAX_CLASS_IMAGES else ""
@@ -243,7 +243,7 @@ class _Samples:
                 self._found.setdefault(name, {}).setdefault(split, []).append(Picture(url, caption))
 
     def pictures(self) -> tuple[Picture, ...]:
-        """Those that were taken, by class and split."""
+        """Return the pictures that were taken, by class and split."""
         ordered = self._found if self._label is None else sorted(self._found, key=_by_number)
         return tuple(one for name in ordered for of_split in self._found[name].values() for one in of_split)
 

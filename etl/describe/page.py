@@ -17,11 +17,11 @@ NAMES = 140  # pixels for the labels of bars that lie
 MAX_LABEL = 40
 FIT_SPLITS = 3  # next to each other in a card of a third of a page; more get a card of half a page
 COLOURS = ("var(--light)", "var(--other)", "var(--third)", "var(--fourth)")
-"""Of the splits, the one to train on first; more than these are shown as one."""
+"""Colours of the splits, the one to train on first; a dataset with more splits is shown as one."""
 _FIRST = (LOOK_AT, CLASSES)
 """How the titles of the tables begin that are above pictures and columns; the others are below."""
 _OPEN = ("Splits", "Leakage", QUARANTINE, "Dataset", "Files")
-"""Of these others, those that are not folded."""
+"""How the titles of the other tables begin that are shown unfolded."""
 _STYLE = """\
 .roomy { grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)) }
 .card table { font-size: .85rem; width: 100% } .card td, .card th { white-space: normal; padding: .15rem .4rem }

@@ -246,7 +246,8 @@ class ColumnStats:
 
 
 def histogram(values: npt.NDArray[Any], title: str) -> Histogram:
-    """At most BINS equal bins from the least to the greatest value; whole numbers have bins of whole numbers.
+    """Count values in at most BINS equal bins from the least to the greatest value; whole numbers have bins of whole
+    numbers.
 
     values: (n,) finite numbers, n >= 1.
     """

@@ -26,7 +26,9 @@ def as_text(found: Description) -> str:
 
 
 def shown(text: str, limit: int = MAX_CELL) -> str:
-    """`text` cut to `limit` characters, with control characters escaped, since a terminal would obey some of them."""
+    """Return `text` cut to `limit` characters, with control characters escaped, since a terminal would obey some of
+    them.
+    """
     short = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short)
 

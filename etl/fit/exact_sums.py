@@ -56,7 +56,7 @@ class ExactSums:
                 self._add(whole, chunk < 0, exponents.astype(np.int64) - _LEAST_EXPONENT)
 
     def merge(self, other: ExactSums) -> None:
-        """Add the sums of another one."""
+        """Add the sums of `other` to these."""
         if self.unit != other.unit:
             raise DataError(
                 "sums in different units cannot be added",

@@ -259,7 +259,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
 
 
 def classes_of(rows: DataFrame, label: Field) -> dict[str, int]:
-    """class_counts of rows whose splits are settled."""
+    """Count the records of each class, as class_counts does, from rows whose splits are settled."""
     from pyspark.sql import functions as f
 
     kept = rows.where(f.col(c.DROPPED).isNull())

@@ -194,7 +194,9 @@ def _is_archive(source: Source) -> bool:
 
 
 def _files(source: Source, names_file: str | None) -> Iterator[tuple[str, int, int | None]]:
-    """(name, offset, bytes or None if unknown before reading) of each batch in a source, and of the file of names."""
+    """Yield (name, offset, bytes or None if unknown before reading) of each batch in a source, and of the file of
+    names.
+    """
     if not _is_archive(source):
         yield source_name(source.url), 0, source.size_bytes if source.codec == PLAIN else None
         return

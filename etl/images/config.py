@@ -47,9 +47,9 @@ class ImagesConfig(OutputConfig):
     classes: tuple[str, ...] | None = None
     """The names of all classes, in the order of their labels; None for those that are found, sorted."""
     image_column: str = "image"
-    """Parquet: the column of encoded images; a struct's field as column.field."""
+    """The column of encoded images in Parquet; a struct's field as column.field."""
     label_column: str = "label"
-    """Parquet: the column of labels, numbers or text."""
+    """The column of labels in Parquet, numbers or text."""
     max_pixels: int = MAX_PIXELS
     """Larger images go to quarantine before they are decoded."""
 
@@ -153,7 +153,7 @@ class ImagesConfig(OutputConfig):
         )
 
     def with_classes(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """`to_json` with the names of the classes, which are known after reading."""
+        """Return `to_json` with the names of the classes, which are known after reading."""
         return {**self.to_json(), "class_names": list(class_names) or None}
 
     def to_json(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _refuse_overlap(inputs: Sequence[str]) -> None:
 
 
 def _place(url: str) -> tuple[str, ...]:
-    """The same parts for all spellings of a folder's URL; a local link counts as its target."""
+    """Return the parts of a folder's URL, the same for all spellings of it; a local link counts as its target."""
     scheme, authority, path = split_url(absolute(url))
     path = os.path.realpath(path) if scheme == "file" else os.path.normpath(path)
     return (scheme, authority, *(part for part in path.split("/") if part))

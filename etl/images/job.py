@@ -283,7 +283,7 @@ class ImageInput(Input[Tally]):
         return over_slices(spark, pieces, self.plan.piece_bytes(), step, parse, OUTPUT)
 
     def counted(self, parsed: DataFrame) -> Tally:
-        """Count in one pass."""
+        """Count the parsed rows in one pass."""
         with described(parsed.sparkSession, self.first_step):
             tally = tally_of(parsed, self.config.num_classes or MAX_CLASSES)
         # Some headers name the number of records, and each task checks its own: this compares the totals.
@@ -358,8 +358,9 @@ def _below_root(images: DataFrame, prefixes: Sequence[str]) -> DataFrame:
 
 
 def _with_occurrences(rows: DataFrame, images: DataFrame, sources: Sequence[Source]) -> DataFrame:
-    """Without the column of occurrences if a name comes twice in one input, as two spellings of it do: the writer then
-    computes them in order of source and position, for which it shuffles the images. Names are enough to decide it.
+    """Return the rows, without the column of occurrences if a name comes twice in one input, as two spellings of it do:
+    the writer then computes them in order of source and position, for which it shuffles the images. Names are enough to
+    decide it.
 
     Raises DataError for a name in two inputs: a number for it would depend on which inputs there are.
     """

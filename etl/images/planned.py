@@ -246,7 +246,7 @@ def _with(batch: pa.RecordBatch, more: Mapping[str, pa.Array]) -> pa.RecordBatch
 
 
 def shards_of(keys: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
-    """floor(key * count / 2^64) of each key, `count` below 2^31."""
+    """Compute floor(key * count / 2^64) of each key, with `count` below 2^31."""
     number = np.uint64(count)
     return ((keys >> _HALF) * number + ((keys & _LOW) * number >> _HALF)) >> _HALF
 
@@ -283,13 +283,13 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan) -> DatasetMa
 
 @dataclass(frozen=True)
 class _Planned:
-    """One attempt."""
+    """One attempt to write a dataset by plans of its shards."""
 
     spark: SparkSession
     plans: ShardPlans
 
     def published(self) -> DatasetManifest:
-        """Write and publish. Raises NotPlannable and _FoundEarly."""
+        """Write the shards and publish the dataset. Raises NotPlannable and _FoundEarly."""
         config, known, schema = self.plans.config, self.plans.known, self.plans.schema
         origin = Origin(quarantine=self._frame(known.bad), created_config=config.with_classes(known.classes))
         job = Job(Target(config, schema, schema, None), ID_COLUMNS, origin)

@@ -87,7 +87,7 @@ class MakeShards:
                 yield self.made(item)
 
     def made(self, item: PlannedShard) -> ShardMade | None:
-        """Write one shard."""
+        """Write one shard; None if too much content is rejected to send it to the driver."""
         with pa.ipc.open_stream(item.plan) as stream:
             plan = stream.read_all().combine_chunks()
         files = read_files(self.urls, plan)
@@ -161,7 +161,9 @@ def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
 
 
 def _joined(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(first, last) of files that are read together, by rising `offsets`: with small gaps, READ_BYTES or one file."""
+    """Yield (first, last) of files that are read together, by rising `offsets`: with small gaps, READ_BYTES or one
+    file.
+    """
     ends = offsets + lengths
     far = np.flatnonzero(offsets[1:] - ends[:-1] > GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *far.tolist(), len(offsets)]):

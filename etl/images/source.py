@@ -72,7 +72,7 @@ class FileList:
             self._pack()
 
     def table(self) -> pa.Table:
-        """All that was added."""
+        """Return all rows that were added."""
         self._pack()
         return pa.Table.from_batches(self._batches, FILES).combine_chunks()
 
@@ -262,7 +262,7 @@ def composed(text: str) -> str:
 
 
 def split_classes(classes: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of the named classes that are named like a split."""
+    """Return those of the named classes that are named like a split."""
     return tuple(name for name in classes or () if name.lower() in SPLITS)
 
 
@@ -270,7 +270,7 @@ def split_classes(classes: Sequence[str] | None) -> tuple[str, ...]:
 def _of_folders(
     folders: tuple[str, ...], hint: str | None, classes: tuple[str, ...]
 ) -> tuple[str | None, str | None, bool]:
-    """(split, class, whether the split is the hint's)."""
+    """Return (split, class, whether the split is the hint's)."""
     folders = tuple(map(composed, folders))
     for number, folder in enumerate(folders):
         split = SPLITS.get(folder.lower())

@@ -258,7 +258,7 @@ class _Scan:
 
 
 def _runs(sizes: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of links that one task reads: about `step` bytes, MAX_LINKS_A_PIECE at most."""
+    """Yield (first, last) of links that one task reads: about `step` bytes, MAX_LINKS_A_PIECE at most."""
     first = held = 0
     for number, size in enumerate(sizes):
         if number > first and (held + size > step or number - first == MAX_LINKS_A_PIECE):
@@ -270,7 +270,9 @@ def _runs(sizes: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
 
 
 def read_member(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:
-    """(first bytes, SHA-256) of a member too long for memory. Raises DataError if the archive ends inside it."""
+    """Return (first bytes, SHA-256) of a member that is too long for memory. Raises DataError if the archive ends
+    inside it.
+    """
     digest, raw = hashlib.sha256(), stream.at(member.offset, min(RAW_BYTES, member.size))
     for at in range(0, member.size, CHUNK_BYTES):
         wanted = min(CHUNK_BYTES, member.size - at)

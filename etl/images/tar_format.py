@@ -104,7 +104,7 @@ def plan_stretches(
 def _entries(
     stream: Forward, url: str, start: int, end: int | None, to_end: bool
 ) -> Iterator[tuple[int, Member | None]]:
-    """(position of the first header of a member, the member or None for a directory) in order."""
+    """Yield (position of the first header of a member, the member or None for a directory) in order."""
     position, begin, extension, closed = start, start, dict[str, str](), False
     while end is None or position < end:
         block = stream.at(position, BLOCK)
@@ -174,7 +174,7 @@ def _after_zeros(stream: Forward, url: str, start: int) -> int:
 
 
 def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
-    """(size, type) of a header; raises DataError if its checksum is wrong."""
+    """Return (size, type) of a header; raises DataError if its checksum is wrong."""
     if len(block) < BLOCK:
         raise _bad(url, position, f"the last {len(block)} bytes", "whole blocks of 512 bytes")
     try:

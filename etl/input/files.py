@@ -210,7 +210,7 @@ def parts_below(url: str, base: str) -> list[str]:
 
 
 def _parts(url: str) -> list[str]:
-    """The same parts for all spellings of a URL."""
+    """Return the parts of a URL, the same for all spellings of it."""
     scheme, authority, path = split_url(absolute(url))
     return [scheme, authority, *(part for part in os.path.normpath(path).split("/") if part)]
 
@@ -359,7 +359,7 @@ class Content:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The columns of DIGEST that say it."""
+        """The length and the checksum as a row's columns of DIGEST."""
         return {"content_bytes": self.size, "content_crc32c": f"{self._crc:08x}"}
 
     def through(self, pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -97,7 +97,7 @@ class Forward:
         self._ahead = _FIRST_BYTES
 
     def at(self, position: int, size: int) -> bytes:
-        """`size` bytes from `position`; fewer only at the end of the file."""
+        """Return `size` bytes from `position`; fewer only at the end of the file."""
         start = position - self._base
         if start < 0:
             raise DataError(

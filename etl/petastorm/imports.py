@@ -174,7 +174,9 @@ def _wait_for_work(pool_class: Any) -> None:
 
 
 def _end_late(pool_class: Any) -> None:
-    """The same for the process pool, which checks its own counts first."""
+    """Let a worker of the process pool count as done only after all work was handed out; this pool checks its own
+    counts first.
+    """
     plain = pool_class.start
 
     def start(pool: Any, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:

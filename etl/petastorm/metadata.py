@@ -137,7 +137,7 @@ def tensors(schema: Schema, columns: Sequence[str] | None = None) -> Any:
 
 
 def _decode(shapes: dict[str, tuple[np.dtype[Any], tuple[int | None, ...]]], rows: Any) -> Any:
-    """The same for a row (dict) of make_reader and for the rows (DataFrame) of make_batch_reader."""
+    """Decode tensors in a row (dict) of make_reader, or in the rows (DataFrame) of make_batch_reader."""
     for name, (dtype, shape) in shapes.items():
         if isinstance(rows, dict):
             rows[name] = np.frombuffer(rows[name], dtype.newbyteorder("<")).astype(dtype).reshape(shape)

@@ -49,7 +49,7 @@ class _Mapped:
 
 
 def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], output: pa.Schema) -> DataFrame:
-    """df.mapInArrow for any column names and session settings; `output` are the columns of `function`'s batches.
+    """Call df.mapInArrow with any column names and session settings; `output` are the columns of `function`'s batches.
 
     Spark resolves column names without quoting them, so names with dots and backticks would fail, and with
     spark.sql.execution.arrow.useLargeVarTypes it sends the `narrowed` types as large ones.
@@ -129,7 +129,7 @@ class _EachSlice:
 
 
 def joined(batches: Batches) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of MIN_ROWS or MIN_BYTES at least, except the last: each batch costs Spark about a
+    """Yield the rows in batches of MIN_ROWS or MIN_BYTES at least, except the last: each batch costs Spark about a
     millisecond, and a small file makes two.
     """
     held: list[pa.RecordBatch] = []
@@ -179,7 +179,7 @@ def slices(sizes: Sequence[int], slice_bytes: int, cores: int) -> list[range]:
 
 
 def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
-    """`df` in `count` partitions, each row in the one that `number` (int) names.
+    """Return `df` in `count` partitions, each row in the one that `number` (int) names.
 
     Uses repartitionById, which Spark has from 4.1 on; for earlier versions see by_hash.
     """
@@ -189,7 +189,7 @@ def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
-    """by_partition for versions of Spark that only partition by hash: numbers become values of that hash."""
+    """Do what by_partition does where Spark only partitions by hash: numbers become values of that hash."""
     from pyspark.sql import functions as f
 
     values = f.expr(f"array({', '.join(map(str, values_by_remainder(count)))})")
@@ -197,7 +197,7 @@ def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def values_by_remainder(count: int) -> list[int]:
-    """For each partition 0..count-1 the least number that Spark's HashPartitioning sends there."""
+    """Find, for each partition 0..count-1, the least number that Spark's HashPartitioning sends there."""
     found = np.full(count, -1)
     start, step = 0, 8 * count
     while (found < 0).any():

@@ -42,12 +42,14 @@ class Stored:
 
     @property
     def output(self) -> list[pa.Field]:
-        """Those columns in their order."""
+        """The columns of a written row, in order: its bytes, the record (TFRecord only), and the fields that stay
+        columns.
+        """
         record = [pa.field(c.RECORD, pa.binary())] if self.fmt == "tfrecord" else []
         return [pa.field(c.BYTES, pa.int64()), *record, *(pa.field(f.name, f.arrow_type) for f in self.fields)]
 
     def columns(self, rows: pa.RecordBatch) -> dict[str, pa.Array]:
-        """Those columns, by name, for rows that have the schema's columns.
+        """Make the columns of `output`, by name, from rows that have the schema's columns.
 
         Raises DataError for rows that do not fit the schema, or whose records exceed Arrow's 32-bit offsets.
         """
@@ -126,7 +128,7 @@ class Assign:
             yield from self._with_carried(self.rows(batch.filter(pc.invert(pc.fill_null(old, False)))), column)
 
     def _with_carried(self, rows: pa.RecordBatch, column: pa.StructArray) -> Iterator[pa.RecordBatch]:
-        """`rows`, and as rows of PAST what `column` carries."""
+        """Yield `rows`, and what `column` carries as rows of PAST."""
         left, schema = column.filter(column.is_valid()).cast(pa.struct(self.carried)), self.output
         if rows.num_rows:
             arrays = [*rows.columns, pa.nulls(rows.num_rows, left.type)]

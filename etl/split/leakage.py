@@ -174,7 +174,7 @@ def by_chance(counts: Mapping[int, int], records: Sequence[int]) -> float:
 
 
 def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, Values]:
-    """For each check, the values of its column; all in one pass."""
+    """Count, for each check, the values of its column and the rows whose value is on both sides; all in one pass."""
     from pyspark.sql import functions as f
 
     if not columns:
@@ -205,7 +205,7 @@ def _values(by_count: Mapping[int, Row]) -> Values:
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:
-    """0 if each split ends before the next begins; else raises DataError."""
+    """Return 0 if each split ends before the next begins; else raise DataError."""
     from pyspark.sql import functions as f
 
     spans = {

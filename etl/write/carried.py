@@ -82,7 +82,7 @@ class Carried:
     """The digest of what the parent carried, since the parent's own digest does not cover it."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

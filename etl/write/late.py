@@ -119,7 +119,7 @@ class AssignLate(Assign):
 
     @classmethod
     def of(cls, assign: Assign, late: LateImages) -> AssignLate:
-        """The same assignment, carrying the images."""
+        """Make this assignment carry the images."""
         same = {field.name: getattr(assign, field.name) for field in fields(Assign)}
         return cls(**same, late=late, carry=True)
 

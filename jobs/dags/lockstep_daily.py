@@ -82,7 +82,7 @@ def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_f
     raw, dataset, run = f"{root}/raw/{day}", f"{root}/datasets/{day}", f"{root}/runs/{day}"
 
     def since(flag: str, url: str) -> str:
-        """`flag` with what the last successful day made; nothing on the first day."""
+        """Return `flag` with what the last successful day made; nothing on the first day."""
         return f"{{% if {before} %}}{flag}={url}{{% endif %}}"
 
     def submit(

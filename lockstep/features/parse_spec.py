@@ -32,8 +32,8 @@ def dataset_schema(url: str) -> Schema:
 
 
 def parse_spec(schema: Schema) -> dict[str, Any]:
-    """For tf.io.parse_example: scalars that are never null have fixed length (n,); lists and nullable fields are ragged
-    (n, None), where a null is an empty row.
+    """Return the specification for tf.io.parse_example. Scalars that are never null have fixed length (n,); lists and
+    nullable fields are ragged (n, None), where a null is an empty row.
 
     >>> from lockstep import data
     >>> spec = data.parse_spec(data.dataset_schema("data"))
@@ -44,7 +44,8 @@ def parse_spec(schema: Schema) -> dict[str, Any]:
 
 
 def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For tf.io.parse_sequence_example: (context features, sequence features) of a schema of SequenceExamples.
+    """Return what tf.io.parse_sequence_example needs for a schema of SequenceExamples: (context features, sequence
+    features).
 
     TensorFlow returns lists as ragged tensors (n, None, None) with one value in each innermost row. Merge the two
     dictionaries that it returns and pass them to `decode_parsed`, which makes these (n, None).

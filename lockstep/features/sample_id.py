@@ -33,7 +33,7 @@ def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
 
 
 def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> NDArray[np.int64]:
-    """sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
+    """Compute the sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
 
     Needs one column or more. Memory: twice the longest row.
     """
@@ -68,7 +68,7 @@ def splitmix64(value: int) -> int:
 
 
 def splitmix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64 of each value: (n,) uint64 -> (n,) uint64."""
+    """Compute splitmix64 of each value: (n,) uint64 -> (n,) uint64."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -76,7 +76,7 @@ def splitmix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shard_keys(samples: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """The keys that order samples within their split, splitmix64(sample xor splitmix64(seed)): (n,) int64 -> (n,)
+    """Compute the keys that order samples within their split, splitmix64(sample xor splitmix64(seed)): (n,) int64 -> (n,)
     uint64.
     """
     return splitmix64_array(samples.view(np.uint64) ^ np.uint64(splitmix64(seed & _MASK)))
@@ -100,7 +100,7 @@ def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
 
 
 def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
-    """The same hash of each group's name, over its UTF-8 bytes in place of an id.
+    """Hash each group's name as unit_hashes hashes an id, over the name's UTF-8 bytes.
 
     names (n,) strings or binaries without nulls -> (n,) uint64. Memory: twice the longest name.
     """

@@ -115,7 +115,7 @@ def grouped_allreduce(
     process_set: Any = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """`allreduce` of several dense tensors at once, with one message per dtype."""
+    """Call `allreduce` on several dense tensors at once, with one message per dtype."""
     check("grouped_allreduce", device_dense=device_dense, device_sparse=device_sparse, process_set=process_set)
     how = op_of(op, average)
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -274,7 +274,7 @@ _turns: list[tf.Variable] = []
 def run(
     function: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """`function(*arrays)`, which returns arrays of `specs`; runs at once in eager mode, else when the graph runs."""
+    """Call `function(*arrays)`, which returns arrays of `specs`: at once in eager mode, else when the graph runs."""
     if tf.executing_eagerly():
         results = function(*map(np.asarray, tensors))  # views: functions do not write to their arguments
         return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]

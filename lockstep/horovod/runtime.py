@@ -161,7 +161,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def begin(show_gpus: ShowGpus | None) -> None:
-    """`init` for one framework, whose list of GPUs `show_gpus` puts in order."""
+    """Do what `init` does for one framework, whose list of GPUs `show_gpus` puts in order."""
     global _runtime, _has_begun
     if _runtime is None:
         _runtime = Runtime(current.context(), show_gpus)
@@ -201,7 +201,7 @@ def runtime() -> Runtime:
 
 
 def own_runtime() -> Runtime:
-    """`runtime()`; raises ConfigError in a process that the rank has forked."""
+    """Return `runtime()`; raises ConfigError in a process that the rank has forked."""
     here = runtime()
     if os.getpid() != here.process:
         raise ConfigError(
@@ -254,7 +254,7 @@ def not_built(verbose: bool = False) -> bool:
 
 
 def call(text: str, extra: int, function: Callable[[Communicator, list[int]], Any]) -> Any:
-    """`function(communicator, every rank's extra)`, after a check that all ranks make the same call.
+    """Call `function(communicator, every rank's extra)` after a check that all ranks make the same call.
 
     `text` must be equal on all ranks. If it differs, raises TrainingFailedError on every rank, naming two of them.
     """

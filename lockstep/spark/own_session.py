@@ -21,7 +21,7 @@ class OwnSession(SparkSession):
 
     @classmethod
     def of(cls, spark: SparkSession, ends: ExitStack) -> OwnSession:
-        """The same object as a session whose end closes `ends`, which stops it."""
+        """Turn the session itself into one whose end closes `ends`, which stops it."""
         spark.__class__ = cls
         own = cast("OwnSession", spark)
         own._ends = ends

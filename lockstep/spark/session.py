@@ -211,7 +211,7 @@ def _end_unhidden() -> Iterator[None]:
 
 
 def _leave_no_answer_behind(spark: SparkSession) -> None:
-    """After a signal in the middle of a call, have this thread talk to Java over a new connection: on the old one py4j
+    """Let this thread talk to Java over a new connection after a signal in the middle of a call. On the old one py4j
     would take the answer to that call for the answer to the next, and the job would end with a strange error of Java.
     """
     gateway = spark.sparkContext._gateway

@@ -19,11 +19,11 @@ class Readable(Protocol):
     """An open file, or anything with its `read`."""
 
     def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes; none at the end."""
+        """Return up to `size` bytes; none at the end."""
 
 
 class Digest:
-    """Of all bytes added so far: `bytes` (their number), `sha256` and `crc32c`."""
+    """Adds up all bytes so far: `bytes` (their number), `sha256` and `crc32c`."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()

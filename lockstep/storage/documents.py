@@ -113,7 +113,9 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 
 def unseal_as(kind: str, data: bytes, where: str, *, version: int | tuple[int, ...] = 1) -> dict[str, Any]:
-    """`unseal` a document that names its kind; raises DataError for another kind or a version unknown here."""
+    """Read, as `unseal` does, a document that names its kind; raises DataError for another kind or a version unknown
+    here.
+    """
     doc = unseal(data, where)
     found, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
     if doc.get("kind") != kind or found not in known or type(found) is not int:  # Python takes true and 1.0 for 1
@@ -131,7 +133,7 @@ _CRC32C = re.compile(r"[0-9a-f]{8}")
 
 
 def obj(value: Any, keys: Iterable[str], *, where: str) -> dict[str, Any]:
-    """`value` as an object with exactly `keys`; else DataError naming `where`."""
+    """Return `value` as an object with exactly `keys`; else raise DataError naming `where`."""
     found = mapping(value, where=where)
     wanted = set(keys)
     if set(found) != wanted:
@@ -141,53 +143,53 @@ def obj(value: Any, keys: Iterable[str], *, where: str) -> dict[str, Any]:
 
 
 def mapping(value: Any, *, where: str) -> dict[str, Any]:
-    """`value` as an object with any keys."""
+    """Return `value` as an object with any keys."""
     if not isinstance(value, dict):
         raise _bad(where, _show(value), "an object")
     return value
 
 
 def items(value: Any, *, where: str) -> list[Any]:
-    """`value` as a list."""
+    """Return `value` as a list."""
     if not isinstance(value, list):
         raise _bad(where, _show(value), "a list")
     return value
 
 
 def count(value: Any, *, where: str, least: int = 0) -> int:
-    """`value` as an integer of at least `least` (and below 2^63); true and 1.0 are none."""
+    """Return `value` as an integer of at least `least` (and below 2^63); true and 1.0 are none."""
     if type(value) is not int or not least <= value < 1 << 63:
         raise _bad(where, _show(value), f"an integer from {least} up")
     return value
 
 
 def number(value: Any, *, where: str) -> float:
-    """`value` as a number that is not negative; true is none."""
+    """Return `value` as a number that is not negative; true is none."""
     if type(value) not in (int, float) or not value >= 0:
         raise _bad(where, _show(value), "a number from 0 up")
     return float(value)
 
 
 def string(value: Any, *, where: str, choices: Iterable[str] | None = None) -> str:
-    """`value` as a string, one of `choices` if given."""
+    """Return `value` as a string, one of `choices` if given."""
     if not isinstance(value, str) or (choices is not None and value not in choices):
         raise _bad(where, _show(value), "a string" if choices is None else f"one of {sorted(choices)}")
     return value
 
 
 def null(value: Any, *, where: str) -> None:
-    """`value` as null, the only value allowed there."""
+    """Check that `value` is null, the only value allowed there."""
     if value is not None:
         raise _bad(where, _show(value), "null")
 
 
 def sha256(value: Any, *, where: str) -> str:
-    """`value` as 64 lower-case hex digits."""
+    """Return `value` as 64 lower-case hex digits."""
     return _digest(value, _SHA256, 64, where)
 
 
 def crc32c(value: Any, *, where: str) -> str:
-    """`value` as 8 lower-case hex digits."""
+    """Return `value` as 8 lower-case hex digits."""
     return _digest(value, _CRC32C, 8, where)
 
 

@@ -134,9 +134,9 @@ class StorageAwayError(StorageError):
     """A file system has served none of a call's attempts in the whole time that there is for them."""
 
     whom = "the storage"
-    """Which one, with its address."""
+    """Which storage it is, with its address."""
     away_s = 0.0
-    """For how many seconds it has answered no call of this process, this one included; 0 if it has answered others
+    """Seconds in which it has answered no call of this process, this one included; 0 if it has answered others
     meanwhile.
     """
 

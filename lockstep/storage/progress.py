@@ -72,7 +72,7 @@ class Pace:
         self._first: tuple[float, int] | None = None
 
     def add(self, done: int) -> None:
-        """So many units are done now."""
+        """Note that so many units are done now."""
         if self._done is not None and done < self._done:
             self._first = None
         elif self._done is not None and self._first is None and done > self._done:

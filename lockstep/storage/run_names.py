@@ -34,7 +34,7 @@ _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 
 
 def generation_name(generation: int) -> str:
-    """`g0007`: a generation in names of files and directories."""
+    """Name a generation in files and directories: `g0007`."""
     return f"g{generation:04d}"
 
 
@@ -45,18 +45,18 @@ def generation_of(name: str) -> int | None:
 
 
 def checkpoint_name(step: int, generation: int) -> str:
-    """`step-0000000400.g0007`: one checkpoint's directory."""
+    """Name a checkpoint's directory: `step-0000000400.g0007`."""
     return f"step-{step:010d}.{generation_name(generation)}"
 
 
 def checkpoint_of(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a checkpoint directory's name; None for any other name."""
+    """Return (step, generation) of a checkpoint directory's name; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def audit_name(step: int) -> str:
-    """`step-0000000400.csv`: a rank's audit file that belongs to the checkpoint of `step`."""
+    """Name a rank's audit file that belongs to the checkpoint of `step`: `step-0000000400.csv`."""
     return f"step-{step:010d}.csv"
 
 
@@ -67,7 +67,7 @@ def audit_step_of(name: str) -> int | None:
 
 
 def claim_name(generation: int) -> str:
-    """`000007.json`: a generation's claim."""
+    """Name a generation's claim: `000007.json`."""
     return f"{generation:06d}.json"
 
 
@@ -78,7 +78,7 @@ def claim_of(name: str) -> int | None:
 
 
 def result_name(generation: int) -> str:
-    """`g0007.json`: a generation's result."""
+    """Name a generation's result: `g0007.json`."""
     return f"{generation_name(generation)}.json"
 
 
@@ -89,7 +89,7 @@ def result_of(name: str) -> int | None:
 
 
 def comm_plan_name(num_ranks: int, key: str) -> str:
-    """`ranks-00004-KEY.json`: the frozen communication plan of `num_ranks` ranks; `key` is 16 hex digits."""
+    """Name the frozen communication plan of `num_ranks` ranks, `ranks-00004-KEY.json`; `key` is 16 hex digits."""
     return f"ranks-{num_ranks:05d}-{key}.json"
 
 
@@ -100,7 +100,7 @@ def comm_plan_ranks_of(name: str) -> int | None:
 
 
 def rank_name(rank: int) -> str:
-    """`rank-00003`: a rank in names of files and directories."""
+    """Name a rank in files and directories: `rank-00003`."""
     return f"rank-{rank:05d}"
 
 
@@ -111,11 +111,11 @@ def rank_of(name: str) -> int | None:
 
 
 def part_name(number: int, suffix: str) -> str:
-    """`part-00002.jsonl`: a closed part of metrics (`jsonl`) or of a rank's log (`log`)."""
+    """Name a closed part of metrics (`jsonl`) or of a rank's log (`log`): `part-00002.jsonl`."""
     return f"part-{number:05d}.{suffix}"
 
 
 def part_of(name: str) -> tuple[int, str] | None:
-    """(number, suffix) of a closed part's name; None for any other name."""
+    """Return (number, suffix) of a closed part's name; None for any other name."""
     match = _PART.fullmatch(name)
     return (int(match[1]), match[2]) if match else None

@@ -155,7 +155,7 @@ def _writable(data: bytes) -> list[bytes]:
 
 
 def _parts(token: bytes) -> list[bytes]:
-    """Identifier, password, kind and service."""
+    """Split a token into identifier, password, kind and service."""
     parts, at = [], 0
     for _ in range(4):
         length, at = _vlong(token, at)

@@ -269,7 +269,7 @@ class _Upload:
         self._lock = threading.Lock()
 
     def all(self, step: Callable[[Item], Outcome | None], items: Iterable[Item], parallel: int) -> list[Outcome | None]:
-        """`step` of every item; at the first failure the others are stopped, and it is raised."""
+        """Call `step` for every item; at the first failure the others are stopped, and it is raised."""
         with ThreadPoolExecutor(parallel, thread_name_prefix="upload") as pool:
             futures: list[Future[Outcome | None]] = []
             try:

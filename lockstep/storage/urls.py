@@ -44,7 +44,9 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def absolute(url: str | os.PathLike[str]) -> str:
-    """`url` with a relative local path made absolute: executors and ranks have another working folder than the call."""
+    """Return `url` with a relative local path made absolute: executors and ranks have another working folder than the
+    call.
+    """
     url = os.fspath(url)
     scheme, _, path = split_url(url)
     return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url

@@ -62,7 +62,7 @@ def row_bytes(made: ArrayPlan) -> int:
 
 
 def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lists:
-    """Plain rows unchanged; lists copied end to end."""
+    """Return plain rows unchanged, and lists copied end to end."""
     if not made.lists:
         return rows
     from lockstep.training.batches.kernels import join_lists
@@ -142,7 +142,7 @@ class LaneStream:
         return None if self._at >= self._size and self.ready >= until else self._run()
 
     def take(self) -> Strip:
-        """The next strip."""
+        """Return the lane's next strip and continue after it."""
         run = self._run()
         self._runs.popleft()
         strip = Strip(self.lane, run, tuple(self._pieces(self._at, self._at + run.count)))

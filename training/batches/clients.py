@@ -83,7 +83,7 @@ class ClientRows:
         parts: list[Encoded] = []
         of_row: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
         self.bytes = 0
-        """Of all arrays."""
+        """The size of all arrays."""
         for i, rows in zip(blocks, reader.sequence(map(reader.table.run, blocks)), strict=True):
             chosen = np.flatnonzero(wanted[starts[i] : starts[i + 1]])
             parts.append(encoder.encode(rows.take(pa.array(chosen))))

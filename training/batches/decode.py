@@ -27,14 +27,14 @@ def record_location(reader: SplitReader, shard: int, record: int) -> str:
 
 
 def record_words(url: str, record: int, block_records: int) -> str:
-    """As `record_location`, by the shard's URL."""
+    """Describe a record's place as `record_location` does, by the shard's URL."""
     block, row = divmod(record, block_records)
     within = f"row group {block}, row {row}" if url.endswith(".parquet") else f"block {block}"
     return f"{url}, record {record} ({within})"
 
 
 def located(error: DataError, location: str) -> DataError:
-    """The same error with the location of the row; a CorruptionError already has one."""
+    """Return the error with the location of the row; a CorruptionError already has one."""
     if isinstance(error, CorruptionError):
         return error
     return DataError(f"{error.what}: {location}", got=error.got, allowed=error.allowed, next_step=error.next_step)

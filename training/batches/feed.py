@@ -262,7 +262,7 @@ class MixedFeed:
         self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
     def watch(self, reads: Callable[[str], None], bad: Callable[[str], None]) -> None:
-        """As of a RankFeed. The datasets are read at the same time: the last call counts."""
+        """Report what is read as RankFeed.watch does. The datasets are read at the same time: the last call counts."""
         for feed in self._feeds:
             feed.watch(reads, bad)
 

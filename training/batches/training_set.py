@@ -26,7 +26,9 @@ from lockstep.training.world import World
 
 
 def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
-    """(epoch, sample id) of the samples of `epochs` epochs that the first `steps` steps (default: all) do not use."""
+    """Return (epoch, sample id) of the samples of `epochs` epochs that the first `steps` steps (default: all) do not
+    use.
+    """
     left = plan.leftover(epochs, steps)
     records_left = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
     # By block, so that each block is read once: there may be nearly G records.
@@ -69,13 +71,13 @@ class TrainingSet:
         return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
 
     def skipping_bad_images(self) -> Self:
-        """The same set, but images that cannot be decoded get weight 0. Raises ConfigError if no images are decoded."""
+        """Return this set, but broken images get weight 0. Raises ConfigError if no images are decoded."""
         skips = self.encoder.skipping_bad_images()
         return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
 
     def skipping_bad_records(self, report: Callable[[BadRecords], None]) -> Self:
-        """The same set, but records that cannot be decoded, and images, get weight 0; `report` is called once for each
-        record or block. Raises ConfigError if samples have no weight.
+        """Return this set, but records that cannot be decoded, and images, get weight 0; `report` is called once for
+        each record or block. Raises ConfigError if samples have no weight.
         """
         skipped = Skipped(report)
         for reader in self.readers:
@@ -108,5 +110,7 @@ class TrainingSet:
         return AuditLog(plan.row_datasets(rows) if isinstance(plan, MixedPlan) else None)
 
     def left_over(self, plan: Plan, epochs: int) -> list[tuple[int, int]]:
-        """(epoch, sample id) of the samples that whole epochs do not use; of a mixture, those of its first dataset."""
+        """Return (epoch, sample id) of the samples that whole epochs do not use; of a mixture, those of its first
+        dataset.
+        """
         return left_over(plan.parts[0] if isinstance(plan, MixedPlan) else plan, self.readers[0], epochs)

@@ -218,7 +218,7 @@ class Reception:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end of a Unix socket, which has no addresses."""
+    """Return (process, user) at the other end of a Unix socket, which has no addresses."""
     process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return process, user
 

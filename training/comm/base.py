@@ -33,10 +33,10 @@ class LinkUse(NamedTuple):
     """How a connection was used in one direction, from this rank; both are 0 where the system does not count it."""
 
     seconds: float
-    """In which bytes were under way: sent, and not yet acknowledged by the other host, which took some. Long where the
+    """Seconds in which bytes were under way: sent, and not yet acknowledged by the other host. It is long where the
     link is slow."""
     bytes: float
-    """That were acknowledged."""
+    """Bytes that the other host has acknowledged."""
 
 
 class Communicator(ABC):
@@ -72,7 +72,7 @@ class Communicator(ABC):
             done()
 
     def look_again(self) -> None:  # noqa: B027 - a backend that begins no buffer early ignores it
-        """From any thread: `take` of the `all_reduce_each` under way now has another buffer."""
+        """Report that `take` of the current `all_reduce_each` has another buffer; any thread may call this."""
 
     @abstractmethod
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
@@ -168,7 +168,7 @@ class Communicator(ABC):
         return found
 
     def _agree_on_parts(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-        """(num_ranks, num_ranks): how many elements rank s sends to rank r, in [s, r]. A collective.
+        """Agree how many elements rank s sends to rank r: (num_ranks, num_ranks), in [s, r]. A collective.
 
         Raises CommunicationError on every rank, and ends this communicator, if the ranks' dtypes differ.
         """

@@ -22,7 +22,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
 def calibrate_tcp(comm: TcpCommunicator, budget_s: float = BUDGET_S) -> AlgorithmCosts:
-    """`calibrate` for each algorithm that a TCP communicator has. A collective."""
+    """Call `calibrate` for each algorithm that a TCP communicator has. A collective."""
     before = comm.choose
     found = {}
     for name in COUNTS:

@@ -39,15 +39,16 @@ class CommPlan:
     """The algorithm of all_reduce and reduce_scatter at each size, for one layout of the ranks."""
 
     layout: Layout
-    """As found, after trying shared memory."""
+    """Which ranks share a host, as found after trying shared memory."""
     backend: str
-    """tcp, shm or hierarchical."""
+    """The backend in use: tcp, shm or hierarchical."""
     asked: str
     """The requested algorithm; `auto` if the costs chose."""
     table: Table
     """Algorithm by size of the buffer in bytes; empty for `shm`, which has only one."""
     leaders: Table = ()
-    """The same between the hosts' leaders, if the algorithm is `hierarchical`; empty: TCP's own choice by size."""
+    """Algorithm between the hosts' leaders by size, if the algorithm is `hierarchical`; empty: TCP's own choice by
+    size."""
     flat: AlgorithmCosts | None = None
     """Measured between all ranks over TCP; None if there was no choice."""
     outer: AlgorithmCosts | None = None
@@ -60,7 +61,7 @@ class CommPlan:
         return look_up(self.table, nbytes) if self.table else self.backend
 
     def choose_flat(self, nbytes: int) -> str:
-        """As `choose`, for the TCP communicator of all ranks, which does not know two levels."""
+        """Choose as `choose` does, for the TCP communicator of all ranks, which does not know two levels."""
         name = self.choose(nbytes)
         return default_choice(nbytes) if name == HIERARCHICAL else name
 
@@ -124,7 +125,7 @@ class CommPlan:
 
 
 def key_of(layout: Layout, backend: str, asked: str) -> str:
-    """16 hex digits over layout, backend and requested algorithm."""
+    """Return 16 hex digits that depend on layout, backend and requested algorithm."""
     identity = {"host_of": list(layout.host_of), "backend": backend, "asked": asked}
     return hashlib.sha256(canonical_bytes(identity)).hexdigest()[:16]
 

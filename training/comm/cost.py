@@ -38,7 +38,7 @@ class LinkCosts:
     """Seconds per byte added to another."""
 
     def of(self, algorithm: str) -> LinkCosts:
-        """The same for every algorithm."""
+        """Return these costs, which hold for every algorithm."""
         return self
 
     def seconds(self, counts: Counts) -> float:
@@ -61,7 +61,7 @@ class AlgorithmCosts:
     costs: Mapping[str, LinkCosts]
 
     def of(self, algorithm: str) -> LinkCosts:
-        """Those of one algorithm."""
+        """Return the costs of one algorithm."""
         return self.costs[algorithm]
 
     def to_json(self) -> dict[str, dict[str, float]]:

@@ -89,7 +89,9 @@ def pack_header(fields: bytes, payload: NDArray[np.uint8]) -> bytes:
 
 
 def check_header(header: bytes | bytearray, fields: bytes) -> str | None:
-    """None if the packed fields are the expected ones, else the difference as text (before any payload is read)."""
+    """Compare the packed fields with the expected ones, before any payload is read: None if they are equal, else the
+    difference as text.
+    """
     if header.startswith(fields):
         return None
     expected, got = Expected(*_FIELDS.unpack(fields)), Expected(*_FIELDS.unpack_from(header))
@@ -103,7 +105,7 @@ def check_header(header: bytes | bytearray, fields: bytes) -> str | None:
 
 
 def check_payload(header: bytes | bytearray, payload: NDArray[np.uint8]) -> str | None:
-    """None if the checksum is right, else the difference as text."""
+    """Check the payload against the frame's checksum: None if it is right, else the difference as text."""
     (stated,) = _CRC.unpack_from(header, _FIELDS.size)
     crc = google_crc32c.extend(google_crc32c.value(bytes(header[: _FIELDS.size])), payload)
     return None if crc == stated else f"checksum {crc:08x} where the frame says {stated:08x}"
@@ -118,7 +120,7 @@ def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
 
 
 def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
-    """(tag, text) if these HEADER_BYTES + WORD_BYTES are a word of this generation, else None."""
+    """Return (tag, text) if these HEADER_BYTES + WORD_BYTES are a word of this generation, else None."""
     if len(frame) != HEADER_BYTES + WORD_BYTES:
         return None
     fields = Expected(*_FIELDS.unpack_from(frame))

@@ -151,7 +151,7 @@ class HierarchicalCommunicator(Communicator):
         self._back(buf)
 
     def _spread(self, buf: NDArray[Any], root: int) -> None:
-        """Within the root's host, then from its leader to the others, then within their hosts."""
+        """Broadcast within the root's host, then from its leader to the other leaders, then within their hosts."""
         there = self._layout.host_of[root]
         if self._inner is not None and there == self._host:
             self._inner.broadcast(buf, self._mates.index(root))
@@ -162,7 +162,7 @@ class HierarchicalCommunicator(Communicator):
             self._back(buf)
 
     def _gather(self, buf: NDArray[Any]) -> None:
-        """Within hosts, then between leaders, then back."""
+        """Gather within hosts, then between leaders, then send everything back within hosts."""
         if self._inner is not None:
             mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
             for mate, part in zip(self._mates, mine, strict=True):
@@ -182,7 +182,7 @@ class HierarchicalCommunicator(Communicator):
         self._back(buf)
 
     def _exchange(self, parts: Sequence[NDArray[Any]], found: list[NDArray[Any]]) -> None:
-        """Between the ranks of a host through its memory, all other parts from rank to rank."""
+        """Exchange parts between the ranks of a host through its memory, and all other parts from rank to rank."""
         if self._inner is None:
             found += self._flat.all_to_all_ragged(parts)
             return
@@ -212,7 +212,7 @@ class HierarchicalCommunicator(Communicator):
             raise
 
     def _between(self, buf: NDArray[Any], op: Op) -> None:
-        """Among the leaders; nothing on other ranks."""
+        """Reduce among the leaders; do nothing on other ranks."""
         if self._outer is not None:
             with self._patient(self._outer, 1):
                 self._outer.all_reduce(buf, op)

@@ -117,7 +117,7 @@ class Layout:
 
     @classmethod
     def of(cls, identities: Sequence[str]) -> Layout:
-        """From every rank's `host_identity`, in rank order."""
+        """Make the layout from every rank's `host_identity`, in rank order."""
         numbers: dict[str, int] = {}
         return cls(
             tuple(

@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 
     communicator: Communicator
     plan: CommPlan | None
-    """None for one rank, and for a backend whose algorithms we do not choose."""
+    """The algorithms in use; None for one rank, and for a backend whose algorithms we do not choose."""
     calibrated: bool
     """Whether the plan was made now, because none of `options.plans` fits."""
 
@@ -96,7 +96,7 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
 
 
 def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
-    """(backend, reason) before shared memory has been tried."""
+    """Return (backend, reason) before shared memory has been tried."""
     shared = max(found.sizes) > 1
     several = len(found.sizes) > 1
     if options.backend == "tcp":
@@ -130,7 +130,9 @@ def _impossible(name: str, found: Layout, allowed: str) -> ConfigError:
 def _shared(
     flat: Communicator, found: Layout, share: Share | None, until: float
 ) -> tuple[Communicator | None, str | None]:
-    """(this host's shared memory or None, the reason why there is none or None); every rank gets the same reason."""
+    """Return (this host's shared memory or None, the reason why there is none or None); every rank gets the same
+    reason.
+    """
     mates, inner, reason = _mates(found, flat.rank), None, ""
     if len(mates) > 1:
         if share is None:

@@ -27,7 +27,7 @@ class CommOptions:
     backend: Backend = "auto"
     """`auto`: shared memory if all ranks share a host, both if some do, else TCP; any other value forces one."""
     algorithm: Algorithm = "auto"
-    """Of all_reduce: `auto` chooses by size from the cost model; any other value forces one."""
+    """The algorithm of all_reduce: `auto` chooses by size from the cost model; any other value forces one."""
     trust_network: str | None = None
     """Interface whose network may carry unauthenticated traffic (gRPC, NCCL); None: no network may."""
     plans: Sequence[Mapping[str, Any]] = ()

@@ -30,9 +30,9 @@ class Credentials:
     authority: str = field(repr=False)
     """Certificate of the launch's authority."""
     certificate: str = field(repr=False)
-    """Of this rank."""
+    """This rank's certificate."""
     private_key: str = field(repr=False)
-    """Of this rank; a secret."""
+    """This rank's private key; a secret."""
 
     def to_json(self) -> dict[str, str]:
         """The fields as a JSON object, for the rank's standard input."""

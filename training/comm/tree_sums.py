@@ -40,7 +40,7 @@ class TreeSums(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """That of the wrapped communicator, for each step of a call."""
+        """The deadline of the wrapped communicator, which holds for each step of a call."""
         return self._all.deadline_s
 
     @deadline_s.setter
@@ -66,7 +66,7 @@ class TreeSums(Communicator):
         self._sum(buf, 0)
 
     def _groups(self) -> list[Communicator]:
-        """This rank's pairs, neighbours first."""
+        """The groups of this rank's pairs, neighbours first."""
         if self.num_ranks <= 2:
             return [self._all]
         levels = range(self.num_ranks.bit_length() - 1)

@@ -121,5 +121,5 @@ class CodedSum(BucketSum):
 
 
 def key_of(*numbers: int) -> int:
-    """64 bits that depend on all of the numbers."""
+    """Return 64 bits that depend on all of the numbers."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big")

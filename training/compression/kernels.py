@@ -133,7 +133,7 @@ def unpack(packed: Any, width: Any, codes: Any) -> None:
 
 @kernels(__name__)
 def to_bfloat16(bits: Any, out: Any) -> None:
-    """float32 as `bits` (n,) uint32 to bfloat16 as uint16, to the nearest, of two equally near to the even one."""
+    """Round float32 as `bits` (n,) uint32 to bfloat16 as uint16: to the nearest, of two as near to the even one."""
     for i in range(bits.size):
         value = bits[i]
         rounded = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -150,14 +150,16 @@ def from_bfloat16(halves: Any, bits: Any) -> None:
 
 @kernels(__name__)
 def add_to(total: Any, part: Any) -> None:
-    """total += part, float32."""
+    """Add `part` to `total`, both float32."""
     for i in range(total.size):
         total[i] += part[i]
 
 
 @kernels(__name__)
 def count_sizes(bits: Any, counts: Any) -> None:
-    """counts[c] (4096,) int64 of the float32s given as `bits` (n,) int32 whose absolute value has the upper bits c."""
+    """Count in counts[c] (4096,) int64 the float32s, given as `bits` (n,) int32, whose absolute value has the upper
+    bits c.
+    """
     for i in range(bits.size):
         counts[(bits[i] & SIGNLESS) >> np.int32(19)] += 1
 
@@ -169,7 +171,7 @@ _UP, _DOWN = np.float32(2.0**112), np.uint32(112 << 23)  # between the exponents
 
 @kernels(__name__)
 def to_float16(x: Any, factor: Any, out: Any) -> None:
-    """x * factor (n,) float32, below 2**15 in size, to float16 as uint16, to the nearest, else to the even one."""
+    """Round x * factor (n,) float32, below 2**15 in size, to float16 as uint16: to the nearest, else the even one."""
     value, small = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
     bits, small_bits = value.view(np.uint32), small.view(np.uint32)
     for first in range(0, x.size, _CHUNK):

@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
     columns: int
 
     def of(self, flat: Array) -> Array:
-        """Its view (rows, columns) of a bucket (size,)."""
+        """Return this tensor's view (rows, columns) of a bucket (size,)."""
         return flat[self.start : self.start + self.rows * self.columns].reshape(self.rows, self.columns)
 
 
@@ -77,7 +77,9 @@ class LowRankSum(BucketSum):
 
 
 def _product(left: Array, right: Array) -> Array:
-    """left (rows, rank) times right (columns, rank) transposed, the same bits on every rank: no library decides how."""
+    """Multiply left (rows, rank) by right (columns, rank) transposed, with the same bits on every rank: no library
+    decides how.
+    """
     total = left[:, :1] * right[:, 0]
     for column in range(1, left.shape[1]):
         total += left[:, column : column + 1] * right[:, column]

@@ -22,11 +22,11 @@ class Compression:
     value: float = 0.0
     """Levels of `qsgd`, the share of elements that `topk` and `dgc` send (1 % is 0.01), the rank of `powersgd`."""
     seed: int = 0
-    """Of stochastic rounding and of the first matrices of `powersgd`; the same on all ranks."""
+    """The seed of stochastic rounding and of the first matrices of `powersgd`; the same on all ranks."""
     momentum: float = 0.0
-    """Of `dgc`, in place of the optimizer's."""
+    """The momentum of `dgc`, which takes the place of the optimizer's."""
     clip_norm: float | None = None
-    """Of `dgc`: the largest norm of a tensor's gradient, in place of the optimizer's."""
+    """The largest norm of a tensor's gradient with `dgc`, which takes the place of the optimizer's."""
     warm_up_steps: int = 0
     """Steps in which `dgc` goes from a quarter of the elements to its share."""
 

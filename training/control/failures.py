@@ -36,7 +36,7 @@ class Marks:
     """When a rank reached each phase up to its first step, in monotonic seconds: where a restart's time went."""
 
     started_at: float | None = None
-    """Its process was started."""
+    """When the rank's process was started."""
     phases: list[tuple[str, float]] = field(default_factory=list)
     first_step_at: float | None = None
 
@@ -60,11 +60,11 @@ class RankState:
     exit_code: int | None = None
     result: dict[str, object] | None = None
     result_parts: list[str] = field(default_factory=list)
-    """Of a result that has not arrived completely."""
+    """The parts so far of a result that has not arrived completely."""
     tail: list[str] = field(default_factory=list)
     marks: Marks = field(default_factory=Marks)
     stacks: str = ""
-    """Of its threads, when they were last asked for."""
+    """The stacks of the rank's threads, when they were last asked for."""
     reading: str = ""
     """What it was reading or decoding when its process ended."""
 

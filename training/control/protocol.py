@@ -152,7 +152,7 @@ class Channel:
 
 
 def try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
-    """`channel.send` to a peer that may have ended: the thread that reads from this channel sees the same end."""
+    """Call `channel.send` to a peer that may have ended: the thread that reads from this channel sees the same end."""
     with contextlib.suppress(CommunicationError):
         channel.send(tag, document)
 
@@ -258,7 +258,7 @@ def error_from_json(document: Mapping[str, Any]) -> LockstepError:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with infinities and NaN, which JSON cannot hold, as the strings "inf", "-inf" and "nan"."""
+    """Return `value` with infinities and NaN, which JSON cannot hold, as the strings "inf", "-inf" and "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

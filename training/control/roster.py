@@ -24,7 +24,7 @@ NONCE_BYTES = 12
 
 
 def seal_order(secret: bytes, rank: int, order: dict[str, Any]) -> str:
-    """`order` as text that only the supervisor of `rank` can read. Equal orders become different texts."""
+    """Return `order` as text that only the supervisor of `rank` can read. Equal orders become different texts."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # 60 ms that no rank needs to pay
 
     nonce = os.urandom(NONCE_BYTES)

@@ -45,7 +45,7 @@ UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
 STACKS_S = 3.0  # for supervisors to send the stacks of their ranks, before all are stopped
 EXIT_REPORT_S = 10.0  # for a supervisor to report how its rank ended: it waits for the rank's last lines
 Answer = Callable[[int, str, dict[str, Any]], dict[str, Any]]
-"""answer(rank, kind, fields) -> reply."""
+"""Called as answer(rank, kind, fields); returns the reply."""
 
 
 class Handler:
@@ -69,7 +69,7 @@ class Handler:
         return self._answer(rank, kind, fields)
 
     def on_step(self, step: int) -> None:
-        """Rank 0 has made its step `step`."""
+        """Called when rank 0 has made its step `step`."""
 
     def on_output(self, rank: int, lines: list[str]) -> None:
         """A rank of a task with `stream` has printed these lines."""

@@ -25,7 +25,7 @@ def new_stacks() -> int:
 
 
 def answer_with_stacks(fd: int) -> None:
-    """From now on this process writes the stacks of all its threads to `fd` at each SIGNAL."""
+    """Let this process write the stacks of all its threads to `fd` at each SIGNAL from now on."""
     faulthandler.register(SIGNAL, file=fd, all_threads=True)
 
 

@@ -59,13 +59,13 @@ class Limits:
     stall_s: float = 600.0
     """A rank whose step and phase do not change for so long is stalled."""
     beat_s: float = 1.0
-    """Between two heartbeats of a rank."""
+    """Seconds between two heartbeats of a rank."""
     silent_s: float = 10.0
     """A rank without a heartbeat for so long is lost; while it imports or opens the dataset, `start_s` applies."""
     stopped_s: float = 5.0
     """A rank whose process is stopped by a signal (SIGSTOP) for so long has failed, in any phase."""
     grace_s: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     lost_s: float = 30.0
     """A supervisor that does not hear the driver for so long kills its rank."""
 

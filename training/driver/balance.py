@@ -29,9 +29,9 @@ class Window:
     """What ranks needed for a step: medians in seconds."""
 
     own_s: tuple[float, ...]
-    """Of each rank, without the exchange."""
+    """What each rank needed for a step, without the exchange."""
     step_s: float
-    """Of the slowest rank, with the exchange."""
+    """What the slowest rank needed for a step, with the exchange."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class RunProgress(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None: ...
 
     def set(self, done: int, note: str | None = None) -> None:
-        """`done` steps are done, fewer than before after a restart; `note` is a short text such as the loss."""
+        """Show that `done` steps are done, fewer than before after a restart; `note` is a text such as the loss."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row of the run's metrics (lockstep.training.rank.metrics)."""

@@ -27,7 +27,7 @@ class Requests:
 
     def __init__(self, fs: FileSystem, paths: RunPaths, stop: StopRequest) -> None:
         self.open: dict[str, tuple[requests.Request, float, int]] = {}
-        """By nonce: the request, when it was seen (seconds of the monotonic clock), and at which step."""
+        """The requests by nonce: each with when it was seen (seconds of the monotonic clock), and at which step."""
         self._fs, self._paths, self._stop = fs, paths, stop
         self._orders: list[Tag] = []
         self._stacks: dict[int, str] = {}

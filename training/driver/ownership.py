@@ -45,7 +45,7 @@ LEASE_LOOK_S = 0.5
 
 
 def _nothing() -> None:
-    """The default of `look`."""
+    """Do nothing: the default of `look`."""
 
 
 class Lease:
@@ -117,7 +117,9 @@ class Lease:
             raise superseded(parent(self._url), f"{self._url}, rewritten by {whom}")
 
     def check_not_lost(self) -> None:
-        """Like `check_held`, but a lease that cannot be read is no sign of a later driver: its claim shows that one."""
+        """Check as `check_held` does; but a lease that cannot be read is no sign of a later driver, whose claim would
+        show it.
+        """
         try:
             self.check_held()
         except StorageError as error:

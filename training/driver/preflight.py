@@ -120,13 +120,13 @@ class CheckedRun:
     """A run that may be started, and what was opened and planned to check it."""
 
     config: TrainConfig
-    """With absolute URLs."""
+    """The configuration with absolute URLs."""
     manifest: DatasetManifest
     plan: RunPlan
     finished: RunResult | None
     """The result of a run that has ended already."""
     numbers: dict[int, str | None]
-    """`numbers_of_ranks`."""
+    """Each number of ranks that the run may have, and why it cannot have it, as `numbers_of_ranks` returns them."""
 
 
 def preflight(config: TrainConfig) -> CheckedRun:
@@ -165,7 +165,8 @@ def preflight(config: TrainConfig) -> CheckedRun:
 
 
 def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
-    """`preflight` where all URLs are local; else None, since other file systems may need Spark's settings.
+    """Do what `preflight` does where all URLs are local; else return None, since other file systems may need Spark's
+    settings.
 
     The model's name and settings are checked in both cases.
     """
@@ -188,7 +189,7 @@ class PlannedData(NamedTuple):
 
 
 def open_and_plan(config: TrainConfig) -> PlannedData:
-    """`open_dataset` and `plan_for`, which the augmentation is checked against too."""
+    """Call `open_dataset` and `plan_for`, which the augmentation is checked against too."""
     manifest, encoder = open_dataset(config)
     plan = plan_for(manifest, config)
     if config.augment:

@@ -1,4 +1,5 @@
-"""After which failures a run is started again, and when: limits on their number, a wait, and what no restart cures."""
+"""Decides after which failures a run is started again, and when: limits on their number, a wait, and what no restart
+cures."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ INCURABLE: tuple[tuple[type[LockstepError], str], ...] = (
 )
 """Errors that no restart cures, each with its reason. A rank's error counts as the driver's own."""
 RESUMED_LATER = (ApplicationEndedError, DiskFullError, DeniedError)
-"""Those of them after which, once their cause is removed, the same call resumes: the error says from where."""
+"""Errors after which the same call resumes the run once their cause is removed: the error says from where."""
 
 
 def incurable(error: LockstepError) -> LockstepError | None:
@@ -71,13 +72,13 @@ class Repeat:
     """An error of ranks outside of a batch; equal to another one if a restart would meet it again."""
 
     what: str
-    """Its first line, or how the ranks' weights part."""
+    """The error's first line, or how the ranks' weights differ."""
     phase: str
     step: int
 
     @property
     def where(self) -> str:
-        """When it came, in words."""
+        """When the error came, in words."""
         return f"in phase {self.phase} at step {self.step}"
 
 

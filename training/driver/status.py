@@ -127,7 +127,7 @@ class Board:
         self._event("restart", generation=now.generation, step=now.step, restarts=now.restarts, error=str(error))
 
     def set(self, done: int, note: str | None = None) -> None:
-        """As RunProgress: `done` steps are done."""
+        """Note that `done` steps are done, as RunProgress does, and rewrite the status."""
         self._inner.set(done, note)
         with self._lock:
             now, trains = time.monotonic(), done > self._status.step
@@ -142,7 +142,7 @@ class Board:
                 self._rate.popleft()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """As RunProgress: take a row of the metrics."""
+        """Take a row of the metrics, as RunProgress does, and show its figures in the status."""
         self._inner.add(row)
         with self._lock:
             kind = row["kind"]

@@ -21,7 +21,7 @@ from lockstep.training.run.lineage import CheckpointRef
 from lockstep.training.run.paths import RunPaths
 
 EXIT_STOPPED = 75
-"""Of a driver that was stopped in good order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""
+"""The exit code of a driver that was stopped in order: the same call resumes the run (EX_TEMPFAIL of sysexits.h)."""
 FORMAT_VERSION = 1
 
 

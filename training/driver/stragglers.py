@@ -148,8 +148,8 @@ def _sent(steps: Sequence[Step], middle: Middle) -> dict[int, tuple[float, float
 
 
 def times_a_step(row: Mapping[str, Any]) -> dict[str, float] | None:
-    """{data_s, compute_s, other_s, own_s, step_s} of a row {kind: time}, a step; None if it is only a validation, or
-    the first step, whose time is that of the start.
+    """Return {data_s, compute_s, other_s, own_s, step_s} of a row {kind: time}, for a step; None if it is only a
+    validation, or the first step, whose time is that of the start.
     """
     steps = int(row["steps"]) - bool(row.get("starting_s"))
     if steps < 1:

@@ -75,7 +75,7 @@ COMMIT_WAIT_S = 60.0
 
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
-    """`base` with the configured deadlines."""
+    """Return `base` with the configured deadlines."""
     silent = config.heartbeat_limit_s
     return replace(
         base,

@@ -42,7 +42,7 @@ class Agreement:
     batches: int = 1
     """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
     losses: tuple[float, ...] = ()
-    """Of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
+    """The losses of the steps since the ranks last agreed, this one included; empty if they agree after each step."""
     agreed: bool = True
     """Whether this is of all ranks; else of this rank, which trains by itself
     (lockstep.training.strategies.local_steps).
@@ -80,7 +80,9 @@ class FedBatches:
                 del self._ids[batch]
 
     def of_step(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """{lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if unknown."""
+        """Return {lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if
+        unknown.
+        """
         with self._lock:
             ids = self._ids.get(step - 1)
         if ids is None:

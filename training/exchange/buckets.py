@@ -38,15 +38,15 @@ class Layout:
     """The buckets of one model; equal on every rank, since it depends only on shapes and dtypes."""
 
     dtypes: tuple[np.dtype[Any], ...]
-    """Of each bucket."""
+    """The dtype of each bucket."""
     sizes: tuple[int, ...]
     """Elements of each bucket, the control words at the end of the last one included."""
     gradients: tuple[Slot, ...]
-    """In the order of the variables."""
+    """Where each gradient is, in the order of the variables."""
     statistics: tuple[Slot, ...]
-    """In the order given."""
+    """Where each statistic is, in the order given."""
     control: Slot
-    """Loss and flags."""
+    """Where the loss and the flags are."""
 
     @property
     def first_tail(self) -> int:
@@ -117,7 +117,7 @@ def _copy(source: Any, bits: Any, factor: Any, out: Any, mask: Any) -> Any:
 
 @kernels(__name__)
 def _judge(bits: Any, mask: Any) -> Any:
-    """The largest of bits & mask."""
+    """Compute the largest of bits & mask."""
     largest = mask & 0
     for i in range(bits.size):
         largest = max(largest, bits[i] & mask)
@@ -142,7 +142,7 @@ def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> boo
 
 
 def scaled(values: Array, factor: float) -> Array:
-    """`values` of a float dtype times `factor`, of the same dtype."""
+    """Return `values` of a float dtype times `factor`, of the same dtype."""
     return np.multiply(values, _wide(values, factor)).astype(values.dtype, copy=False)
 
 

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def everyones(communicator: Communicator, mine: Any) -> list[Any]:
-    """`mine` (JSON) of every rank, in rank order. A collective: ranks send digests first, and the whole only where
-    these differ.
+    """Return `mine` (JSON) of every rank, in rank order. A collective: ranks send digests first, and the whole only
+    where these differ.
     """
     data = canonical_bytes(mine)
     digests = communicator.all_gather_bytes(hashlib.sha256(data).digest())
@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """`GPU` or `CPU`: this rank's device. If one rank had no GPU, all others would wait for it in each step."""
+    """Return `GPU` or `CPU`: this rank's device. If one rank had no GPU, all others would wait for it in each step."""
     import tensorflow as tf
 
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
@@ -165,7 +165,7 @@ class WeightCheck:
 
 
 def checksums(variables: Sequence[Any]) -> NDArray[np.int64]:
-    """(variables,) int64: CRC32C of the bytes of each, which detects every burst of up to 32 changed bits."""
+    """Compute (variables,) int64: CRC32C of the bytes of each, which detects every burst of up to 32 changed bits."""
     return np.array([google_crc32c.value(_bytes(variable)) for variable in variables], np.int64)
 
 
@@ -177,7 +177,7 @@ def _bytes(variable: Any) -> NDArray[np.uint8]:
 
 
 def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> DivergedError:
-    """sums (ranks, variables)."""
+    """Return the error that names the ranks whose weights differ, and the first variable; sums (ranks, variables)."""
     rows = [tuple(row) for row in sums.tolist()]
     (common, count), *_ = Counter(rows).most_common()
     if 2 * count > len(rows):

@@ -74,7 +74,7 @@ class CompressedBuckets:
         return True  # whether it is finite is asked only if some rank's part might not be
 
     def state(self) -> Tensors:
-        """compression/kept/BUCKET/NAME of this rank, compression/common/BUCKET/NAME of all; views."""
+        """Return compression/kept/BUCKET/NAME of this rank, compression/common/BUCKET/NAME of all; views."""
         kept = {f"{KEPT}{i:06d}/{name}": value for i, one in self._sums.items() for name, value in one.kept.items()}
         common = {
             f"{COMMON}{i:06d}/{name}": value for i, one in self._sums.items() for name, value in one.common.items()

@@ -206,7 +206,7 @@ class Exchange:
         return self.communicator.sent_bytes
 
     def links(self) -> dict[int, LinkUse]:
-        """As of the communicator."""
+        """Return the use of the communicator's links."""
         return self.communicator.links()
 
     def compression_state(self) -> Tensors:

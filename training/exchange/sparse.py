@@ -28,7 +28,7 @@ class Table:
 
     name: str
     shape: tuple[int, ...]
-    """(rows, *row)"""
+    """The whole tensor's shape: (rows, *row)."""
     dtype: np.dtype[Any]
 
     @property

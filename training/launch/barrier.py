@@ -183,10 +183,10 @@ class SuperviseOnTask:
 
     control: tuple[str, int]
     secret: bytes = field(repr=False)
-    """Sent in Spark's messages: see docs/security.md."""
+    """The launch's secret, which is sent in Spark's messages: see docs/security.md."""
     limits: Limits
     devices: Sequence[tuple[str, ...]]
-    """By rank, under a local master, where Spark gives tasks no GPUs."""
+    """The GPUs of each rank under a local master, where Spark gives tasks none."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise this task's rank until the driver ends the session; yields (rank, exit code)."""
@@ -232,7 +232,7 @@ def ranks_on(context: SparkContext, num_ranks: int, avoid: frozenset[str]) -> RD
 
 
 class BarrierSession(Session):
-    """Supervisors as the tasks of one barrier stage."""
+    """A session whose supervisors are the tasks of one barrier stage."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class BarrierSession(Session):
         handler: Handler | None = None,
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """`Session.run`; if ranks were lost with their executor, the error says why Spark lost it.
+        """Run as `Session.run` does; if ranks were lost with their executor, the error says why Spark lost it.
 
         Raises MemoryKillError if the cluster manager killed an executor for its memory, PreemptedError if it took all
         lost ones away for others.
@@ -369,10 +369,10 @@ class OnSpark(SessionLauncher):
 
     spark: SparkSession
     devices: tuple[str, ...] | None = None
-    """Under a local master, the only GPUs that its ranks get; None: all of this host."""
+    """The only GPUs that ranks get under a local master; None: all of this host."""
 
     def application(self) -> str | None:
-        """Spark's ID of it."""
+        """Return Spark's ID of the application."""
         return str(classic_context(self.spark).applicationId)
 
     def slots(self) -> int:
@@ -399,7 +399,7 @@ class OnSpark(SessionLauncher):
         return memory
 
     def signals(self) -> AbstractContextManager[None]:
-        """`signals_of_java` for the session's Java process."""
+        """Return `signals_of_java` for the session's Java process."""
         return signals_of_java(classic_context(self.spark)._gateway)
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
@@ -414,7 +414,7 @@ class OnSpark(SessionLauncher):
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
-    """(address that the control server listens on, host name or address at which executors reach it).
+    """Return (address that the control server listens on, host name or address at which executors reach it).
 
     If the executors are processes of this host, it listens on loopback only. Otherwise it listens where Spark's driver
     does (spark.driver.bindAddress), by default on all interfaces: spark.driver.host may be a name that only other hosts

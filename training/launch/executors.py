@@ -49,13 +49,14 @@ class ExecutorMemory:
 
     container_mib: int
     heap_mib: int
-    """The part of it that `spark.executor.memory` sets."""
+    """The part of the container that `spark.executor.memory` sets."""
     overhead_mib: int
-    """The part of it that `spark.executor.memoryOverhead` sets: ranks live there."""
+    """The part of the container that `spark.executor.memoryOverhead` sets: ranks live there."""
     ranks: int
 
     def judge(self, rank_mib: int, whose: str) -> str | None:
-        """None if ranks of `rank_mib` each fit in addition to Java's whole heap, a warning if they may not.
+        """Judge whether ranks of `rank_mib` each fit in addition to Java's whole heap: None if they do, a warning if
+        they may not.
 
         Raises ConfigError if they do not fit even while Java's heap is almost empty. `whose` names the kind of rank.
         """
@@ -101,7 +102,7 @@ def executor_memory(context: SparkContext, num_ranks: int) -> ExecutorMemory | N
 
 
 def container_of(master: str, settings: Settings, num_ranks: int, yarn_least_mib: int = 0) -> ExecutorMemory | None:
-    """`executor_memory` by master and settings; `yarn_least_mib` is YARN's smallest container."""
+    """Return what `executor_memory` does, by master and settings; `yarn_least_mib` is YARN's smallest container."""
     if master != "yarn" and not master.startswith("k8s://"):
         return None
     size = partial(_size_mib, settings)

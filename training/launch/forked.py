@@ -50,7 +50,7 @@ class ForkedRank:
         return code
 
     def kill(self) -> None:
-        """Kill it; does nothing after its end."""
+        """Kill the process; does nothing after its end."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -141,7 +141,7 @@ class _Zygote:
             return ForkedRank(int(text), handles[0], report, stdin, stdout)
 
     def end(self) -> None:
-        """Have it end once its ranks have ended."""
+        """Let the zygote end once its ranks have ended."""
         self._line.close()
         if self.owner == os.getpid():
             threading.Thread(target=self.process.wait, name="zygote-end", daemon=True).start()

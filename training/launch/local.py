@@ -1,4 +1,4 @@
-"""Ranks as processes of this host."""
+"""Runs ranks as processes of this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalSession(Session):
-    """Supervisors as threads of this process."""
+    """A session whose supervisors are threads of this process."""
 
     def __init__(
         self, num_ranks: int, limits: Limits | None = None, own_devices: tuple[str, ...] | None = None
@@ -75,7 +75,7 @@ class OnHost(SessionLauncher):
     """The only GPUs that its ranks get; None: all of this host."""
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
-        """Supervisors that run several generations."""
+        """Open a session whose supervisors run several generations."""
         return LocalSession(num_ranks, limits, self.devices)
 
     def divided(self, runs: int, num_ranks: int) -> Sequence[SessionLauncher]:

@@ -109,7 +109,7 @@ class SupervisorSpec:
     """The session's secret, which decrypts orders; no rank gets it."""
     limits: Limits
     devices: tuple[str, ...] = ()
-    """As in Order."""
+    """The GPUs that the rank may use, as in Order."""
 
     def order(self, document: Mapping[str, Any]) -> Order:
         """The order of one generation, from the document of `order_to_json`."""

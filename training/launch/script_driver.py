@@ -50,13 +50,14 @@ class ScriptConfig:
     """URL of a folder for the complete output of each rank; None keeps only the last lines."""
     start_limit_s: float = 300.0
     stall_limit_s: float = 600.0
-    """For a call that waits for other ranks; and for the next call or line of a rank that has made such calls."""
+    """Seconds that a call may wait for other ranks; and that a rank which has made such calls may take until its next
+    call or line."""
     tls: Literal["on", "off"] = "off"
     """Whether ranks on different hosts encrypt their connections."""
     backend: Backend = "auto"
     """What carries them; `nccl` and `tensorflow` must be joined before the script's first tensor (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
-    """Of all_reduce."""
+    """The algorithm of all_reduce."""
     trust_network: str | None = None
     """An interface that may carry what cannot be authenticated."""
     max_restarts: int = 0

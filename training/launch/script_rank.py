@@ -46,7 +46,7 @@ class Begun:
 
     @classmethod
     def now(cls) -> Begun:
-        """Of this process."""
+        """Return what this process is now."""
         return cls(os.getpid(), _file_of(2))
 
 
@@ -164,12 +164,12 @@ class Script:
     """A user's script, as it is sent to ranks."""
 
     name: str
-    """`sys.argv[0]`."""
+    """The script's name, which is `sys.argv[0]`."""
     arguments: tuple[str, ...]
     path: str | None
-    """Its path on the ranks' hosts; None if only `text` is sent."""
+    """The script's path on the ranks' hosts; None if only `text` is sent."""
     text: str | None
-    """Its bytes as Latin-1, so that JSON keeps any source encoding."""
+    """The script's bytes as Latin-1, so that JSON keeps any source encoding."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""

@@ -235,7 +235,7 @@ class Restart:
     given_at: float
     """When the remaining supervisors were idle, or the older ones had ended."""
     seconds: float | None = None
-    """From the failure to the first step of all ranks; None if they never made one."""
+    """Seconds from the failure to the first step of all ranks; None if they never made one."""
     parts: dict[str, float] = field(default_factory=dict)
     """What `seconds` consists of, in order: phase to seconds, of the slowest rank."""
 
@@ -267,7 +267,9 @@ class Restart:
 
 
 def _not_again(error: ConfigError) -> LauncherError:
-    """`error` refuses supervisors like those that started before, so the configuration is right and may be retried."""
+    """Return an error that may be retried for `error`, which refuses supervisors like those that started before: so the
+    configuration is right.
+    """
     return LauncherError(
         f"supervisors cannot be started again: {error.what}",
         got=error.got,

@@ -52,17 +52,19 @@ class SpareRank:
     devices: tuple[str, ...]
     """The GPUs that it sees."""
     modules: tuple[str, ...]
-    """Where it looks for them: not in a file that the session got later (addPyFile)."""
+    """Where the process looks for modules: not in a file that the session got later (addPyFile)."""
 
     @classmethod
     def start(cls, devices: tuple[str, ...]) -> SpareRank:
-        """Start one. Spark sets OMP_NUM_THREADS for the processes of a task, so it has those of every other rank."""
+        """Start a spare process. Spark sets OMP_NUM_THREADS for the processes of a task, so it has those of every other
+        rank.
+        """
         page, stacks, mark = new_page(), new_stacks(), new_mark()
         process = start_process([",".join(devices)], mark, 1, page, stacks)
         return cls(process, page, stacks, mark, devices, tuple(sys.path))
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process and what it has started."""
         self.process.kill()
         self.process.communicate()
         end_left(self.process.pid, self.mark)
@@ -149,7 +151,7 @@ class Spare:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have its task end; returns at once."""
+        """Let its task end; returns at once."""
         self._closed.set()
         if (roster := self._roster) is not None:
             self._waits = self._waits or (roster.came(0.0) and not roster.gone())

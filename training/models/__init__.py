@@ -40,7 +40,7 @@ class ModelOptions:
     group_rows: int | None = None
     """Rows of a lane group: batch normalisation is over these (ghost); None: Keras' own, over a rank's rows."""
     learning_rate: float | None = None
-    """None: the model's own."""
+    """The learning rate; None: the model's own."""
     global_batch: int = 1
     """Rows of one optimizer step over all ranks."""
     steps: int = 1

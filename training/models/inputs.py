@@ -1,4 +1,4 @@
-"""From the features of a signature to the tensors that the ready models begin with."""
+"""Turns the features of a signature into the tensors that the ready models begin with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sharding:
     options: Mapping[str, Any]
     """Arguments of ShardedEmbedding."""
     growing: Mapping[str, Any]
-    """More of them, of tables without a number of rows."""
+    """More arguments of ShardedEmbedding, for tables without a number of rows."""
 
     @classmethod
     def of(cls, options: ModelOptions, chosen: Mapping[str, Any]) -> Sharding:
@@ -79,7 +79,8 @@ def ids_of(signature: Signature) -> dict[str, int]:
 
 
 def ids_and_any_of(signature: Signature, chosen: Mapping[str, Any]) -> dict[str, int | None]:
-    """`ids_of`, and the columns that the setting `any_ids` names, without a number; id 0 is nothing in these too.
+    """Return what `ids_of` returns, and the columns that the setting `any_ids` names, without a number; id 0 is nothing
+    in these too.
 
     Raises ConfigError for a column that is not of int64, or is of ids with a number.
     """
@@ -108,7 +109,7 @@ def _flat(tensor: Any) -> Any:
 
 
 def joined(parts: list[Any]) -> Any:
-    """(n, k) each -> (n, sum of k)."""
+    """Join tensors (n, k) to one of (n, sum of k)."""
     return keras.layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
 
 

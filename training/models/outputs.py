@@ -1,4 +1,4 @@
-"""From the label of a signature to the last layer, the loss and the metrics of the ready models."""
+"""Turns the label of a signature into the last layer, the loss and the metrics of the ready models."""
 
 from __future__ import annotations
 

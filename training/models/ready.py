@@ -26,7 +26,7 @@ class Setting:
     least: float = 0
     below: float = math.inf
     choices: tuple[str, ...] = ()
-    """Of a text; none: any."""
+    """The allowed values of a text; none: any."""
 
     @property
     def allowed(self) -> str:

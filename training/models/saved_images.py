@@ -91,7 +91,7 @@ def _xmp_orientation(xmp: tf.Tensor) -> tf.Tensor:
 
 
 def _upright(pixels: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """(h, w, c) -> (h, w, c), or (w, h, c) for orientations 5 to 8."""
+    """Turn an image upright: (h, w, c) -> (h, w, c), or (w, h, c) for orientations 5 to 8."""
     pixels = tf.cond(orientation >= 5, lambda: tf.transpose(pixels, (1, 0, 2)), lambda: pixels)
     for axis, mirrored in ((0, (3, 4, 7, 8)), (1, (2, 3, 6, 7))):
         flips = tf.reduce_any(tf.equal(orientation, mirrored))
@@ -100,7 +100,9 @@ def _upright(pixels: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
 
 
 def _fit(pixels: tf.Tensor, height: int, width: int, how: str) -> tf.Tensor:
-    """As lockstep.features.images.resize.fit: (h, w, c) float64 -> (height, width, c) uint8. All sums are exact."""
+    """Fit an image as lockstep.features.images.resize.fit does: (h, w, c) float64 -> (height, width, c) uint8. All sums
+    are exact.
+    """
     sides = tf.cast(tf.shape(pixels), tf.int64)
     old_height, old_width = sides[0], sides[1]
     if how == "resize":
@@ -130,7 +132,9 @@ def _resized(pixels: tf.Tensor, whole: tuple[Any, Any], part: tuple[Any, Any]) -
 
 
 def _overlaps(old: tf.Tensor, whole: Any, part: Any) -> tf.Tensor:
-    """(part, old): of a line of old * whole units, those that a new pixel (`whole` of them) and an old one share."""
+    """Return (part, old): of a line of old * whole units, those that a new pixel (`whole` of them) and an old one
+    share.
+    """
     old, whole, part = (tf.cast(size, tf.int64) for size in (old, whole, part))
     new_at = (tf.range(part)[:, None] + (whole - part) // 2) * old
     old_at = tf.range(old)[None, :] * whole

@@ -32,9 +32,9 @@ from lockstep.training.models.saved_images import decoded
 from lockstep.training.steps.patching import swapped
 
 Encode = Callable[[tf.Tensor, tf.Tensor | None], tf.Tensor]
-"""From values (n, ...) and whether each is null (n,), or None, to the model's input."""
+"""Turns values (n, ...) and whether each is null (n,), or None, into the model's input."""
 Inputs = Callable[[tf.Tensor, tf.Tensor | None], dict[str, tf.Tensor]]
-"""From a column and its second input, if it has one, to the model's inputs by name."""
+"""Turns a column and its second input, if it has one, into the model's inputs by name."""
 _PRIMES = (11400714785074694791, 14029467366897019727, 1609587929392839161, 9650029242287828579, 2870177450012600261)
 
 
@@ -165,7 +165,7 @@ def _encode(field: Field, fitted: Fitted | None, archive: keras.export.ExportArc
 def _categories(
     field: Field, encoding: Mapping[str, Any], fitted: Fitted | None, archive: keras.export.ExportArchive
 ) -> tuple[Callable[[tf.Tensor], tf.Tensor], int]:
-    """From values (n,) to categories (n,) int64, -1 for none of them, and the number of categories."""
+    """Return the function from values (n,) to categories (n,) int64, -1 for none of them, and how many there are."""
     if encoding["kind"] == "hash":
         size = int(encoding["buckets"])
         return partial(_bucket, size=size, seed=int(encoding["seed"])), size

@@ -62,7 +62,9 @@ class ClientTable:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Sequence[Any], npt.NDArray[np.int32]]]) -> Self:
-        """From parts of the split in file order: the values that occur in each, and each row's place among them."""
+        """Make the table from parts of the split in file order: the values that occur in each, and each row's place
+        among them.
+        """
         values = sorted({value for known, _ in parts for value in known})
         number = {value: place for place, value in enumerate(values)}
         rows = [np.array([number[value] for value in known], np.int32)[places] for known, places in parts if len(known)]
@@ -146,15 +148,15 @@ class ClientPlan:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def first_step(self, epoch: int) -> int:
-        """An epoch is one step."""
+        """Return the first step of an epoch: an epoch is one step."""
         return epoch
 
     def steps(self, epochs: int) -> int:
-        """An epoch is one step."""
+        """Return the steps of a run of `epochs` epochs: an epoch is one step."""
         return epochs
 
     def epoch_of_step(self, step: int) -> int:
-        """An epoch is one step."""
+        """Return the epoch of a step: an epoch is one step."""
         return step
 
     def drawn(self, round_: int, clients: int) -> I64:

@@ -190,7 +190,9 @@ def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
 
 
 def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
-    """That of the first manifest; without what was sampled or weighted if that differs, as no share fits all."""
+    """Return `created_by` of the first manifest; without what was sampled or weighted if that differs, as no share fits
+    all.
+    """
     first = dict(manifests[0].created_by)
     if any(sampled_of(other) != sampled_of(manifests[0]) for other in manifests):
         drop = ("sampled", "class_counts")

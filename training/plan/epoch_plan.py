@@ -234,7 +234,7 @@ class EpochPlan:
         return shuffled(derive_key(self._root, "window", epoch, lane, window), count)
 
     def window_orders(self, windows: Sequence[tuple[int, int, int]], count: int) -> npt.NDArray[np.int64]:
-        """`window_order` of several windows (epoch, lane, window), all of `count` samples: (n, count) int64."""
+        """Compute `window_order` of several windows (epoch, lane, window), all of `count` samples: (n, count) int64."""
         return shuffled_each([derive_key(self._root, "window", *window) for window in windows], count)
 
     def lane_positions(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
@@ -247,7 +247,7 @@ class EpochPlan:
             start += len(order)
 
     def leftover(self, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
-        """(epoch, position) of the samples of `epochs` epochs that the first `steps` steps (default: all) leave."""
+        """Return (epoch, position) of the samples of `epochs` epochs that `steps` steps (default: all) leave."""
         used = (self.first_step(epochs) if steps is None else steps) * (self.global_batch // self.lanes)
         return sorted(
             (epoch, int(position))
@@ -273,5 +273,5 @@ class EpochPlan:
         return range(rank * shared // num_ranks * width, (rank + 1) * shared // num_ranks * width)
 
     def rows(self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None) -> int:
-        """n_r: samples of each global batch that are this rank's."""
+        """Return n_r: samples of each global batch that are this rank's."""
         return len(self.rank_lanes(rank, num_ranks, groups, shares)) * (self.global_batch // self.lanes)

@@ -80,7 +80,7 @@ class MixedPlan:
 
     @property
     def lanes(self) -> int:
-        """L, of each dataset."""
+        """The number of lanes L, which each dataset has."""
         return self.parts[0].lanes
 
     @property
@@ -138,7 +138,7 @@ class MixedPlan:
         return self.parts[0].rank_lanes(rank, num_ranks, groups, shares)
 
     def rows(self, rank: int, num_ranks: int, groups: int | None = None, shares: Sequence[int] | None = None) -> int:
-        """n_r: samples of each global batch that are this rank's."""
+        """Return n_r: samples of each global batch that are this rank's."""
         return len(self.rank_lanes(rank, num_ranks, groups, shares)) * (self.global_batch // self.lanes)
 
     def row_datasets(self, rows: int) -> npt.NDArray[np.int64]:

@@ -56,7 +56,7 @@ class BlockTable:
         return np.minimum(self.block_records, self.shard_records[shards] - first)
 
     def runs(self, blocks: I64, cut: I64, counts: I64) -> list[Run]:
-        """`counts` records of each block after its first `cut`: three (n,) int64; one run a block."""
+        """Make a run of `counts` records of each block after its first `cut`: three (n,) int64."""
         shards, first_records = self.locate(blocks)
         columns = (shards.tolist(), (first_records + cut).tolist(), counts.tolist())
         return [Run(shard, first, count) for shard, first, count in zip(*columns, strict=True)]
@@ -68,7 +68,7 @@ class BlockTable:
         return self.runs(*Line(self.block_records, self.short_blocks, self.short_by).cut(start, stop))
 
     def run(self, block: int) -> Run:
-        """The whole of one block."""
+        """Return the run of a whole block."""
         numbers = np.asarray([block], dtype=np.int64)
         shard, first = self.locate(numbers)
         return Run(int(shard[0]), int(first[0]), int(self.sizes(numbers)[0]))

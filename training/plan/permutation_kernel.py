@@ -17,7 +17,7 @@ _30, _27, _31, _64 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64)
 
 @njit
 def _mix(value: Any) -> Any:
-    """splitmix64, as in lockstep.features.sample_id."""
+    """Compute splitmix64, as lockstep.features.sample_id does."""
     value += _GOLDEN
     value = (value ^ (value >> _30)) * _FIRST
     value = (value ^ (value >> _27)) * _SECOND

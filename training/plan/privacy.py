@@ -45,7 +45,8 @@ def uncovered(config: TrainConfig, schema: Schema) -> list[str]:
 
 
 def privacy_of(config: TrainConfig, rounds: int, schema: Schema) -> dict[str, Any] | None:
-    """{epsilon, delta, unit, noise_multiplier, client_fraction, rounds, not_covered} of a run with noise; None without.
+    """Return {epsilon, delta, unit, noise_multiplier, client_fraction, rounds, not_covered} of a run with noise; None
+    without.
 
     Each round draws each client by itself and adds Gaussian noise to a sum in which a client changes at most
     `update_clip`: `rounds` Poisson-sampled Gaussian events, for neighbours that differ by one whole client. A repeated

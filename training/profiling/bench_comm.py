@@ -41,15 +41,16 @@ class BenchConfig:
     """What to measure."""
 
     num_ranks: int
-    """Processes."""
+    """The number of processes."""
     sizes: tuple[int, ...]
     """Bytes of the buffers, float32."""
     backends: tuple[str, ...] = ("auto",)
-    """As CommOptions.backend."""
+    """Backends to measure, each a value of CommOptions.backend."""
     algorithms: tuple[str, ...] = ()
-    """As CommOptions.algorithm; empty: `auto` and all algorithms of the backend in use."""
+    """Algorithms to measure, each a value of CommOptions.algorithm; empty: `auto` and all algorithms of the backend in
+    use."""
     trust_network: str | None = None
-    """As CommOptions.trust_network."""
+    """The value of CommOptions.trust_network."""
     tls: Literal["on", "off"] = "off"
     """Whether ranks on different hosts encrypt; has no effect within a host."""
     rounds: int = 5
@@ -94,7 +95,7 @@ class Row:
     asked: str
     """`auto` or the algorithm's name."""
     median_s: float
-    """Over the rounds; each counts its slowest rank."""
+    """The median over the rounds, each of which counts its slowest rank."""
     fastest_s: float
     slowest_s: float
     wrong: int

@@ -63,7 +63,7 @@ class Profile:
     chunk_steps: int
     """Batches encoded in one call; with less than twice as many steps the input looks too cheap."""
     rounds: int
-    """Rounds, without the first, which is dropped."""
+    """How many rounds were measured, without the first, which is dropped."""
     state_bytes: int
     """Bytes of weights and optimizer state."""
     copy_s: float

@@ -57,7 +57,7 @@ class ProfileLoop:
         return self._settling + self._steps
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Called by the clock with its rows."""
+        """Keep the rows that the clock sends."""
         self._rows += fields["rows"]
 
     def callbacks(self, model: Any, micro_batches: int) -> RunCallbacks:
@@ -67,7 +67,7 @@ class ProfileLoop:
         return callbacks
 
     def result(self) -> dict[str, float]:
-        """{steps, seconds, cpu_s (of the process), data_s, compute_s, exchange_s, checkpoint_s, other_s}."""
+        """Return {steps, seconds, cpu_s (of the process), data_s, compute_s, exchange_s, checkpoint_s, other_s}."""
         sums = {part: sum(float(row[part]) for row in self._rows) for part in PARTS}
         return {
             "steps": float(self._steps),
@@ -101,7 +101,7 @@ class ProfileLoop:
             self.clock.flush()
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """The logs unchanged; they are unused."""
+        """Return the logs unchanged; they are unused."""
         return logs
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:

@@ -31,9 +31,9 @@ class Point:
     efficiency: float
     """The speed-up by the ranks added: 1 if twice the ranks are twice as fast."""
     lost: dict[Part, float]
-    """By part, what the step needs beyond the ideal one; with `efficiency` they add up to 1."""
+    """What a step needs beyond the ideal one, by part; with `efficiency` the parts add up to 1."""
     of_ceiling: float
-    """Of what the same ranks would reach without an exchange and without waiting for data."""
+    """The share of the rate that the same ranks would reach without an exchange and without waiting for data."""
     steady: bool
 
 

@@ -49,18 +49,18 @@ class Measured:
     fetching: Spread
     """`cold` less `cached`: reading, if steps wait for it."""
     by_data: Spread
-    """`cold` less `synthetic`: both."""
+    """`cold` less `synthetic`: the cost of fetching and handing over together."""
     exchange_s: float
     """How long a step on one batch waits for the sums, on the rank that waits least: the others also wait for that
     rank, which is not the cost of the exchange."""
     cached_alone: Spread
     """A batch of the slowest rank without a step, from memory or cache."""
     cold_alone: Spread
-    """The same from storage."""
+    """A batch of the slowest rank without a step, from storage."""
     input_cpu_s: float
     """CPU time of a batch of `cached_alone`, of all threads."""
     waiting: dict[str, float]
-    """By kind: the share of a step for which the rank that waits most waited for its batch
+    """The share of a step for which the rank that waits most waited for its batch, by kind
     (lockstep.training.rank.metrics).
     """
 

@@ -20,7 +20,7 @@ class Loop(Protocol):
         """Called after Keras has reset the metrics; returns False if the epoch began before this process."""
 
     def step_begins(self) -> None:
-        """Called before each step."""
+        """Called before each optimizer step."""
 
     def step_ends(self, epoch: int) -> None:
         """Called after each optimizer step, once the callbacks have seen it."""

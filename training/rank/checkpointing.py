@@ -55,7 +55,7 @@ class Schedule:
         self.blocked_s = 0.0
         """How long the training stopped for the last checkpoint that was begun."""
         self.interval_s = FIRST_S if every == CheckpointEvery() else every.seconds
-        """Between two checkpoints; None if the schedule counts steps."""
+        """Seconds between two checkpoints; None if the schedule counts steps."""
 
     def due_at(self, step: int) -> bool:
         """Whether the schedule counts steps and a checkpoint follows this one; the same on every rank."""
@@ -150,7 +150,7 @@ class Checkpoints:
             self._exchange.want("checkpoint")
 
     def step_begins(self) -> None:
-        """As `Schedule.step_begins`."""
+        """Note that a step begins, as `Schedule.step_begins` does."""
         self._schedule.step_begins()
 
     def begin_if_due(self, agreement: Agreement, progress: Progress, *, in_epoch: bool = False) -> None:
@@ -177,8 +177,8 @@ class Checkpoints:
         self._schedule.skipped()
 
     def epoch_ends(self, agreement: Agreement, progress: Progress) -> None:
-        """As `begin_if_due`. A run that keeps the best checkpoint has one at the end of each epoch, where its metric is
-        known: it waits for one in flight.
+        """Begin a checkpoint as `begin_if_due` does. A run that keeps the best checkpoint has one at the end of each
+        epoch, where its metric is known: it waits for one in flight.
         """
         if not self._keeps_best:
             self.begin_if_due(agreement, progress)
@@ -187,8 +187,8 @@ class Checkpoints:
         self._begin(progress, in_epoch=False)
 
     def finish(self, progress: Progress, *, in_epoch: bool = False) -> None:
-        """At the end of the run or of this process: wait for a checkpoint in flight, and write that of the last step if
-        it was not.
+        """Wait for a checkpoint in flight at the end of the run or of this process, and write the checkpoint of the
+        last step if there is none.
 
         Raises StorageTimeoutError naming rank, step and stage.
         """

@@ -27,7 +27,8 @@ from lockstep.training.strategies.federated import Federated, check_normalisatio
 from lockstep.training.strategies.local_steps import LocalExchange
 
 MEMORY_SHARE = 0.25
-"""Of the free memory of a host, for the samples of its ranks' clients; while they are read they take it twice."""
+"""The share of a host's free memory that the samples of its ranks' clients may take; while they are read they take
+twice as much."""
 
 
 class ClientModel(JoinedModel):
@@ -127,7 +128,7 @@ class FederatedFit(Fit):
         return 1 / self._comm.num_ranks
 
     def _finalize(self) -> None:
-        """Nothing: the last round's weights are the result."""
+        """Do nothing: the last round's weights are the result."""
 
     def _samples(self, first: int, last: int) -> int:
         counts = self._table.counts
@@ -138,10 +139,10 @@ class FederatedFit(Fit):
         return []
 
     def _forget(self, step: int) -> None:
-        """Nothing: an error names the client."""
+        """Do nothing: an error names the client."""
 
     def _fit_epoch(self, epoch: int) -> None:
-        """One round."""
+        """Train one round."""
         table, plan, federated = self._table, self._client_plan, self._client_model.federated
         federated.begin_epoch(epoch, epoch + 1)
         self._model.reset_metrics()

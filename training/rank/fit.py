@@ -352,7 +352,7 @@ class Fit(AbstractContextManager["Fit"]):
         return left_over_ids(self._split, self._lane_plan, step)
 
     def _plain(self, tables: Tables) -> keras.Model | None:
-        """On rank 0 the model with Embedding layers, on others None; None if it does not fit there. A collective."""
+        """Return the model with Embedding layers on rank 0, unless it does not fit there; else None. A collective."""
         self._context.control.beat(self._progress.step, "gather the tables")
         unfit = np.zeros(1, np.uint8)
         specs, _ = tables.state()
@@ -427,7 +427,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._clock.begins()
 
     def step_ends(self, epoch: int) -> None:
-        """Reports, agreements and checkpoints of a step."""
+        """Make the reports, agreements and checkpoints that follow a step."""
         agreement = agreement_on(self._exchange, self._progress.step + 1)
         agreement = self._strategy.step_ends(agreement, epoch_ends=agreement.step == self._last_step(epoch))
         self._progress.step = agreement.step
@@ -522,7 +522,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._context.control.notify("metrics", rows=[head | row])
 
     def _batch_is_ready(self, batch: Batch) -> None:
-        """Called by the TensorFlow thread that reads ahead."""
+        """Note that a batch is ready; the TensorFlow thread that reads ahead calls this."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
         if batch.step == self._order.suspect:

@@ -27,11 +27,11 @@ class RowSink(Protocol):
     """Takes the rows, as a ControlClient does."""
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """`kind` is metrics, `fields` {rows: [row]}."""
+        """Take rows: `kind` is metrics, `fields` {rows: [row]}."""
 
 
 class Waiting(Protocol):
-    """An exchange of gradients."""
+    """What an exchange of gradients says of its time and its bytes."""
 
     @property
     def waited_s(self) -> float:
@@ -42,7 +42,7 @@ class Waiting(Protocol):
         """Bytes sent over the network so far."""
 
     def links(self) -> dict[int, LinkUse]:
-        """As of a Communicator."""
+        """Return the use of each link, as a Communicator does."""
 
 
 class StepClock:
@@ -191,7 +191,7 @@ class Saved:
 
     step: int
     bytes: int
-    """Of this rank's file."""
+    """The size of this rank's file."""
     written_s: float
     """How long hash, upload and commit took, while the training continued."""
 

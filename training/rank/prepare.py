@@ -383,7 +383,7 @@ class RankModel(JoinedModel):
             self.tables.install()
 
     def check_rows(self, batch: Callable[[], Any]) -> None:
-        """As of JoinedModel: on several ranks, and where a rank takes its rows in parts. A collective."""
+        """Check rows as JoinedModel does, on several ranks, and where a rank takes its rows in parts. A collective."""
         config = self._config
         parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
         parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)

@@ -161,7 +161,7 @@ class Found:
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
-    """With tables in shards: their parts in the files that this rank has read, which `parts` lacks."""
+    """The parts of tables in shards that are in the files that this rank has read, which `parts` lacks."""
     base: Found | None = None
     """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""
 

@@ -29,7 +29,7 @@ _V2 = ("", "memory.max", "memory.current", "inactive_file")
 
 
 def container_memory(proc: Path = Path("/proc/self"), mounted: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """(bytes held, limit) of this process's control group that is nearest to its limit; None without a limit.
+    """Return (bytes held, limit) of this process's control group that is nearest to its limit; None without a limit.
 
     Pages of files that the kernel can drop do not count, as for Kubernetes. cgroup v1 and v2.
     """
@@ -75,8 +75,8 @@ class Sampler:
         self._gpu = gpu_reader()
 
     def sample(self) -> dict[str, Any]:
-        """{rss_bytes, cores (that were busy since the last sample), held_bytes and limit_bytes (of the container, or of
-        the host if it has no limit), limit_of, and with a GPU gpu_share and gpu_bytes}.
+        """Return {rss_bytes, cores (that were busy since the last sample), held_bytes and limit_bytes (of the
+        container, or of the host if it has no limit), limit_of, and with a GPU gpu_share and gpu_bytes}.
         """
         if self._samples % CHILDREN_EVERY == 0:
             self._processes = [self._own, *filter(None, map(_process, children(self._own.pid)))]

@@ -34,9 +34,9 @@ class Validated:
     """What one validation found, the same on every rank."""
 
     metrics: dict[str, Any]
-    """val_METRIC of each metric, as numbers."""
+    """The metrics as numbers, by the names val_METRIC."""
     row: dict[str, Any]
-    """{split, samples, left_out, class_counts, intervals, seconds}; JSON."""
+    """The row that is logged, as JSON: {split, samples, left_out, class_counts, intervals, seconds}."""
 
 
 class Validation:
@@ -59,7 +59,7 @@ class Validation:
         self._tables = tables
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
-        """Of all validations since this process began."""
+        """Seconds of all validations since this process began."""
 
     def after(self, step: int) -> Validated:
         """Score the split with the model after optimizer step `step`, as lockstep evaluate scores its checkpoint, and

@@ -1,1 +1,1 @@
-"""Shards to checked rows."""
+"""Reads shards into checked rows."""

@@ -27,7 +27,7 @@ class OwnsThreads(Protocol):
         """Ask its threads to end; returns at once."""
 
     def close(self, limit_s: float) -> None:
-        """`stop`, and wait up to `limit_s` seconds for its threads."""
+        """Call `stop`, and wait up to `limit_s` seconds for the threads."""
 
 
 def end_at_exit(owner: OwnsThreads) -> None:

@@ -24,11 +24,11 @@ class BadRecords:
     """Records of one shard that are skipped: one, or a whole block of a format that is read by blocks."""
 
     words: str
-    """The error's, which name file and record."""
+    """The error's words, which name file and record."""
     shard: str
     """The path of the shard in its dataset."""
     sha256: str
-    """Its digest in the manifest."""
+    """The shard's digest in the manifest."""
     first: int
     count: int = 1
 
@@ -49,7 +49,7 @@ class BadRecords:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> BadRecords | None:
-        """None for an image's row, whose sample keeps its id."""
+        """Read the bad records back from a row; None for an image's row, whose sample keeps its id."""
         if "shard" not in row:
             return None
         return cls(row["what"], row["shard"], row["shard_sha256"], row["record"], row["records"])
@@ -79,7 +79,9 @@ def with_ids(row: pa.RecordBatch, id_name: str, ids: Sequence[int]) -> pa.Record
 
 
 def blocks_near(shard: int, block: int, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(shard, block) where a good record is looked for, the block itself first; `blocks[shard]` are those of each."""
+    """Yield (shard, block) where a good record is looked for, the block itself first; `blocks[shard]` are the blocks of
+    each shard.
+    """
     mine = sorted(range(blocks[shard]), key=lambda other: (abs(other - block), other))
     others = ((other, 0) for other in range(len(blocks)) if other != shard and blocks[other])
     return chain(((shard, each) for each in mine[:BLOCKS_TRIED]), islice(others, BLOCKS_TRIED))

@@ -230,7 +230,9 @@ class CacheFolder:
         os.pwrite(self._lock, f"{used:032d}".encode(), 0)
 
     def _scan(self) -> list[tuple[float, int, str]]:
-        """(last use, bytes, path) of all entries and files that are being written; removes those of killed writers."""
+        """Return (last use, bytes, path) of all entries and files that are being written; removes those of killed
+        writers.
+        """
         found = []
         for dataset in os.listdir(self.root):
             if dataset == LOCK:
@@ -291,7 +293,7 @@ class BlockId:
 
     @property
     def key(self) -> bytes:
-        """32 bytes that identify it."""
+        """The 32 bytes that identify the entry."""
         return hashlib.sha256(f"{self.dataset} {self.shard} {self.start} {self.stop}".encode()).digest()
 
 

@@ -33,7 +33,7 @@ class Range:
 
     @property
     def size(self) -> int:
-        """Its bytes in the budget."""
+        """The range's bytes in the budget."""
         return self.stop - self.start
 
 
@@ -124,7 +124,7 @@ class Hint:
 
     @property
     def key(self) -> Key:
-        """Its key in the queue."""
+        """The range's key in the queue."""
         return self.shard, self.first
 
 
@@ -325,7 +325,7 @@ class BlockFetcher:
             self._come.notify_all()
 
     def close(self, limit_s: float = JOIN_S) -> None:
-        """`stop`, and wait up to `limit_s` seconds for the threads."""
+        """Call `stop`, and wait up to `limit_s` seconds for the threads."""
         self.stop()
         end = time.monotonic() + limit_s
         for worker in self._workers:
@@ -335,7 +335,7 @@ class BlockFetcher:
     # The methods below hold the lock, except the threads while they read.
 
     def _fetched(self, key: Key, shard: int, start: int, stop: int, deadline: float) -> Buffer | None:
-        """These bytes, if they were fetched ahead; None if they must be loaded now."""
+        """Return these bytes if they were fetched ahead; None if they must be loaded now."""
         found = self._await(key, shard, start, stop, deadline)
         if found is None:
             return None

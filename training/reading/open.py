@@ -77,7 +77,7 @@ class OpenSplit:
     reader: SplitReader
 
     def leave_out_bad_records(self) -> None:
-        """From now on, scores leave out records that cannot be decoded (`SplitReader.skipped`), as they do images."""
+        """Let scores leave out broken records from now on (`SplitReader.skipped`), as they do images."""
         self.reader.skip_bad_records(Skipped(lambda bad: None))
 
     @classmethod

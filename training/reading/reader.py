@@ -228,7 +228,7 @@ class SplitReader:
             self._cached.cache.close()
 
     def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
-        """`read` one run after another, while the next ones are fetched."""
+        """Call `read` for one run after another, while the next ones are fetched."""
         waiting: deque[Run] = deque()
         for run in runs:
             self.prefetch([run])
@@ -312,7 +312,7 @@ class SplitReader:
         return {} if self._skipped is None else self._skipped.words
 
     def skip_bad_records(self, skipped: Skipped) -> None:
-        """From now on, a record that cannot be decoded is read as another one, with a sample id of its own, which is
+        """Read another record from now on in place of one that cannot be decoded, with a sample id of its own, which is
         added to `skipped`.
 
         In TFRecord the index, whose digest is checked, says where the next record begins, whatever the record's length
@@ -338,7 +338,9 @@ class SplitReader:
         return pa.concat_batches([found[record] for record in sorted(found)])
 
     def _whole_block(self, run: Run) -> pa.RecordBatch:
-        """As `block`; if it cannot be decoded, and bad records are skipped, all its rows are replaced."""
+        """Read a whole block as `block` does; if it cannot be decoded, and bad records are skipped, all its rows are
+        replaced.
+        """
         try:
             return self.block(run)
         except DataError as error:
@@ -404,7 +406,7 @@ class SplitReader:
             ) from error
 
     def read_all(self, runs: list[Run]) -> pa.RecordBatch:
-        """Several runs, one after another, in one batch."""
+        """Read several runs, one after another, into one batch."""
         batches = [self.read(run) for run in runs]
         if len(batches) == 1:
             return batches[0]

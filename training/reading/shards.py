@@ -44,7 +44,7 @@ class BlockStarts:
             return found
 
     def put(self, url: str, block: int, starts: npt.NDArray[np.int64]) -> None:
-        """Keep them, and drop those of the least recently used block."""
+        """Keep the `starts` of a block, and drop those of the least recently used block."""
         with self._lock:
             self._kept[url, block] = starts
             while len(self._kept) > self.blocks:

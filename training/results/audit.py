@@ -76,7 +76,7 @@ class AuditReport:
     short_steps: tuple[int, ...]
     left_over: tuple[tuple[int, str], ...]
     places: tuple[str, ...] = ()
-    """Faults, each with its file and row."""
+    """The faults, each with its file and row."""
     words: str | None = None
     """What a run without faults did, if it has no global batches."""
     replaced: int = 0
@@ -146,8 +146,8 @@ def check_audit(
 
 
 def stand_ins_of(readers: Sequence[SplitReader], skipped: Iterable[BadRecords]) -> dict[int, int]:
-    """For each id that stood for a record's own in a run: the id that the readers find there now, which is the record's
-    own if its shard was restored since. `skipped` are the records that the run reported."""
+    """Return, for each id that stood for a record's own in a run, the id that the readers find there now. It is the
+    record's own if its shard was restored since. `skipped` are the records that the run reported."""
     found: dict[int, int] = {}
     for bad in skipped:
         for reader in readers:
@@ -222,8 +222,8 @@ def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
 def _left_records(
     plan: EpochPlan, epochs: int, steps: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64; records
-    are numbered over all shards."""
+    """Yield (epoch, positions, records) of the samples of `epochs` epochs that `steps` steps leave: two (n,) int64;
+    records are numbered over all shards."""
     used = steps * (plan.global_batch // plan.lanes)
     for lane in range(plan.lanes):
         for epoch, positions in plan.lane_positions(lane, used, plan.received(lane, epochs)):
@@ -299,7 +299,7 @@ class Places:
         self._found[span.generation, part.rank] += self._of_part(part, span)
 
     def faults(self) -> list[str]:
-        """Those of all files, and the steps that none has."""
+        """Return the faults of all files, and the steps that no file has."""
         found = []
         for span in self._spans.values():
             found += self._too_many[span.generation]
@@ -351,7 +351,7 @@ class Places:
 
 
 def _planned(plan: EpochPlan, ids: npt.NDArray[np.int64], lanes: range, first: int, last: int) -> npt.NDArray[np.int64]:
-    """(steps, rows): the sample ids of these lanes in the global batches of steps first..last, lane after lane."""
+    """Return (steps, rows): sample ids of these lanes in the global batches of steps first..last, lane after lane."""
     each = plan.global_batch // plan.lanes
     table = np.zeros((last - first + 1, len(lanes), each), np.int64)
     for column, lane in enumerate(lanes):

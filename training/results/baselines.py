@@ -83,7 +83,9 @@ def stored(fs: FileSystem, paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def tables(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[list[object]]]]:
-    """For a report: a titled table for each split, a metric by row; the run's model and each baseline are columns."""
+    """Make the tables of a report: a titled table for each split, a metric by row; the run's model and each baseline
+    are columns.
+    """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for document in documents:
         baseline = document["baseline"]

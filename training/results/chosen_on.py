@@ -41,5 +41,5 @@ def has_rows_of(document: Mapping[str, Any], datasets: Sequence[str]) -> bool:
 
 
 def chosen_words(reasons: Sequence[str]) -> str:
-    """`chosen on this split (--keep-best val_auc:max): optimistic`; nothing without a reason."""
+    """Say `chosen on this split (--keep-best val_auc:max): optimistic`; nothing without a reason."""
     return f"chosen on this split ({'; '.join(reasons)}): optimistic" if reasons else ""

@@ -28,11 +28,11 @@ _TIME_COLOURS = ("#9aa0a6", OTHER, DARK, LIGHT, *FOLLOWED)
 LOSS = "loss"
 SAME = 1e-5  # the relative difference of two curves that are one: metrics of a model are float32
 Followed = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""By `SPLIT of DATASET` the metrics of each evaluated checkpoint, by step (lockstep.training.results.follow)."""
+"""The metrics of each evaluated checkpoint, by `SPLIT of DATASET` and step (lockstep.training.results.follow)."""
 
 
 def smoothed(history: History) -> tuple[list[int], list[float], list[float]]:
-    """(steps, losses, means of the last SMOOTHED_STEPS losses) of the steps of a summary whose loss is a number."""
+    """Return (steps, losses, means of the last SMOOTHED_STEPS losses) of a summary's steps whose loss is a number."""
     rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
     return [row["step"] for row in rows], [row["loss"] for row in rows], [row["mean"] for row in rows]
 
@@ -64,7 +64,7 @@ def _loss_lines(history: History) -> list[Line]:
 
 
 Curves = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
-"""By the name of a metric, by what was scored, the points of a line."""
+"""The points of each line, by the name of a metric and by what was scored."""
 
 
 def curve_names(

@@ -50,7 +50,7 @@ class Scored:
     checkpoint: str | None
     kept: tuple[float, ...] | None
     document: dict[str, Any]
-    """run.json."""
+    """The content of run.json."""
     rows: tuple[float, ...] | None
 
     @classmethod
@@ -71,7 +71,9 @@ class Scored:
         return {**kept, "config": self.config.to_json()}
 
     def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
-        """What chose it by these rows (lockstep.training.results.chosen_on)."""
+        """Return what chose the model by rows of `split` (lockstep.training.results.chosen_on); nothing for other
+        datasets.
+        """
         if not has_rows_of(self.document, datasets):
             return []
         result = find_result(filesystem(self.run), RunPaths(self.run))
@@ -220,8 +222,8 @@ def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetM
 
 
 def clusters_of(manifest: DatasetManifest, asked: str | None) -> tuple[str | None, str | None]:
-    """(The column by whose groups the dataset is split, the stored column whose rows count as clusters: `asked`, or
-    that one if it is stored). Raises ConfigError for a column that is not stored.
+    """Return the column by whose groups the dataset is split, and the stored column whose rows count as clusters:
+    `asked`, or the first one if it is stored. Raises ConfigError for a column that is not stored.
     """
     schema = Schema.from_json(manifest.schema)
     stored = {field.name for field in schema if field.shape == ()}
@@ -286,7 +288,7 @@ def _doubts(
 
 
 def _before(counts: Sequence[int] | None, shares: Sequence[float] | None) -> Sequence[int] | None:
-    """The rows of each class before --sample."""
+    """Return the rows that each class had before --sample."""
     if not counts or not shares:
         return counts
     return [round(rows / share) for rows, share in zip(counts, shares, strict=True)]

@@ -46,11 +46,11 @@ class Exported:
 
     output: str
     checkpoint: CheckpointRef
-    """Of a mean of runs, the first one's."""
+    """The checkpoint that was exported; of a mean of runs, the first run's."""
     not_raw: dict[str, str] = field(default_factory=dict)
     """The columns for which a SavedModel has no signature of raw columns, each with the reason."""
     others: tuple[CheckpointRef, ...] = ()
-    """Of a mean of runs, the checkpoints of all but the first."""
+    """The checkpoints of all runs but the first, of a mean of runs."""
 
 
 def export_run(

@@ -122,7 +122,7 @@ class _Driver:
 
 
 def followed(fs: FileSystem, paths: RunPaths) -> dict[str, dict[int, dict[str, Any]]]:
-    """By `SPLIT of DATASET`, the metrics of each checkpoint that `follow` has stored in the run, by step.
+    """Read the metrics of each checkpoint that `follow` has stored in the run, by `SPLIT of DATASET` and step.
 
     Of a step that two generations have committed, the newer one's count. Raises DataError or CorruptionError for a
     damaged file.

@@ -97,7 +97,7 @@ def estimate(value: str, interval: str) -> Markup:
 
 
 def link(page_url: str | None, target: str, text: str) -> Markup:
-    """`text` as a link from the page at `page_url` to `target`; only text if they are on different storages.
+    """Return `text` as a link from the page at `page_url` to `target`; only text if they are on different storages.
 
     The link is relative, so that the page and what it links to may be moved together.
     """
@@ -156,7 +156,7 @@ def lines_of(
 
 
 def printable(text: str) -> str:
-    """`text` with each character that a terminal may obey, or a font lacks, replaced by `?`."""
+    """Return `text` with each character that a terminal may obey, or a font lacks, replaced by `?`."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

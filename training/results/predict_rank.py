@@ -246,8 +246,8 @@ def _named(numbers: NDArray[np.int64], names: Sequence[str]) -> pa.Array:
 
 
 def doubts_in(file: Path | BytesIO) -> dict[str, Any]:
-    """{not_finite, bad_images} of a file of predictions: rows that hold NaN or an infinity, and {samples, first} of
-    those without a prediction.
+    """Return {not_finite, bad_images} of a file of predictions: rows that hold NaN or an infinity, and {samples, first}
+    of those without a prediction.
     """
     parquet = pq.ParquetFile(file)
     first = json.loads((parquet.metadata.metadata or {}).get(BAD_IMAGES, b"[]"))

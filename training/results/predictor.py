@@ -43,14 +43,14 @@ class ExportedModel:
 
     url: str
     digest: str
-    """Of its manifest."""
+    """The digest of the model's manifest."""
     files: tuple[str, ...]
     model: str
     """The run's --model; empty if unknown."""
     split: str
     """The run's --split; empty if unknown."""
     schema: Schema
-    """Of raw rows."""
+    """The schema of raw rows."""
     signature: Signature
     pixels: Pixels | None = None
     """How pictures became the pixels that it was trained on; None if lockstep etl_images made none."""

@@ -99,7 +99,7 @@ def _evaluation_url(paths: RunPaths, generation: int) -> str:
 
 
 def _keep(fs: FileSystem, paths: RunPaths, generation: int, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`evaluation`, which later reports of this generation show too."""
+    """Store `evaluation`, which later reports of this generation show too."""
     url = _evaluation_url(paths, generation)
     fs.mkdirs(url.rpartition("/")[0])
     document = {"format_version": 1, "kind": "reported evaluation", "result": evaluation}
@@ -152,7 +152,7 @@ def _scaling(config: Mapping[str, Any]) -> str:
 
 
 def _validation(document: Mapping[str, Any], watching: Sequence[str]) -> str:
-    """`test, every 2 epochs`, and what was chosen on it; nothing for a run without validation."""
+    """Say `test, every 2 epochs`, and what was chosen on it; nothing for a run without validation."""
     config = document["config"]
     split, every = config.get("validate"), config.get("validate_every")
     chosen = f"; {said}" if split is not None and (said := chosen_words(chosen_on(document, split, watching))) else ""
@@ -160,7 +160,7 @@ def _validation(document: Mapping[str, Any], watching: Sequence[str]) -> str:
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
-    """`2`, or `2, from step 400 on 4` if the generations on the chain to the result differ."""
+    """Say `2`, or `2, from step 400 on 4` if the generations on the chain to the result differ."""
     chain: list[Claim] = []
     claim = claims.get(int(result["generation"]))
     while claim is not None:
@@ -254,7 +254,7 @@ def _result_section(
 
 
 def _class_words(counts: Sequence[int], names: Sequence[str] | None) -> str:
-    """`37 bag, 39 coat`; without names `37 of class 0`."""
+    """Say `37 bag, 39 coat`; without names `37 of class 0`."""
     named = names is not None and len(names) == len(counts) and any(not name.isdecimal() for name in names)
     return ", ".join(
         f"{count} {names[place]}" if named and names is not None else f"{count} of class {place}"
@@ -303,7 +303,7 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
 
 
 def _misjudged(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(data URL, caption) of each picture that lockstep.training.scoring.misjudged chose."""
+    """Return (data URL, caption) of each picture that lockstep.training.scoring.misjudged chose."""
     return [
         (one["picture"], f"{one['true']}, taken for {one['predicted']}{_surely(one['confidence'])}")
         for one in evaluation.get("misjudged", [])

@@ -49,9 +49,9 @@ class ListedRun:
     problem: str = ""
     """What is wrong with a damaged run."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """That of run.json, each setting of the model as `set.NAME`."""
+    """The configuration of run.json, each setting of the model as `set.NAME`."""
     digest: str = ""
-    """Of its datasets."""
+    """The digest of the run's datasets."""
     begun: str = ""
     generation: int = 0
     ranks: int = 0
@@ -59,10 +59,10 @@ class ListedRun:
     steps_asked: int | None = None
     steps_in_epoch: float | None = None
     epochs: float | None = None
-    """That were trained until now (lockstep.training.run.epochs); those asked for are in `config`."""
+    """Epochs that were trained until now (lockstep.training.run.epochs); those asked for are in `config`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last epoch, or of a finished run's best checkpoint (--keep-best), `val_METRIC` of a validation among them,
-    and SPLIT_METRIC of an evaluation in its report."""
+    """The metrics of the last epoch, or of a finished run's best checkpoint (--keep-best), `val_METRIC` of a validation
+    among them, and SPLIT_METRIC of an evaluation in its report."""
     evaluated: str = ""
     """The split of the evaluation in its report."""
     stopped_by: str = ""
@@ -203,7 +203,9 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
 
 
 def _looked_at_again(runs: Sequence[ListedRun], look_s: float) -> list[ListedRun]:
-    """`runs`, those whose driver is on another host with their state: a driver that lives has rewritten its lease."""
+    """Return `runs`, those whose driver is on another host with their state: a driver that lives has rewritten its
+    lease.
+    """
     waiting = {run.url: _lease_of(run) for run in runs if run.state == ELSEWHERE}
     if waiting:
         time.sleep(look_s)

@@ -200,7 +200,7 @@ def _curves(
 
 
 def _by_step(history: History, steps_in_epoch: float | None) -> tuple[list[float], list[float]]:
-    """(epochs, mean losses of the last steps), empty without steps."""
+    """Return (epochs, mean losses of the last steps), empty without steps."""
     steps, _, means = smoothed(history)
     return ([step / steps_in_epoch for step in steps], means) if steps_in_epoch else ([], [])
 
@@ -217,8 +217,8 @@ def _report_link(run: ListedRun, url: str) -> Markup:
 
 
 def reports_of(dataset: str, runs: Sequence[ListedRun], url: str) -> list[tuple[Markup, str]]:
-    """(A link from the page at `url` to the report of a run, or its name if it has none; model and state) of each run
-    that was trained on `dataset`.
+    """Return, for each run that was trained on `dataset`, a link from the page at `url` to its report (its name if it
+    has none), and its model and state.
     """
     mine = [run for run in runs if dataset.rstrip("/") in (one.rstrip("/") for one in run.datasets)]
     return [(_report_link(run, url), f"{run.config.get('model')}, {run.state}") for run in mine]

@@ -13,7 +13,7 @@ from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import FAILED, INTERRUPTED, STOPPED, TRAINING, RunStatus, read_status
 
 ELSEWHERE = "training or interrupted"
-"""Its driver is on another host: only a later look at its lease shows whether it lives."""
+"""The state of a run whose driver is on another host: only a later look at its lease shows whether it lives."""
 WORDS = {
     TRAINING: "its driver lives",
     STOPPED: "in good order; lockstep train with the same flags resumes it",
@@ -30,7 +30,7 @@ def state_of(fs: FileSystem, paths: RunPaths) -> str:
 
 
 def state_without_driver(fs: FileSystem, paths: RunPaths) -> str:
-    """The same where no driver lives."""
+    """Return the state of a run without a living driver: stopped, failed or interrupted."""
     if fs.exists(paths.stopped):
         return STOPPED
     try:

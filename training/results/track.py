@@ -52,7 +52,7 @@ class Sent(dict[str, int]):
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str) -> Sent:
-        """Read it again. Raises CorruptionError."""
+        """Read back how much was sent. Raises CorruptionError."""
         if set(found) != set(_KINDS) or not all(type(number) is int and number >= 0 for number in found.values()):
             raise CorruptionError("a record of what was sent that is none", file=where, got=str(found)[:200])
         return cls(found)
@@ -91,11 +91,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def sent(self) -> Sent:
-        """What was sent before."""
+        """Return how much was sent before."""
 
     @abstractmethod
     def send(self, points: Sequence[Point], sent: Sent) -> None:
-        """Send these, and keep `sent` with them."""
+        """Send these points, and keep `sent` with them."""
 
     def end(self, state: str, result: Mapping[str, Any] | None) -> None:  # noqa: B027 - files need no end
         """The run has ended: `finished`, `stopped` or `failed`."""
@@ -126,7 +126,7 @@ class TensorBoard(Tracker):
         self._fs = filesystem(self._folder)
 
     def sent(self) -> Sent:
-        """As of the last call. Raises ConfigError if another run's files are there."""
+        """Return how much was sent up to the last call. Raises ConfigError if another run's files are there."""
         url = join(self._folder, STATE)
         try:
             document = unseal_as("tracked", self._fs.read_bytes(url), url)
@@ -187,7 +187,7 @@ class MLflow(Tracker):
         self._server = server
 
     def sent(self) -> Sent:
-        """As of the last call."""
+        """Return how much was sent up to the last call."""
         with _refused(self._server):
             text = self._client.get_run(self._id).data.tags.get(SENT_TAG)
         return Sent.of(json.loads(text), f"tag {SENT_TAG}") if text else Sent(dict.fromkeys(_KINDS, 0))

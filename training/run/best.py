@@ -37,7 +37,7 @@ class MetricValues:
         self._known[ref] = value, base_ref(manifest, str(ref))
 
     def with_bases(self, kept: set[CheckpointRef], urls: Mapping[CheckpointRef, str]) -> set[CheckpointRef]:
-        """`kept`, and the checkpoints of which some of them hold the difference."""
+        """Return `kept`, and the checkpoints of which some of them hold the difference."""
         bases = (self._look(ref, urls[ref])[1] for ref in kept)
         return kept | {base for base in bases if base is not None}
 
@@ -62,12 +62,12 @@ class Best:
     ref: CheckpointRef
     url: str
     value: float
-    """Of the metric that --keep-best names."""
+    """The checkpoint's value of the metric that --keep-best names."""
     metrics: Mapping[str, Any]
     """All metrics of the epoch that it ends."""
 
     def to_json(self) -> dict[str, Any]:
-        """{checkpoint, step, value, metrics}."""
+        """Return {checkpoint, step, value, metrics}."""
         return {"checkpoint": str(self.ref), "step": self.ref.step, "value": self.value, "metrics": dict(self.metrics)}
 
 

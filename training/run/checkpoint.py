@@ -106,7 +106,7 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
 
 
 def sha256_of(file: NDArray[np.uint8]) -> str:
-    """SHA-256 in hex; releases the interpreter's lock."""
+    """Compute SHA-256 in hex; releases the interpreter's lock."""
     return hashlib.sha256(file.data).hexdigest()
 
 
@@ -152,7 +152,7 @@ class TensorSpec(NamedTuple):
 
 
 def file_name(rank: int) -> str:
-    """`rank-00000.safetensors`."""
+    """Name the file of a rank: `rank-00000.safetensors`."""
     return f"{rank_name(rank)}.safetensors"
 
 
@@ -186,7 +186,9 @@ def base_url(url: str, manifest: Mapping[str, Any]) -> str | None:
 
 
 def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """`read_manifest` of a checkpoint that a run of this plan may resume from; raises DataError for any other."""
+    """Read the manifest, as `read_manifest` does, of a checkpoint that a run of this plan may resume from; raises
+    DataError for any other.
+    """
     manifest = read_manifest(url)
     if manifest.get("plan") != plan:
         raise DataError(
@@ -212,7 +214,7 @@ def read_rank_file(url: str, rank: int, manifest: Mapping[str, Any]) -> Tensors:
 
 
 def file_info(url: str, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """{bytes, sha256} of a rank's file. Raises CorruptionError where the manifest has no such file."""
+    """Return {bytes, sha256} of a rank's file. Raises CorruptionError where the manifest has no such file."""
     info = manifest["files"].get(file_name(rank))
     where = join(url, file_name(rank))
     if info is None:

@@ -172,7 +172,8 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
 def read_parts_and_own(
     url: str, manifest: Mapping[str, Any], communicator: Communicator, kind: str
 ) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """`read_parts` without the tensors of `kind`, and the tensors of `kind` in the files that this rank has read.
+    """Return what `read_parts` does without the tensors of `kind`, and the tensors of `kind` in the files that this
+    rank has read.
 
     No rank holds more of the latter than its share of the files. A collective, with the errors of `read_parts`.
     """
@@ -257,6 +258,6 @@ def _unfit(url: str, name: str, found: Divided | None, allowed: str) -> DataErro
 
 
 def read_whole(url: str, manifest: Mapping[str, Any], kinds: Sequence[str]) -> Tensors:
-    """`assemble`, with all files read by this process."""
+    """Return what `assemble` does, with all files read by this process."""
     parts = {writer: read_rank_file(url, writer, manifest) for writer in range(manifest["num_ranks"])}
     return assemble(manifest, parts, url, kinds)

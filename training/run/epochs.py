@@ -34,7 +34,7 @@ def epochs_trained(steps: int, of_epoch: Fraction, asked: int) -> float:
 
 
 def epochs_words(trained: float, asked: int) -> str:
-    """`5`, or `0.54 of 5` where they differ; rounded down, so that it never looks like the whole."""
+    """Say `5`, or `0.54 of 5` where they differ; rounded down, so that it never looks like the whole."""
     shown = math.floor(trained * 100) / 100
     words = f"{shown:g}" if trained == int(trained) else f"{shown:.2f}" if shown else f"{trained:.1g}"
     return words if trained == asked else f"{words} of {asked}"

@@ -208,7 +208,7 @@ class Checkpoint:
 
 
 def base_ref(manifest: Mapping[str, Any], where: str) -> CheckpointRef | None:
-    """`base_of` as a reference."""
+    """Return `base_of` as a reference."""
     name = base_of(manifest, where)
     found = None if name is None else checkpoint_of(name)
     return None if found is None else CheckpointRef(*found)

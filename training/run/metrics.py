@@ -94,7 +94,7 @@ class PartWriter:
             self.try_flush()
 
     def try_flush(self) -> None:
-        """`flush`, but a failing storage is only logged."""
+        """Call `flush`, but only log that a storage fails."""
         try:
             self.flush()
         except LockstepError as error:  # also SupersededError: an overtaken driver writes no more

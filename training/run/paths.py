@@ -172,7 +172,7 @@ class RunPaths:
         return f"{self.root}/{run_names.BASELINES}"
 
     def relative(self, url: str) -> str:
-        """`url` relative to the run's root, as manifests name files."""
+        """Return `url` relative to the run's root, as manifests name files."""
         if not url.startswith(self.root + "/"):
             raise StorageError(
                 "a file is outside the run that lists it",

@@ -28,19 +28,19 @@ class RunResult:
     generation: int
     steps: int
     epochs: float
-    """That were trained, by `lockstep.training.run.epochs.epochs_trained`; a whole number unless one was cut."""
+    """Epochs that were trained, by `lockstep.training.run.epochs.epochs_trained`; a whole number unless one was cut."""
     epochs_asked: int
     metrics: dict[str, Any]
-    """Of the last epoch."""
+    """The metrics of the last epoch."""
     samples: int
-    """Trained on by this generation."""
+    """Samples that this generation trained on."""
     seconds: float
     """Training time of this generation."""
     samples_per_s: float | None
-    """From the end of this generation's first step to that of its last one, without validations and the stalls of
-    checkpoints; None for a single step."""
+    """Samples a second from the end of this generation's first step to the end of its last one, without validations and
+    the stalls of checkpoints; None for a single step."""
     restarts: int
-    """By this driver."""
+    """How often this driver has started the ranks again."""
     checkpoint: str | None
     """The chain's tip: a name in checkpoints/."""
     model: str | None
@@ -56,7 +56,7 @@ class RunResult:
     class_counts: list[int] | None = None
     """Rows of each class that this generation was fed in the last epoch; None if labels are not classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
-    """Of each of these restarts {generation, level, seconds, parts} (lockstep.training.launch.session)."""
+    """An entry for each of these restarts: {generation, level, seconds, parts} (lockstep.training.launch.session)."""
     max_steps: int | None = None
     """The --max-steps that was asked for."""
     stopped_by: str | None = None
@@ -100,8 +100,8 @@ class RunResult:
         return f"ended early by {self.stopped_by}{last if late else ''}\n"
 
     def best_words(self) -> str:
-        """With --keep-best, step and value of the best checkpoint and of the last one, and whose weights the model has;
-        else nothing.
+        """Say, with --keep-best, step and value of the best checkpoint and of the last one, and whose weights the model
+        has; else nothing.
         """
         if self.keep_best is None:
             return ""

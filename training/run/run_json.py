@@ -115,7 +115,9 @@ def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan)
 
 
 def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
-    """run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming it."""
+    """Read run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming
+    it.
+    """
     found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
     for name in ("plan", "config"):
         documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")

@@ -39,12 +39,12 @@ class RankStatus:
     input_s: float | None = None
     compute_s: float | None = None
     wait_s: float | None = None
-    """In the exchange: the network, and slower ranks."""
+    """Seconds of a step that the rank waited in the exchange: for the network, and for slower ranks."""
     other_s: float | None = None
-    """Callbacks, checkpoints, validation."""
+    """Seconds of a step for callbacks, checkpoints and validation."""
     rss_bytes: int | None = None
     cores: float | None = None
-    """Busy ones."""
+    """Cores that the rank keeps busy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class RunStatus:
     why: str | None = None
     """The error that ended the run, or the last generation; how it was stopped."""
     written_at: str = ""
-    """UTC, ISO 8601."""
+    """When the status was written: UTC, ISO 8601."""
     started_at: str = ""
     """When this driver began."""
     host: str = ""
@@ -72,24 +72,24 @@ class RunStatus:
     steps: int = 0
     epochs_done: int = 0
     epochs: int = 0
-    """Asked for."""
+    """Epochs that were asked for."""
     epochs_trained: float = 0.0
-    """By the steps so far (lockstep.training.run.epochs)."""
+    """Epochs trained so far, computed from the steps (lockstep.training.run.epochs)."""
     samples_per_s: float | None = None
     left_s: float | None = None
-    """Until the last step, at this rate."""
+    """Seconds until the last step, at this rate."""
     loss: float | None = None
-    """Of the last step that was reported."""
+    """The loss of the last step that was reported."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Of the last epoch; None for a value that is not finite."""
+    """The metrics of the last epoch; None for a value that is not finite."""
     checkpoint: str | None = None
     restarts: int = 0
-    """By this driver."""
+    """How often this driver has started the ranks again."""
     ranks: list[RankStatus] = field(default_factory=list)
     slow: dict[str, Any] | None = None
     """{rank, host, what} of the rank that the others wait for now: input, compute, callbacks or network."""
     bad_records: int = 0
-    """Skipped by --on-bad-record skip."""
+    """How many records --on-bad-record skip has skipped."""
 
     def to_bytes(self) -> bytes:
         """The file: canonical JSON."""
@@ -109,7 +109,8 @@ class RunStatus:
         return self.state in ENDS
 
     def silent_s(self, now: datetime.datetime) -> float | None:
-        """For how long no driver has written, if longer than a living one takes; None else, and for a run that ended.
+        """Return how long no driver has written, if longer than a living one takes; else None, and None for a run that
+        ended.
 
         Compares this host's clock with the driver's.
         """

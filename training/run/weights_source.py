@@ -110,7 +110,7 @@ def weights_at(url: str) -> WeightsSource:
 
 
 def _kind_at(url: str) -> str:
-    """`checkpoint` or `model`, by the manifest at `url`; raises ConfigError for anything else."""
+    """Return `checkpoint` or `model`, by the manifest at `url`; raises ConfigError for anything else."""
     where = join(url, MANIFEST_NAME)
     try:
         kind = unseal(filesystem(url).read_bytes(where), where).get("kind")

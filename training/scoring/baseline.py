@@ -68,7 +68,7 @@ class NumberBaseline:
         self._value = 0.0
 
     def fit(self, readers: Sequence[SplitReader], ratios: Sequence[int] | None, communicator: Communicator) -> None:
-        """As Baseline.fit."""
+        """Fit the baseline, as Baseline.fit says."""
         parts: list[list[NDArray[np.float64]]] = [[] for _ in readers]  # (n, 2) each: label and weight
         for part, reader in zip(parts, readers, strict=True):
             blocks = reader.table.num_blocks

@@ -26,7 +26,8 @@ PREDICTED, CONFIDENCE, SQUARED_ERROR = range(3)  # columns of `class_columns`
 
 
 def class_columns(labels: NDArray[Any], outputs: NDArray[Any], form: OutputForm) -> Floats:
-    """(n, 3) of a batch of classes: the predicted class, its probability, and the squared error of all probabilities.
+    """Compute (n, 3) of a batch of classes: the predicted class, its probability, and the squared error of all
+    probabilities.
 
     `labels` (n,), numbers of classes or one-hot (n, classes); outputs (n, classes). The last two are NaN for outputs
     that are not probabilities.
@@ -51,8 +52,8 @@ def yes_shares(outputs: Floats, form: OutputForm) -> Floats | None:
 
 
 def calibration(predicted: Floats, happened: Floats, squared: Floats, stands: Floats | None = None) -> dict[str, Any]:
-    """{bins: [{samples, predicted, observed}], expected_error, error_by_chance, brier} of probabilities (n,), outcomes
-    0 or 1 (n,), and each row's squared error (n,); a row `stands` for so many (n,), by default one.
+    """Return {bins: [{samples, predicted, observed}], expected_error, error_by_chance, brier} of probabilities (n,),
+    outcomes 0 or 1 (n,), and each row's squared error (n,); a row `stands` for so many (n,), by default one.
 
     `error_by_chance` is the expected error that these predictions would show if they were right.
     """
@@ -100,7 +101,8 @@ def calibration_of(rows: Floats, details: Floats, form: OutputForm) -> dict[str,
 def confusion_of(
     rows: Floats, details: Floats, form: OutputForm, classes: int | None, names: Sequence[str] | None
 ) -> dict[str, Any] | None:
-    """{classes: names, samples: [[rows of true class i that are predicted as j]]}; without `names` their numbers.
+    """Return {classes: names, samples: [[rows of true class i that are predicted as j]]}; without `names` their
+    numbers.
 
     Yes is predicted above a probability of 0.5, before any correction. None where `calibration_of` is for yes or no,
     and above MOST_CLASSES classes.

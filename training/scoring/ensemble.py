@@ -32,7 +32,7 @@ class Ensemble(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        """The same for the loss."""
+        """Compute the loss of outputs in the type of models, as compute_metrics does."""
         y_pred = keras.ops.cast(y_pred, keras.config.floatx())
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
@@ -57,7 +57,8 @@ def ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signatur
 
 
 def saved_ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signature: Signature) -> keras.Model:
-    """The same mean as a model of Keras' own layers, which can be saved and loads without Lockstep; without a loss.
+    """Return the ensemble as a model of Keras' own layers, which can be saved and loads without Lockstep; without a
+    loss.
 
     The members become its layers `member_0`, `member_1` ... Raises ConfigError as ensemble_of does.
     """

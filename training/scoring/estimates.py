@@ -38,7 +38,7 @@ class Estimate:
 
     @classmethod
     def within(cls, value: float, margin: float, low: float, high: float) -> Self:
-        """value +- margin, cut at low and high; without an interval if the margin is not finite."""
+        """Return value +- margin, cut at low and high; without an interval if the margin is not finite."""
         if not math.isfinite(margin):
             return cls(value)
         return cls(value, (max(low, value - margin), min(high, value + margin)))
@@ -62,7 +62,7 @@ class Estimates:
     parts: tuple[Part, ...]
     scale: Literal["plain", "log-odds"] = "plain"
     rows: tuple[float, float] | None = None
-    """Of an AUC: rows of yes and of no, of clusters their number."""
+    """The rows of yes and of no that an AUC was computed from; of clusters their number."""
 
     @property
     def covariance(self) -> Floats:
@@ -143,7 +143,7 @@ class Shares(Estimates):
 
 
 def unknown(predictors: int) -> Estimates:
-    """NaN for each predictor, without intervals."""
+    """Return NaN for each predictor, without intervals."""
     return Estimates(np.full(predictors, math.nan), ())
 
 
@@ -192,7 +192,7 @@ def shares(right: Floats, weights: Floats, clusters: NDArray[Any] | None = None)
 def squared_errors(
     labels: Floats, predicted: Floats, weights: Floats, clusters: NDArray[Any] | None = None
 ) -> dict[str, Estimates]:
-    """`mean_squared_error`, `root_mean_squared_error` and `r2` of predictions (k, n) of labels (n,).
+    """Compute `mean_squared_error`, `root_mean_squared_error` and `r2` of predictions (k, n) of labels (n,).
 
     R2 is 1 - squared error / variance of the label; NaN for labels that are all equal.
     """

@@ -274,8 +274,8 @@ class Pool:
         self._how = asked, form, classes
 
     def result(self) -> dict[str, Any]:
-        """{samples, metrics, intervals}: the metrics that rows decide, no other ones of the models; {} if there are no
-        rows, as on other ranks than 0.
+        """Return {samples, metrics, intervals}: the metrics that rows decide, no other ones of the models; {} if there
+        are no rows, as on other ranks than 0.
         """
         if self._how is None:
             return {}
@@ -457,13 +457,13 @@ class _Share:
         return [*(batch.x[name] for name in self._signature.features), *others]
 
     def left_out(self, communicator: Communicator) -> dict[str, Any]:
-        """{samples, first} of all ranks: the number of rows left out, and the first ones' names. A collective."""
+        """Return {samples, first} of all ranks: the rows left out, and the first ones' names. A collective."""
         mine = json.dumps([self._left_out, self._names]).encode()
         counts, names = zip(*map(json.loads, communicator.all_gather_bytes(mine)), strict=True)
         return {"samples": sum(counts), "first": [name for each in names for name in each][:NAMED]}
 
     def labels_and_weights(self) -> Floats:
-        """(n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""
+        """Return (n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""
         parts = [np.empty((0, 2))]
         for labels, weights, _ in self._seen:
             numbers = labels if labels.ndim == 1 else labels.argmax(axis=1)
@@ -471,7 +471,7 @@ class _Share:
         return np.concatenate(parts).astype(np.float64)
 
     def with_baseline(self, form: OutputForm) -> Iterator[tuple[Any, Any, Any]]:
-        """(labels, the baseline's predictions in the form of the model's outputs, weights) of each batch."""
+        """Yield (labels, the baseline's predictions in the form of the model's outputs, weights) of each batch."""
         assert self._baseline is not None
         if not form.binary and form.width != self._baseline.classes:
             raise ConfigError(

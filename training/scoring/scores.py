@@ -198,8 +198,8 @@ def class_counts(labels: Floats, classes: int | None) -> list[int] | None:
 def measure(
     rows: Floats, asked: Sequence[RowMetric], form: OutputForm, clusters: NDArray[Any] | None = None
 ) -> dict[str, Measured]:
-    """By name, the metrics `asked` and those of BINARY, CLASSES or NUMBERS that are not among them; rows from
-    `gathered_on_first`, and the cluster of each row (n,) if rows of one depend on each other.
+    """Compute, by name, the metrics `asked` and those of BINARY, CLASSES or NUMBERS that are not among them. `rows` are
+    from `gathered_on_first`; `clusters` is the cluster of each row (n,) if rows of one depend on each other.
 
     No log loss for outputs that are not probabilities. A corrected one if training or the split has not kept all rows:
     predictions are corrected for training, and a row of a sampled split counts 1 / the share of its

@@ -42,7 +42,7 @@ class SliceBy:
     """A stored column, whether it has texts, and for times `day` or `hour` of the day (UTC)."""
 
     name: str
-    """As given: COLUMN, COLUMN:day or COLUMN:hour."""
+    """The name as given: COLUMN, COLUMN:day or COLUMN:hour."""
     column: str
     is_text: bool
     time: str | None = None
@@ -86,7 +86,7 @@ class SliceColumn:
         self._parts.append(np.array(ids, np.float64)[found.indices.to_numpy(zero_copy_only=False)])
 
     def agreed(self, communicator: Communicator) -> tuple[Floats, list[str]]:
-        """(This rank's rows as numbers (n,), the names of the most frequent texts). A collective.
+        """Return (This rank's rows as numbers (n,), the names of the most frequent texts). A collective.
 
         A text is the number of its name, the number of names stands for all others; a null number is NaN. Raises
         DataError as `take` does.
@@ -144,7 +144,8 @@ class ClusterColumn:
 
 
 def rows_of_slices(by: SliceBy, values: Floats, names: Sequence[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """(Name, rows (n,)) of each slice of a column's `values` (n,) and `names` from `SliceColumn.agreed`, none empty.
+    """Yield (Name, rows (n,)) of each slice of a column's `values` (n,) and `names` from `SliceColumn.agreed`, none
+    empty.
 
     Up to MOST_SLICES distinct numbers are a slice each, more are cut into quartiles; days are the ones of most rows.
     """
@@ -195,7 +196,7 @@ def metrics_of_slices(
     baseline: str | None,
     clusters: NDArray[Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Of each slice {value, samples, metrics, intervals, class_counts, baseline, difference}.
+    """Compute {value, samples, metrics, intervals, class_counts, baseline, difference} of each slice.
 
     `rows` are the columns of `scores.measure`, and `clusters` theirs.
     """

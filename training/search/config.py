@@ -35,7 +35,7 @@ class SearchConfig:
     trials: int | None = None
     """The number of trials in total; None: the whole grid."""
     parallel: int = 1
-    """Trials at once."""
+    """How many trials run at once."""
     sampler: Sampler = "tpe"
     pruner: Pruner = "none"
     test: str | None = None

@@ -35,7 +35,7 @@ class SearchProgress(Protocol):
         """A trial has ended; `words` says how."""
 
     def look(self) -> None:
-        """Called every 0.5 s or more often."""
+        """Show the trials' progress; called every 0.5 s or more often."""
 
 
 class AsLines:
@@ -51,7 +51,7 @@ class AsLines:
         """Do nothing."""
 
     def of_trial(self, number: int) -> Callable[[TrainConfig, int], RunProgress]:
-        """As a run shows itself, with the trial's number."""
+        """Return a trial's display: that of a run, with the trial's number."""
         return partial(OnTerminal, label=f"trial {number}")
 
     def ended(self, trial: Trial, words: str) -> None:
@@ -90,7 +90,7 @@ class InNotebook:
         return partial(_InRow, self._steps, number)
 
     def ended(self, trial: Trial, words: str) -> None:
-        """Show it at once."""
+        """Show the trial's end at once."""
         self._show("search")
 
     def look(self) -> None:
@@ -131,7 +131,7 @@ class _InRow:
         """Do nothing: the trial's state follows."""
 
     def set(self, done: int, note: str | None = None) -> None:
-        """The steps done."""
+        """Note the steps done."""
         self._steps[self._number] = f"step {done} of {self._total}"
 
     def add(self, row: Any) -> None:
@@ -144,7 +144,7 @@ def search_progress_here() -> Callable[[SearchConfig, Study], SearchProgress]:
 
 
 def counts(config: SearchConfig, study: Study) -> str:
-    """`3 of 12, best 0.71 (trial 2)`."""
+    """Say how far the search is: `3 of 12, best 0.71 (trial 2)`."""
     best = study.best_so_far()
     words = f"{sum(trial.state != OPEN for trial in study.trials)} of {config.number}"
     return words if best is None else f"{words}, best {best.value:.6g} (trial {best.number})"

@@ -39,7 +39,7 @@ def write_search_report(
 
 
 def parameter_words(parameters: Mapping[str, Any]) -> str:
-    """`learning_rate 0.1, set.width 32`."""
+    """Write parameters in words: `learning_rate 0.1, set.width 32`."""
     return ", ".join(f"{name} {value_text(value)}" for name, value in parameters.items())
 
 

@@ -14,7 +14,7 @@ from lockstep.training.config import TrainConfig, Value, flag_of
 from lockstep.training.run.command import setting_word
 
 SETTING = "set."
-"""Before the name of a setting of the model (`lockstep train --set NAME=VALUE`)."""
+"""What precedes the name of a setting of the model (`lockstep train --set NAME=VALUE`)."""
 # A call that resumes a search may give these fields other values.
 ELASTIC = ("min_ranks", "max_ranks", "slots_file")
 """Fields that let the number of ranks change, which a trial does not."""
@@ -44,7 +44,7 @@ class Parameter:
     step: int | float | None = None
     """The distance of neighbouring values; without it, any number (of integers: each)."""
     log: bool = False
-    """Propose the logarithm evenly, not the number."""
+    """Whether the logarithm is proposed evenly, and not the number."""
     choices: tuple[Value, ...] = ()
 
     def ends(self) -> tuple[Value, ...]:
@@ -171,7 +171,7 @@ def _choices(spec: Mapping[str, Any], kind: Any, where: str) -> tuple[Value, ...
 
 
 def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) -> TrainConfig:
-    """`base` with a trial's parameters, as the run at URL `run`. Raises ConfigError for values that do not fit."""
+    """Return `base` with a trial's parameters, as the run at URL `run`. Raises ConfigError for wrong values."""
     changed = {name: value for name, value in parameters.items() if not name.startswith(SETTING)}
     settings = {name.removeprefix(SETTING): value for name, value in parameters.items() if name.startswith(SETTING)}
     if settings:

@@ -33,9 +33,9 @@ class TrialStatus:
     epochs: int = 0
     value: float | None = None
     reason: str = ""
-    """Why it failed."""
+    """Why the trial failed."""
     run: str = ""
-    """Of an open trial: the state of its run and its step."""
+    """The state and the step of an open trial's run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SearchStatus:
     url: str
     state: str
     metric: str
-    """NAME:max or NAME:min."""
+    """The metric and its direction: NAME:max or NAME:min."""
     sampler: str
     trials: list[TrialStatus] = field(default_factory=list)
 

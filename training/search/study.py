@@ -36,7 +36,7 @@ class Trial:
     number: int
     parameters: dict[str, Any]
     state: str = OPEN
-    """open, done, pruned or failed."""
+    """The trial's state: open, done, pruned or failed."""
     value: float | None = None
     """The metric of a trial that is done, after its last epoch; of a pruned one, where it was ended."""
     epochs: int = 0
@@ -48,7 +48,7 @@ class Trial:
     model: str | None = None
     """URL of the exported model, if it is done."""
     reason: str = ""
-    """Why it failed."""
+    """Why the trial failed."""
 
     def saw(self, epochs: int, value: float) -> None:
         """The metric after `epochs` epochs is known."""
@@ -62,7 +62,7 @@ class Study:
         """Rebuild the trials of `journal`. Raises DataError if Optuna does not propose and judge what it lists."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.trials: list[Trial] = []
-        """In the order in which they were proposed."""
+        """The trials in the order in which they were proposed."""
         self._config, self._journal = config, journal
         self._space = {parameter.name: _distribution(parameter) for parameter in config.space}
         self._study = optuna.create_study(

@@ -142,7 +142,7 @@ def run_trials(
     progress: Shows = AsLines,
     tests: Tests = lambda run: None,
 ) -> dict[str, Any]:
-    """`tune` without its checks; `trainer` runs a trial, `tests` evaluates the best one."""
+    """Do what `tune` does without its checks; `trainer` runs a trial, `tests` evaluates the best one."""
     fs = filesystem(config.root)
     notes.show(notes.of_private_search(config.base.noise_multiplier))
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)

@@ -36,7 +36,8 @@ class SyncMoments:
         self._calls, self._scale = calls, scale
 
     def moments(self, x: tf.Tensor, axes: list[int], mask: tf.Tensor | None, who: str) -> tuple[tf.Tensor, tf.Tensor]:
-        """x (n, ..., channels) float32 or float64, `axes` all but the channels', mask like x without its last axis.
+        """Compute moments of x (n, ..., channels) float32 or float64, `axes` all but the channels', mask like x without
+        its last axis.
 
         Returns mean and variance (channels,) of x's dtype. With a mask the divisor is count + keras.epsilon, as in
         Keras' own layer. Raises ConfigError for a gradient of a gradient.
@@ -133,7 +134,7 @@ class _Fused(keras.layers.BatchNormalization):
     """Mixed in before a layer's own class: the same over the whole batch, in one operation if TensorFlow has one."""
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """inputs (n, ..., channels) -> the same shape and dtype."""
+        """Normalise inputs (n, ..., channels) into the same shape and dtype."""
         if not training or not self.trainable or not can_fuse_batchnorm(self, inputs, mask):
             return super().call(inputs, training=training, mask=mask)
         return self._moved(normalise(self, inputs, inputs.shape[0]))
@@ -151,7 +152,7 @@ class _Ghost(_Fused):
     group_rows: int
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """inputs (n, ..., channels) -> the same shape and dtype; in training n is a multiple of group_rows."""
+        """Normalise inputs (n, ..., channels) into the same shape and dtype; in training group_rows divides n."""
         if not training or not self.trainable:
             return super().call(inputs, training=training, mask=mask)
         rows = inputs.shape[0]
@@ -212,7 +213,7 @@ class GhostBatchNormalization(_Ghost):
         self.group_rows = group_rows
 
     def get_config(self) -> dict[str, Any]:
-        """Keras' own and group_rows."""
+        """Return Keras' own configuration with group_rows."""
         return {**super().get_config(), "group_rows": self.group_rows}
 
 

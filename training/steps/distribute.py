@@ -107,7 +107,7 @@ POLICY = "mixed_float16"
 
 
 def scaled(optimizer: keras.optimizers.Optimizer, *, automatic: bool) -> keras.optimizers.Optimizer:
-    """`optimizer`, in a LossScaleOptimizer if `automatic` and the global policy is mixed_float16.
+    """Return `optimizer`, in a LossScaleOptimizer if `automatic` and the global policy is mixed_float16.
 
     `compile` would wrap it likewise, and then finds it done.
     """
@@ -124,7 +124,7 @@ def apply_in_cycles(
     reduce: Callable[[Gradients], Gradients],
     hold: Callable[[], Any],
 ) -> None:
-    """`LossScaleOptimizer.apply` with an inner optimizer that accumulates."""
+    """Do what `LossScaleOptimizer.apply` does, with an inner optimizer that accumulates."""
     inner = optimizer.inner_optimizer
     scale = optimizer.dynamic_scale.value
     grads = [None if g is None else tf.convert_to_tensor(g) / tf.cast(scale, g.dtype) for g in grads]
@@ -272,7 +272,7 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
 
 
 def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Within the step that is being traced, after `apply`: int32 (), 1 if the ranks have agreed to skip it."""
+    """Return, in the step that is being traced and after `apply`, int32 (): 1 if the ranks agreed to skip it."""
     return tf.reshape(_state(optimizer).reduction.skipped, ())
 
 
@@ -390,7 +390,7 @@ class _Distributed:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class follows this mixin
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """At the end of a `fit` that is the end of the run."""
+        """Finalize the values if this end of `fit` is the end of the run; Keras calls this at each end of `fit`."""
         if _state(self).finalizes:
             super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class follows this mixin
 

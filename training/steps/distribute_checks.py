@@ -137,7 +137,7 @@ def settings_of(optimizer: keras.optimizers.Optimizer) -> str:
 
 
 def _of_all_ranks(config: Any) -> Any:
-    """Without parts that depend on the process: Keras' numbers in names, the file that a lambda is in."""
+    """Leave out what depends on the process: Keras' numbers in names, the file that a lambda is in."""
     if isinstance(config, dict):
         if config.get("class_name") == "__lambda__":
             return "a lambda"

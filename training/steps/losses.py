@@ -161,7 +161,7 @@ class Denominators:
             )
 
     def _corrected(self, local: Any, part: Any, name: str) -> Any:
-        """local * (part / sum of parts) / scale; 0 where no rank has a part."""
+        """Compute local * (part / sum of parts) / scale; 0 where no rank has a part."""
 
         calls = self._calls
         assert calls is not None, "refused before"

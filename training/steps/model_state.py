@@ -109,7 +109,7 @@ def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
 
 
 def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
-    """As `tensors_of`, only these names, as views of host memory where possible: to be read at once."""
+    """Return what `tensors_of` does, of these names only, as views of host memory where possible: read them at once."""
     named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
 
@@ -204,7 +204,7 @@ def _times(value: Any, factor: float) -> NDArray[Any]:
 
 
 def model_identity(model: keras.Model, signature: Signature) -> str:
-    """sha256 over names, shapes and dtypes of weights and optimizer state, and over the input signature."""
+    """Compute sha256 over names, shapes and dtypes of weights and optimizer state, and over the input signature."""
     variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}
     fed = replace(signature, label_is_number=False)  # older checkpoints know nothing of it, and it changes no array
     document: dict[str, Any] = {"variables": variables, "signature": fed.to_json()}

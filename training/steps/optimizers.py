@@ -235,7 +235,7 @@ class LARS(keras.optimizers.Optimizer):
         self.velocities = self.add_optimizer_variables(variables, "velocity")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """One variable's step."""
+        """Apply one variable's step."""
         rate, gradient = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
         velocity = self.velocities[self._get_variable_index(variable)]
         if not self._is_excluded(variable):

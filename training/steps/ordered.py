@@ -80,7 +80,7 @@ class OrderedCalls(Calls):
     def call_in_step(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], who: str
     ) -> list[tf.Tensor]:
-        """As `call`. `who` names the caller in errors.
+        """Make a call as `call` does, from within a step's graph. `who` names the caller in errors.
 
         Raises ConfigError if the graph is a loop, a branch or a function of its own within the step.
         """

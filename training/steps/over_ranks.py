@@ -1,4 +1,4 @@
-"""In a training step: the rows of all ranks, means over ranks, and sums, for losses that are no means over rows.
+"""Gives a training step the rows of all ranks, means over ranks, and sums, for losses that are no means over rows.
 
 The exchange multiplies each rank's gradients by n_r / G and adds them, so ranks train on the sum of (n_r / G) L_r,
 where L_r is rank r's loss. That is the loss of the global batch if L_r is a mean over rows. Any other loss needs one of
@@ -63,7 +63,7 @@ class StepOverRanks:
         return means
 
     def total(self, value: tf.Tensor) -> tf.Tensor:
-        """`value`, a sum over this rank's rows, such that ranks train on its sum over all rows."""
+        """Return `value`, a sum over this rank's rows, such that ranks train on its sum over all rows."""
         return value * (self._micro_batches / self._scale) if self._scale else value
 
     def _reached(self, name: str) -> OrderedCalls:
@@ -164,7 +164,7 @@ def gather(x: Any) -> Any:
 
 
 def gather_from(x: Any) -> tuple[Any, Any]:
-    """As `gather`, and the number of this rank's first row among all rows, int64 ()."""
+    """Return what `gather` does, and the number of this rank's first row among all rows, int64 ()."""
     x, step = tf.convert_to_tensor(x), _step()
     return (x, tf.zeros((), tf.int64)) if step is None else step.gather(x)
 

@@ -1,4 +1,4 @@
-"""For users' own `fit`, `evaluate` and `predict` on several ranks: the same results and decisions on each.
+"""Gives users' own `fit`, `evaluate` and `predict` the same results and decisions on each of several ranks.
 
     comm = context().communicator()
     model.optimizer = distribute(model.optimizer, comm)

@@ -58,7 +58,7 @@ def exchange_for(
 
 
 class GraphExchange(Exchange):
-    """Like `Exchange`, but its sums never leave the device.
+    """An `Exchange` whose sums never leave the device.
 
     Instance keys are the buckets' numbers, in every step and in every trace of the graph: a rank that traces again for
     a batch of another size still meets the others. The deadline is the communicator's when the graph is traced.
@@ -75,7 +75,9 @@ class GraphExchange(Exchange):
             self._token = tf.Variable(0.0, trainable=False, name="collective_order")
 
     def fault(self) -> BaseException | None:
-        """As `Exchange.fault`. TensorFlow's own error for a sum that another rank ended names no rank."""
+        """Return the failure, as `Exchange.fault` does. TensorFlow's own error for a sum that another rank ended names
+        no rank.
+        """
         reason = self._cluster.reason() if self.error is None else None
         if reason is not None:
             self.error = CommunicationError(
@@ -153,7 +155,7 @@ class GraphExchange(Exchange):
 
 
 def _scaled(part: Any, factor: float) -> Any:
-    """`part` times a factor, which keeps its digits if `part` has a dtype of two bytes."""
+    """Return `part` times a factor, which keeps its digits if `part` has a dtype of two bytes."""
     if part.dtype.size >= 4:
         return part * tf.cast(factor, part.dtype)
     return tf.cast(tf.cast(part, tf.float32) * factor, part.dtype)
@@ -177,7 +179,7 @@ class Reduction:
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
     skipped: Any = None
-    """Of the step traced (or run, in eager mode) last: int32 (), 1 if it applies nothing."""
+    """What the step traced (or run, in eager mode) last has decided: int32 (), 1 if it applies nothing."""
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
@@ -301,7 +303,7 @@ def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], nam
 
 
 def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
-    """`post` as a function for the graph, which orders operations by their values: it returns one."""
+    """Return `post` as a function for the graph, which orders operations by their values: it returns one."""
 
     def posting(*gradients: np.ndarray) -> np.int32:
         post(number, *gradients)

@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _OF_PROCESS = threading.RLock()  # seeds of a process: its ranks may be threads
 MOST_ROWS = (8, 12)
-"""Of `a` and of `b`: at most as much work as one batch of 56 rows, and enough for losses of pairs and triplets."""
+"""The most rows of `a` and of `b`: at most as much work as one batch of 56 rows, and enough for losses of pairs and
+triplets."""
 ROUNDING = 200.0  # times epsilon, relative to a variable's gradient: ResNet-56 and the transformer are off by 10
 SMALLEST = 2.0  # times epsilon, relative to the step's largest gradient: some are zero but for rounding (0.04 seen)
 MOST_TOLERANCE = 0.2  # of layers of 16 bits
@@ -104,7 +105,7 @@ class _Moving(keras.layers.BatchNormalization):
     """Mixed in before a layer's own class: by its moving averages, also in training."""
 
     def call(self, *args: Any, **options: Any) -> Any:
-        """As in an evaluation."""
+        """Normalise as an evaluation does."""
         return super().call(*args[:1], **{**options, "training": False})
 
 
@@ -217,7 +218,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def some_rows(data: Any, communicator: Communicator) -> Any:
-    """As many rows of all ranks' `data` as a check needs, the same on each rank. A collective."""
+    """Return as many rows of all ranks' `data` as a check needs, the same on each rank. A collective."""
     each = -(-2 * sum(MOST_ROWS) // communicator.num_ranks)
 
     def of_all(x: Any) -> Any:
@@ -258,13 +259,13 @@ def check_row_means(steps: Steps, data: Any, name: str) -> None:
 @dataclass(frozen=True, slots=True)
 class _Fault:
     kind: str
-    """early, late, state, sum, or coupled."""
+    """How the step differs from a mean over rows: early, late, state, sum, or coupled."""
     path: str
-    """Of the variable that shows it most."""
+    """The path of the variable that shows the difference most."""
     share: float = 0.0
-    """By how much its gradient is off."""
+    """How much that variable's gradient is off, relative to its size."""
     layers: tuple[str, ...] = ()
-    """Those whose add_loss is no mean over rows."""
+    """The layers whose add_loss is no mean over rows."""
 
 
 def _fault(

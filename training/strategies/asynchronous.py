@@ -203,7 +203,7 @@ class ApartExchange(LocalExchange):
 
     @property
     def alone(self) -> bool:
-        """Never: others' gradients arrive."""
+        """Whether gradients stay in the graph: never, since gradients of other ranks arrive."""
         return False
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
@@ -238,14 +238,14 @@ class ApartExchange(LocalExchange):
         raise NotImplementedError
 
     def _send(self, bucket: int, flat: Array) -> None:
-        """Nothing: buckets are sent after the step."""
+        """Send nothing: buckets are sent after the step."""
 
 
 class AsyncExchange(ApartExchange):
     """An exchange whose steps apply the rank's own gradient and what has arrived of others since the last step."""
 
     def __init__(self, communicator: Communicator, scale: float | None = None, *, noise: Noise, **options: Any) -> None:
-        """A collective."""
+        """Make the exchange; a collective."""
         super().__init__(communicator, scale, **options)
         self._noise = noise
         self._group = communicator.group(range(communicator.num_ranks))
@@ -253,7 +253,7 @@ class AsyncExchange(ApartExchange):
         self._rounds: Rounds | None = None
 
     def close(self, reason: BaseException | None = None) -> None:
-        """As `Exchange.close`."""
+        """End the exchange, as `Exchange.close` does."""
         super().close(reason)
         if self._rounds is not None:
             self._rounds.close()

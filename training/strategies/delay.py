@@ -35,11 +35,11 @@ class LateSum:
 
     step: int
     names: tuple[str, ...]
-    """Of the gradients of `values`, then of `rows`."""
+    """The names of the gradients of `values`, then of `rows`."""
     values: list[Array]
-    """Of whole gradients; views, so that the buffers under them are not reused."""
+    """Whole gradients; views, so that the buffers under them are not reused."""
     rows: dict[int, Rows]
-    """By number of the table."""
+    """The gradients by rows, by number of the table."""
     posts: int = 0
     """Results that the exchange's thread owes."""
     finite: bool = False
@@ -93,7 +93,7 @@ class DelayedExchange(Exchange):
 
     @property
     def alone(self) -> bool:
-        """Never: one rank's sums are late too."""
+        """Whether gradients stay in the graph: never, since the sums of one rank are late too."""
         return False
 
     @property
@@ -102,7 +102,9 @@ class DelayedExchange(Exchange):
         return self._applies
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
-        """As `Exchange.finish`, with the statistics of this step and the gradients of `delay` steps before."""
+        """Finish the step as `Exchange.finish` does, with the statistics of this step and the gradients of `delay`
+        steps before.
+        """
         try:
             layout, began = self._of_layout(), time.perf_counter()
             if self.error is not None:

@@ -27,7 +27,7 @@ class EveryStep:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        """For collectives between steps."""
+        """The communicator for collectives between steps."""
 
     def begin_epoch(self, epoch: int, last: int) -> None:
         """The next step is the first of epoch `epoch`, or of the rest of it that this process trains; `last` is the

@@ -125,7 +125,7 @@ def _larger(column: Array, count: int, size: int) -> Array:
 
 
 def _unseen(entries: Entries, last: int) -> NDArray[np.bool_]:
-    """(count,): whether a key was last seen in step `last` or before."""
+    """Return (count,): whether a key was last seen in step `last` or before."""
     found: NDArray[np.bool_] = entries.columns["seen"][: entries.count] <= last
     found[0] = False
     return found
@@ -159,7 +159,9 @@ class GrowingTable(RowExchange):
         )
 
     def commit(self, *, skipped: bool) -> None:
-        """As in every table; then admit ids that were seen often enough, and evict rows that were not seen."""
+        """Commit the step as every table does; then admit ids that were seen often enough, and evict rows that were not
+        seen.
+        """
         super().commit(skipped=skipped)
         seen, self._seen = self._seen, []
         if seen and not skipped:
@@ -172,7 +174,7 @@ class GrowingTable(RowExchange):
             self._evict(self.step - every)
 
     def figures(self) -> NDArray[np.int64]:
-        """(5,): rows, waiting ids, admitted, evicted, bytes; of this rank."""
+        """Return this rank's (5,): rows, waiting ids, admitted, evicted, bytes."""
         used = len(self.rows) * self.rows.each_bytes + len(self.waiting) * self.waiting.each_bytes
         return np.array([len(self.rows), self._waits().sum(), *self.totals[:, :2].sum(0), used])
 

@@ -108,7 +108,9 @@ class TensorflowExchange(Exchange):
             raise
 
     def close(self, reason: BaseException | None = None) -> None:
-        """As `Exchange.close`; ranks end together, since TensorFlow's servers end with the first that is missing."""
+        """End the exchange as `Exchange.close` does; ranks end together, since TensorFlow's servers end with the first
+        that is missing.
+        """
         if self.error is None:
             self.communicator.barrier()
         super().close(reason)
@@ -146,7 +148,7 @@ class TensorflowStep:
         self._function = tf.function(self._step, autograph=False)
 
     def install(self, model: keras.Model, communicator: Any) -> None:
-        """As `RankStep.install`."""
+        """Change the model's step, as `RankStep.install` does."""
         weigh_tests(model)
 
     def fit(self, dataset: tf.data.Dataset, steps: int, callbacks: Any, epoch: int) -> None:

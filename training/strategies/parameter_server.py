@@ -47,28 +47,30 @@ class ServedExchange(ApartExchange):
         self.rate = 0.0
         """The learning rate of the next step."""
         self.begins: list[list[Array]] = []
-        """On rank 0 before its first step: weights and optimizer's state of each variable."""
+        """Weights and optimizer's state of each variable, on rank 0 before its first step."""
         self.variables: list[str] = []
         """The names that the gradients of all variables have in errors, in order; some may have none."""
         self.weights: list[Array] = []
-        """Of each bucket, as the servers had them at the end of the last step."""
+        """The weights of each bucket, as the servers had them at the end of the last step."""
         self.slots: list[list[Array]] = []
-        """Of each bucket, the optimizer's state at the last meeting."""
+        """The optimizer's state of each bucket at the last meeting."""
         self._meet_at = 0
         self._ended = False
 
     @property
     def applies(self) -> bool:
-        """Never: the servers do."""
+        """Whether this rank has sums to apply: never, since the servers apply them."""
         return False
 
     @property
     def sent_bytes(self) -> int:
-        """As in `Exchange`."""
+        """Bytes sent so far, as in `Exchange`, those to the servers included."""
         return super().sent_bytes + sum(link.sent_bytes for link in self._links)
 
     def close(self, reason: BaseException | None = None) -> None:
-        """As `Exchange.close`; without an error this rank has taken its last step, as when ranks leave."""
+        """End the exchange as `Exchange.close` does; without an error this rank has taken its last step, as when ranks
+        leave.
+        """
         try:
             if self.error is None and reason is None:
                 self.end()

@@ -71,7 +71,7 @@ class Push(NamedTuple):
     """What a rank sends with its gradient, as float64 (5,)."""
 
     step: int
-    """Of this gradient; 0: the rank has ended, and no gradient follows."""
+    """The step of this gradient; 0: the rank has ended, and no gradient follows."""
     asks: bool
     """Whether the rank asks for a meeting."""
     meets: bool
@@ -96,14 +96,14 @@ class Begin:
     """Gradients applied, in all steps."""
 
     def send(self, link: Communicator) -> None:
-        """To the server of `link`."""
+        """Send this to the server of `link`."""
         text = np.frombuffer(json.dumps(asdict(self)).encode(), np.uint8)
         link.send(np.array([text.size], np.int64), SERVER)
         link.send(text, SERVER)
 
     @classmethod
     def receive(cls, link: Communicator) -> Begin:
-        """From rank 0."""
+        """Receive what rank 0 sends first."""
         size = np.zeros(1, np.int64)
         link.recv(size, RANK)
         text = np.zeros(int(size[0]), np.uint8)
@@ -216,7 +216,7 @@ class Server:
         self._changed.notify_all()
 
     def _wait(self, rank: int, push: Push) -> None:
-        """Until no rank is more than `staleness` steps behind this one; at a meeting, until all are here."""
+        """Wait until no rank is more than `staleness` steps behind this one; at a meeting, until all are here."""
         least = push.step if push.meets else push.step - self._staleness
         patience_s = min(self._whole.deadline_s, threading.TIMEOUT_MAX)
         self._changed.wait_for(lambda: self._error is not None or self._counts.min() >= least, patience_s)
@@ -232,7 +232,7 @@ class Server:
 
 
 def send(link: Communicator, array: Array, to: int) -> None:
-    """`array` (n,); nothing if it is empty."""
+    """Send `array` (n,); nothing if it is empty."""
     if array.size:
         link.send(array, to)
 

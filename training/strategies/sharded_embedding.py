@@ -277,7 +277,7 @@ class Tables:
         object.__setattr__(self._model, "test_step", test)
 
     def serve(self, signature: Signature) -> None:
-        """After this rank's last batch of a test: answer the look-ups of ranks that have more. A collective."""
+        """Answer the look-ups of ranks that have more batches, after this rank's last batch of a test. A collective."""
         nothing = {name: np.zeros((0, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
         while self._round(active=False):
             self._model(nothing, training=False)
@@ -364,7 +364,7 @@ class Tables:
             each.step = int(manifest["step"])
 
     def whole(self) -> Tensors | None:
-        """On rank 0 the whole tensors, on others None. A collective."""
+        """Return the whole tensors on rank 0, None on others. A collective."""
         found: Tensors = {}
         specs, pieces = self.state()
         for piece, part in pieces.items():
@@ -375,8 +375,8 @@ class Tables:
         return found if self._comm.rank == 0 else None
 
     def figures(self) -> dict[str, dict[str, int]]:
-        """Of each table without a number of rows, over all ranks: {rows, waiting, admitted, evicted, bytes}. A
-        collective."""
+        """Return the figures of each table without a number of rows, over all ranks: {rows, waiting, admitted, evicted,
+        bytes}. A collective."""
         found = {}
         for name, table in self._growing.items():
             numbers = table.figures()

@@ -47,18 +47,18 @@ class TableOptions:
     width: int
     """Numbers of a row."""
     dtype: str = "float32"
-    """float32 or float64."""
+    """The dtype of the rows: float32 or float64."""
     seed: int = 0
     spread: float = 0.05
     """First values are from -spread to spread, a function of seed, name and row."""
     learning_rate: float = 0.05
-    """Of the table's optimizer."""
+    """The learning rate of the table's optimizer."""
     optimizer: str = "adagrad"
-    """adagrad (row-wise) or adam (lazy: only rows in the batch change)."""
+    """The optimizer of the rows: adagrad (row-wise) or adam (lazy: only rows in the batch change)."""
     admit_after: int = 1
-    """Without `rows`: an id has a row once it was seen so many times."""
+    """In a table without `rows`, an id gets a row once it was seen so many times."""
     evict_after_steps: int | None = None
-    """Without `rows`: a row that was not seen for so many steps is removed; None: never."""
+    """In a table without `rows`, a row that was not seen for so many steps is removed; None: never."""
 
     def __post_init__(self) -> None:
         where = f"the table {self.name}"
@@ -117,7 +117,7 @@ class TableOptions:
         return ids * _multiplier(self.padded) % self.padded
 
     def dtype_of(self, number: Any) -> Any:
-        """`number` in the table's dtype."""
+        """Return `number` in the table's dtype."""
         return np.dtype(self.dtype).type(number)
 
     def shards_of(self, num_ranks: int) -> list[tuple[int, int]]:
@@ -250,7 +250,7 @@ class RowExchange(ABC):
         return bool(np.isfinite(mine).all() and (np.isfinite(sums).all() or not np.isfinite(got).all()))
 
     def commit(self, *, skipped: bool) -> None:
-        """At the end of a step: apply the gradients of its look-ups, unless the ranks have skipped it."""
+        """Apply the gradients of a step's look-ups at its end, unless the ranks have skipped it."""
         taken, self._sums = self._sums, []
         self._open.clear()
         self.step += 1

@@ -64,7 +64,7 @@ def draw(rows: Any, first: Any, key: Any, spread: Any) -> None:
 
 @_kernel
 def draw_each(rows: Any, keys: Any, key: Any, spread: Any) -> None:
-    """As `draw`, where row i is that of keys[i] (int64), of which `rows` (n, width) depends only."""
+    """Draw rows (n, width) as `draw` does, where row i depends only on its key keys[i] (int64)."""
     count, width = rows.shape
     for row in range(count):
         for column in range(width):

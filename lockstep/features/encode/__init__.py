@@ -1,1 +1,1 @@
-"""From columns to the arrays that a model is fed."""
+"""Turns columns into the arrays that a model is fed."""

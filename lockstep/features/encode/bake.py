@@ -156,7 +156,7 @@ def _lists(made: Field, values: NDArray[Any], counts: NDArray[np.int64]) -> pa.A
 
 
 def _as_bytes(made: Field, tensors: NDArray[Any]) -> pa.Array:
-    """(n, *shape) -> (n,) bytes, little-endian in C order."""
+    """Turn (n, *shape) into (n,) bytes, little-endian in C order."""
     data = np.ascontiguousarray(tensors, dtype=np.dtype(made.dtype).newbyteorder("<"))
     offsets = np.arange(len(data) + 1, dtype=np.int32) * (data[:1].nbytes)
     return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(data)])

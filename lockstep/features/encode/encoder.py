@@ -1,4 +1,5 @@
-"""From columns on disk to the arrays that a model is fed: encodings and fitted statistics are applied when read."""
+"""Turns columns on disk into the arrays that a model is fed: it applies encodings and fitted statistics when rows are
+read."""
 
 from __future__ import annotations
 

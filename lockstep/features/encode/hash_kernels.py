@@ -29,7 +29,7 @@ def _rotated(value: Any, bits: Any) -> Any:
 
 @_kernel
 def _read(data: Any, at: Any, count: Any) -> Any:
-    """`count` bytes from `at` on as a little-endian number."""
+    """Read `count` bytes from `at` on as a little-endian number."""
     value = np.uint64(0)
     for index in range(count):
         value |= np.uint64(data[at + index]) << (_BYTE * np.uint64(index))

@@ -1,4 +1,4 @@
-"""From a column to the arrays that a model is fed: one plan for each encoding, with shapes and dtypes."""
+"""Turns a column into the arrays that a model is fed: one plan for each encoding, with shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class ArrayPlan:
     spec: TensorSpec
     """A row of the model's input."""
     early: Early
-    """From a column of n rows to an array (n, *row.shape) of row.dtype, or to Lists of such values."""
+    """Turns a column of n rows into an array (n, *row.shape) of row.dtype, or into Lists of such values."""
     row: TensorSpec
     """A row that `early` returns; for Lists, one value."""
     lists: bool = False
     """Whether `early` returns Lists."""
     late: Late | None = None
-    """From rows in any order, an array or Lists, to the model's input."""
+    """Turns rows in any order, an array or Lists, into the model's input."""
     stored: str | None = None
     """The stored dtype, if a row of `early` equals the stored bytes or is a stored int64 as float32; else None."""
     borrowed: bool = False
     """Whether `early` returns a view of the column's memory."""
 
     def whole(self, column: pa.Array) -> NDArray[Any]:
-        """Both steps: the model's input from a column, in a new array."""
+        """Do both steps: make the model's input from a column, in a new array."""
         rows = self.early(column)
         if self.late is not None:
             return self.late(rows)
@@ -78,7 +78,7 @@ def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored:
 
 
 def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
-    """`values`, one for each of a column's flattened values, by rows of the column; a null row has none."""
+    """Group `values`, one for each of a column's flattened values, by rows of the column; a null row has none."""
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
     if not len(column):
         return Lists(values, np.zeros(1, dtype=np.int64))
@@ -100,7 +100,7 @@ def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan
 
 
 def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
-    """Categories as one-hot, multi-hot or index."""
+    """Turn categories into one-hot or multi-hot columns, or into an index."""
     if output == INDEX:
         spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
         return {field.name: at_once(spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
@@ -181,7 +181,7 @@ def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def standardised(field: Field, fitted: Fitted | None) -> Plan:
-    """(value - mean) / deviation; null and NaN are replaced by the mean, so they become 0.
+    """Compute (value - mean) / deviation; null and NaN are replaced by the mean, so they become 0.
 
     A constant column becomes value - mean, so 0 everywhere. A column counts as constant if its deviation is at most the
     distance between neighbouring floats at its mean: then its values differ only in their last bit, like one sum taken
@@ -210,7 +210,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
 
 
 def constant_within(field: Field, mean: float, deviation: float) -> float | None:
-    """For a field that `standardised` counts as constant, the distance from the mean that becomes 0; else None."""
+    """Return the distance from the mean that becomes 0 if `standardised` counts the field as constant; else None."""
     noise = float(np.spacing(np.array(abs(mean), dtype=np.float32 if field.dtype == "float32" else np.float64)))
     return _LAST_BITS * noise if deviation <= noise else None
 
@@ -234,7 +234,9 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
 
 
 def logarithm(field: Field, encoding: Encoding) -> Plan:
-    """log(1 + value), and -log(1 - value) below 0, so that order and sign stay; null and NaN become `null_value`."""
+    """Compute log(1 + value), and -log(1 - value) below 0, so that order and sign stay; null and NaN become
+    `null_value`.
+    """
     return _bent(field, encoding, lambda values: np.copysign(np.log1p(np.abs(values)), values))
 
 

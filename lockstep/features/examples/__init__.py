@@ -1,4 +1,4 @@
-"""tf.Example and tf.SequenceExample, plain and compiled."""
+"""Reads and writes tf.Example and tf.SequenceExample, in plain Python and compiled."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class RecordDecoder:
     def _read(
         self, rows: int, size_bytes: int, decode: Callable[..., bool], buffers: Sequence[NDArray[np.uint8]]
     ) -> Frames | None:
-        """`rows` records of `size_bytes` in all; `decode` calls the kernel with its outs, starts and sizes."""
+        """Read `rows` records of `size_bytes` in all; `decode` calls the kernel with its outs, starts and sizes."""
         from lockstep.features.examples import decode_kernels as kernel
 
         if rows * self._tensor_bytes > size_bytes:

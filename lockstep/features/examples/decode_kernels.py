@@ -361,8 +361,8 @@ def decode_parts(
     starts: Any,
     sizes: Any,
 ) -> Any:
-    """`decode` the records of several buffers in order; parts (3, p) int64 has the address, the bytes and the number of
-    records of each. Also returns False if a buffer does not have exactly that many whole records.
+    """Decode, as `decode` does, the records of several buffers in order; parts (3, p) int64 has the address, the bytes
+    and the number of records of each. Also returns False if a buffer does not have exactly that many whole records.
     """
     done, most = 0, 0
     for part in range(parts.shape[1]):

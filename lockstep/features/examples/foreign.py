@@ -157,7 +157,7 @@ def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Arr
 def decode_foreign(
     fields: Iterable[Field], records: Sequence[BytesLike], known: Collection[str] | None = None
 ) -> pa.RecordBatch:
-    """decode_foreign_frames in plain Python, for records of any kind without their frames."""
+    """Do what decode_foreign_frames does, in plain Python, for records of any kind without their frames."""
     asked = tuple(fields)
     names = {field.name.encode() for field in asked}
     if known is not None:
@@ -297,7 +297,7 @@ def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, 
 
 
 def _lists_of(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Lists]:
-    """The same without values, but where they are."""
+    """Find the lists of an Example's features: where their values are, not the values."""
     found: dict[bytes, _Lists] = {}
     try:
         for tag, wire, start, end in message_fields(record, 0, len(record)):

@@ -80,7 +80,7 @@ def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> An
 
 @njit
 def _inner(at: Any, end: Any, unwanted: Any) -> Any:
-    """For the field at `at`: start and end of its payload if it is field 1 (else 0), and the start of the next field,
+    """Read the field at `at`: start and end of its payload if it is field 1 (else 0), and the start of the next field,
     0 if _skip refuses it.
     """
     if load_u8(at) != 0x0A:
@@ -91,7 +91,7 @@ def _inner(at: Any, end: Any, unwanted: Any) -> Any:
 
 @njit
 def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
-    """For one entry: its field (-1: not requested, -2: a rare form), and its list's kind, start and end."""
+    """Read one entry: its field (-1: not requested, -2: a rare form), and its list's kind, start and end."""
     if at >= end or load_u8(at) != 0x0A:
         return -2, 0, 0, 0
     name, stop = _span(at + 1, end)

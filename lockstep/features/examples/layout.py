@@ -113,7 +113,7 @@ def _entry(field: Field, feature: bytes, missing: int) -> bytes:
 
 
 def _padded(rows: list[bytes], stride: int) -> NDArray[np.uint8]:
-    """(len(rows), stride) uint8, each row padded with zeros."""
+    """Return (len(rows), stride) uint8, each row padded with zeros."""
     return np.frombuffer(b"".join(row.ljust(stride, b"\0") for row in rows), dtype=np.uint8).reshape(-1, stride)
 
 

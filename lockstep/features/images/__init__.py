@@ -1,1 +1,1 @@
-"""Pixels: decode, resize, augment."""
+"""Decodes, resizes and augments pixels."""

@@ -55,7 +55,7 @@ class Draws:
         return Draws(self.states, slot)
 
     def bits(self, number: int) -> NDArray[np.uint64]:
-        """64 random bits for each sample, (n,) uint64; `number` 0..15 is the index of the operation's draw."""
+        """Draw 64 random bits for each sample, (n,) uint64; `number` 0..15 is the index of the operation's draw."""
         if not 0 <= number < PER_OPERATION:
             raise _unknown(f"draw {number} of an operation", f"0 to {PER_OPERATION - 1}")
         return splitmix64_array(self.states ^ np.uint64(splitmix64(self.slot * PER_OPERATION + number)))
@@ -167,7 +167,7 @@ def mix_labels(
 
 
 def one_hot(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
-    """(n,) int64 in 0..classes-1 -> (n, classes) float32."""
+    """Turn (n,) int64 in 0..classes-1 into (n, classes) float32."""
     out = np.zeros((len(labels), classes), dtype=np.float32)
     out[np.arange(len(labels)), labels] = 1.0
     return out
@@ -180,7 +180,7 @@ def _mixed(values: NDArray[np.float32], partners: NDArray[np.int64], own: NDArra
 
 @cache
 def _steps(alpha: float) -> NDArray[np.int64]:
-    """(256,) int64: a draw of 24 bits that is at least steps[k] has a share of more than k / 256.
+    """Return (256,) int64: a draw of 24 bits that is at least steps[k] has a share of more than k / 256.
 
     steps[k] is the probability of a share below (k + 1/2) / 256. Below 1/2 the incomplete beta function is the series
     x^a * sum of (1-a)(2-a)...(k-a) / k! * x^k / (a+k) (DLMF 8.17.7); above it the distribution is mirrored.

@@ -259,7 +259,7 @@ def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
 
 
 def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uint8], int]:
-    """(pixels (H, W, 1 or 3) uint8, orientation) by Pillow's class for the format."""
+    """Decode into (pixels (H, W, 1 or 3) uint8, orientation), by Pillow's class for the format."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata; only the pixels matter here.
         warnings.simplefilter("ignore")

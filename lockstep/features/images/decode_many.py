@@ -61,11 +61,11 @@ class BadImageError(DataError):
         self.row, self.detail, self.sample_id = row, detail, sample_id
 
     def of(self, sample_id: int) -> BadImageError:
-        """The same error, naming the sample."""
+        """Return this error with the name of the sample."""
         return BadImageError(self.row, self.detail, sample_id)
 
     def at(self, place: str) -> BadImageError:
-        """The same error, naming the place."""
+        """Return this error with the name of the place."""
         return BadImageError(self.row, self.detail, self.sample_id, place)
 
 
@@ -74,7 +74,7 @@ _kept: ContextVar[list[BadImageError] | None] = ContextVar("bad images", default
 
 @contextmanager
 def keeping_bad() -> Iterator[list[BadImageError]]:
-    """In this context, files that are not images become zeros and are added to the list, in any order."""
+    """Within this context, files that are not images become zeros and are added to the list, in any order."""
     found: list[BadImageError] = []
     token = _kept.set(found)
     try:

@@ -19,7 +19,7 @@ _MAX_MARKERS = 4096
 
 @_kernel
 def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ignore[no-untyped-def]
-    """images (n, H, W * C) uint8 -> out (n, h, w, C) uint8; row (W * C,) int32 is scratch.
+    """Resize images (n, H, W * C) uint8 into out (n, h, w, C) uint8; row (W * C,) int32 is scratch.
 
     The whole new image has new_h rows and new_w columns; out is its part from first_row on, with the given columns. On
     a line of old*new units, old pixel j covers [j*new, (j+1)*new) and new pixel i covers [i*old, (i+1)*old), so
@@ -60,7 +60,7 @@ def _byte(value: Any) -> Any:
 
 @_kernel
 def _luma(red: Any, green: Any, blue: Any) -> Any:
-    """ITU-R 601 luma, with the weights of lockstep.features.images.resize."""
+    """Compute ITU-R 601 luma, with the weights of lockstep.features.images.resize."""
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
 
 

@@ -49,8 +49,8 @@ def resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple[
 
 
 def _columns(old: int, new: int, start: int, count: int) -> NDArray[np.int64]:
-    """(4, count): for `count` new columns from `start` on, the first and last old column that each covers, and how much
-    of these two it covers, in 1/new.
+    """Return (4, count): for `count` new columns from `start` on, the first and last old column that each covers, and
+    how much of these two it covers, in 1/new.
     """
     left = np.arange(start, start + count, dtype=np.int64) * old
     first, last = left // new, (left + old - 1) // new

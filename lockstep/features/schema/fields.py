@@ -61,7 +61,7 @@ class Field:
     encoding: Encoding | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
-    """Of a label: the names of the values 0, 1 ..., or of no and yes."""
+    """The names of a label's values 0, 1 ..., or of no and yes; None for other fields and numbers."""
 
     def __post_init__(self) -> None:
         wider = "; string for integers beyond uint64 and for decimals, which no other dtype holds exactly"

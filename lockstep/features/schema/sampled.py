@@ -48,11 +48,11 @@ class Sampled:
         return tuple(float(self.shares.get(name, 1) * self.weights.get(name, 1)) for name in classes)
 
     def unweighted(self) -> Sampled:
-        """The same without weights: how many records there are, and not what they count."""
+        """Return this without weights: how many records there are, and not what they count."""
         return replace(self, weights={})
 
     def to_json(self) -> dict[str, Any]:
-        """As stored in a manifest's `created_by.config.sampled`: shares as exact fractions."""
+        """Return the form that a manifest stores in `created_by.config.sampled`, with shares as exact fractions."""
         shares = {value: str(share) for value, share in self.shares.items()}
         weights = {value: str(weight) for value, weight in self.weights.items()}
         found = {"column": self.column, "shares": shares, "splits": list(self.splits)}
@@ -118,8 +118,8 @@ def sampled_of(manifest: DatasetManifest) -> Sampled | None:
 
 
 def shares_of_classes(sampled: Sampled | None, label: Field | None) -> tuple[float, ...] | None:
-    """`Sampled.of_classes` where predictions can be corrected by it; None if all rows count alike, or if a whole class
-    was left out.
+    """Return `Sampled.of_classes` where predictions can be corrected by it; None if all rows count alike, or if a whole
+    class was left out.
     """
     shares = None if sampled is None or label is None else sampled.of_classes(label)
     return shares if shares is not None and all(shares) and min(shares) < 1 else None

@@ -1,1 +1,1 @@
-"""Ranges and blocks of shards to columns."""
+"""Turns ranges and blocks of shards into columns."""

@@ -126,7 +126,9 @@ def pieces(source: BinaryIO, url: str) -> Iterator[Piece]:
 
 
 def _pieces(source: BinaryIO, url: str, whole: Callable[[bytes], tuple[int, int]]) -> Iterator[Piece]:
-    """`pieces`; `whole` returns how many of the first bytes are whole records, and the number of records."""
+    """Yield what `pieces` yields; `whole` returns how many of the first bytes are whole records, and the number of
+    records.
+    """
     rest, wanted = b"", PIECE_BYTES
     record = place = 0
     while more := _read(source, url, wanted):
@@ -171,7 +173,7 @@ def _missing(rest: bytes, url: str, record: int, place: int) -> int:
 
 
 def _whole_records(data: bytes) -> tuple[int, int]:
-    """frames.whole without Numba, which takes a quarter of a second to import, too long for planning."""
+    """Do what frames.whole does without Numba, which takes a quarter of a second to import, too long for planning."""
     at = count = 0
     while at + HEADER_BYTES <= len(data):
         end = at + int.from_bytes(data[at : at + 8], "little") + FRAMING_BYTES

@@ -98,7 +98,7 @@ def tensor_of(array: Array, device: Any = "cpu") -> Any:
 
 
 class _Differentiable(torch.autograd.Function):
-    """`forward(tensor)` with `backward(gradient)` as its gradient."""
+    """Computes `forward(tensor)`, and `backward(gradient)` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, run: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:
@@ -129,7 +129,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Handle:
-    """`allreduce` as a handle, without a gradient. The tensor must not change until the call is done."""
+    """Begin an `allreduce` without a gradient, and return its handle. The tensor must not change until the call is
+    done.
+    """
     check("allreduce_async", process_set=process_set)
     return in_turn(_reduce, [tensor], op_of(op, average), prescale_factor, postscale_factor, name, False)
 
@@ -143,13 +145,13 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Handle:
-    """`allreduce_` as a handle."""
+    """Begin an `allreduce_` and return its handle."""
     check("allreduce_async_", process_set=process_set)
     return in_turn(_reduce, [tensor], op_of(op, average), prescale_factor, postscale_factor, name, True)
 
 
 def allreduce_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`allreduce` in place, without a gradient: the arguments of `allreduce_async_`."""
+    """Call `allreduce` in place, without a gradient, with the arguments of `allreduce_async_`."""
     return synchronize(allreduce_async_(tensor, *args, **kwargs))
 
 
@@ -195,7 +197,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[Any]:
-    """`allreduce` of several tensors at once, with one message per dtype; without a gradient."""
+    """Call `allreduce` on several tensors at once, with one message per dtype; without a gradient."""
     check("grouped_allreduce", process_set=process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in packed]
@@ -206,7 +208,7 @@ def grouped_allreduce(
 
 
 def allgather_async(tensor: Any, name: str | None = None, process_set: Any = None) -> Handle:
-    """`allgather` as a handle, without a gradient."""
+    """Begin an `allgather` without a gradient, and return its handle."""
     check("allgather_async", process_set=process_set)
     return in_turn(lambda: _gather(tensor, name)[0])
 
@@ -261,19 +263,19 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
 
 
 def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
-    """`broadcast` as a handle, without a gradient."""
+    """Begin a `broadcast` without a gradient, and return its handle."""
     check("broadcast_async", process_set=process_set)
     return in_turn(_broadcast, tensor, root_rank, name, False)
 
 
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
-    """`broadcast_` as a handle."""
+    """Begin a `broadcast_` and return its handle."""
     check("broadcast_async_", process_set=process_set)
     return in_turn(_broadcast, tensor, root_rank, name, True)
 
 
 def broadcast_(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """`broadcast` in place, without a gradient."""
+    """Call `broadcast` in place, without a gradient."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 

@@ -89,7 +89,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In this context `step()` applies gradients as they are; call `synchronize()` before."""
+        """Let `step()` apply gradients as they are in this context; call `synchronize()` before."""
         self._exchange.applies_as_is = True
         try:
             yield
@@ -97,7 +97,9 @@ class _Distributed:
             self._exchange.applies_as_is = False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own. Raises ConfigError between backward and step: gradients are on their way."""
+        """Clear gradients as the optimizer's own method does. Raises ConfigError between backward and step, while
+        gradients are exchanged.
+        """
         if self._exchange.posted:
             raise ConfigError(
                 "zero_grad was called while gradients are exchanged",
@@ -142,7 +144,7 @@ class GradientExchange:
         self.applies_as_is = False
         """Whether `step` leaves gradients as they are."""
         self.posted = 0
-        """Buckets on their way."""
+        """Buckets whose exchange has begun and not ended."""
         self._communicator, self._scale, self._passes = communicator, scale, passes
         self._sparse_as_dense, self._progress = sparse_as_dense, progress
         self._error: BaseException | None = None

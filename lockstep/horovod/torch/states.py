@@ -80,7 +80,7 @@ def _send(root_rank: int, name: str, tensors: list[Any]) -> list[Any]:
 
 
 def _without_tensors(value: Any, tensors: list[Any]) -> Any:
-    """`value` with each tensor replaced by its number in `tensors`, which gets them."""
+    """Return `value` with each tensor replaced by its number in `tensors`, which gets them."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}

@@ -253,7 +253,7 @@ class Unanswered:
         return self._left
 
     def call(self, fn: Callable[[], T], seconds: float, *, what: str, whom: str) -> T:
-        """See `call_with_deadline`; a delay before the call counts."""
+        """Make a call as `call_with_deadline` does; a delay before the call counts."""
         end = time.monotonic() + seconds
         self._admit(end, seconds, what, whom)
         ended = given_up = False

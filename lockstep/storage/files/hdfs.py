@@ -128,7 +128,7 @@ def _gss(text: str) -> str:
 
 
 def _parts(error: BaseException) -> tuple[str, str]:
-    """(Java class without its package or "", first line of the message)."""
+    """Return (Java class without its package or "", first line of the message)."""
     message = str(error) or repr(error)
     found = _RPC.match(message)
     java, text = (found["java"].rpartition(".")[2], found["text"]) if found else ("", message)

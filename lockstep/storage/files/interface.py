@@ -47,7 +47,7 @@ class Writer(ABC):
         """Append all of `data`; returns its length in bytes."""
 
     def write_uncached(self, data: memoryview) -> int:
-        """As `write`, for long files: bypasses the page cache if the backend can."""
+        """Write data as `write` does, past the page cache if the backend can: for long files."""
         return self.write(data)
 
     @abstractmethod
@@ -102,7 +102,7 @@ class FileSystem(ABC):
     """
 
     whom = "the storage"
-    """Who serves it, for errors."""
+    """Who serves the file, for errors."""
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:
@@ -213,7 +213,7 @@ class _Ranges:
         return self._fs.read_range(self._url, offset, length)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: this backend holds nothing open."""
 
 
 def check_range(url: str, offset: int, length: int) -> None:

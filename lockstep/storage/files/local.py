@@ -72,7 +72,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system lacks it
 
 
 def whole_pages(size: int) -> NDArray[np.uint8]:
-    """(size,) bytes of untouched memory, aligned to a page."""
+    """Return (size,) bytes of untouched memory, aligned to a page."""
     memory = np.empty(size + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + size]
@@ -94,7 +94,7 @@ class UncachedFile(io.FileIO):
     """A file to read with `readinto` into memory of `whole_pages`; uses the page cache if direct reads fail."""
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
-        """As of any raw file."""
+        """Read bytes into `buffer`, as any raw file does."""
         read = super().readinto
         count = _directly(self.fileno(), partial(read, buffer))
         # EINVAL, for instance, at the end of a file whose length is not a multiple of a page.

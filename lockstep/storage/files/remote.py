@@ -29,7 +29,7 @@ def without_secrets(text: str) -> str:
 
 
 def erasure_coded(what: str, text: str) -> StorageError:
-    """A new file in an erasure-coded folder."""
+    """The error for a new file in an erasure-coded folder."""
     return StorageError(
         f"{what}: its folder is erasure-coded, and such files can be neither synced nor continued",
         got=text,
@@ -58,7 +58,7 @@ def lost_by_writer(what: str, text: str) -> RetryableStorageError:
 
 
 def below_a_file(what: str, verb: str, text: str) -> LockstepError:
-    """A path whose parent is a file."""
+    """The error for a path whose parent is a file."""
     if verb in ("create", "make"):
         return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
     return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")
@@ -80,7 +80,7 @@ def not_in_service(what: str, text: str, whom: str) -> RetryableStorageError:
 
 
 def no_ticket(what: str, text: str) -> StorageError:
-    """Kerberos without a valid ticket."""
+    """The error for Kerberos without a valid ticket."""
     return StorageError(
         f"{what}: Kerberos refused",
         got=text,
@@ -269,7 +269,7 @@ class RemoteFileSystem(FileSystem):
 
     @abstractmethod
     def stat_once(self, url: str, deadline_s: float) -> FileStat:
-        """`stat` by one attempt."""
+        """Call `stat` with one attempt."""
 
     def open_read(self, url: str) -> BinaryIO:
         return BufferedReader(self.raw(url, self._file(url).size_bytes), READ_BUFFER_BYTES)

@@ -151,7 +151,9 @@ class Sent:
         return len(self._urls)
 
     def over(self, client: Any) -> Any:
-        """`client`, counted here: the package asks the next NameNode by itself, so calls are no count of requests."""
+        """Return `client`, counted here: the package asks the next NameNode by itself, so calls are no count of
+        requests.
+        """
         counted = copy.copy(client)
         counted._sent = self
         return counted
@@ -164,7 +166,7 @@ class Sent:
 
 
 class _Exact:
-    """What both clients have in common."""
+    """What all three clients have in common: requests end after one answer, of limited length, without a redirect."""
 
     # `read` of the package lets requests follow the redirect, and takes a dead DataNode for a dead NameNode.
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
@@ -213,15 +215,15 @@ class _Exact:
 
 
 class _Insecure(_Exact, InsecureClient):
-    """By user name."""
+    """A client that sends a user's name."""
 
 
 class _Token(_Exact, TokenClient):
-    """By delegation token."""
+    """A client that sends a delegation token."""
 
 
 class _Kerberos(_Exact, Client):
-    """By ticket."""
+    """A client that proves itself by a Kerberos ticket."""
 
 
 def make_client(
@@ -401,7 +403,7 @@ def _no_webhdfs(what: str, text: str) -> ConfigError:
 
 
 def _parts(error: BaseException) -> tuple[str, str, int]:
-    """(Java class or "", first line of the message without secrets, status of the answer or 0)."""
+    """Return (Java class or "", first line of the message without secrets, status of the answer or 0)."""
     if isinstance(error, RefusedError):
         return error.java, _clean(error.text), error.status
     if isinstance(error, HdfsError):
@@ -450,7 +452,7 @@ class WebHdfsCalls:
         return self._retried(self._names, fn, verb, url, self.call_deadline_s)
 
     def call_data(self, fn: Callable[[Any], T], verb: str, url: str) -> T:
-        """The same for what also asks DataNodes."""
+        """Ask as `call` does where DataNodes answer too, within the deadline of data."""
         return self._retried(self._data, fn, verb, url, self.data_deadline_s)
 
     def once(self, fn: Callable[[Any], T], verb: str, url: str, deadline_s: float) -> T:

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -83,7 +83,7 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, Stored]:
 
 
 def read_header(file: BinaryIO, size: int, where: str) -> dict[str, Stored]:
-    """`parse_header` of an open file of `size` bytes, of which no more than the header is read."""
+    """Read the header of an open file of `size` bytes as `parse_header` does, and no more than the header."""
     head = head_bytes(file.read(LENGTH_BYTES), size, where)
     return parse_header(file.read(head - LENGTH_BYTES), size, where)
 

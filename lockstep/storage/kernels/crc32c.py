@@ -37,7 +37,7 @@ def _times_x(value: int) -> int:
 
 
 def _tables() -> np.ndarray:
-    """(8, 256) uint32: [k, b] is the checksum of byte b followed by k zero bytes, from 0."""
+    """Return (8, 256) uint32: [k, b] is the checksum of byte b followed by k zero bytes, from 0."""
     tables = np.zeros((8, 256), dtype=np.uint32)
     for byte in range(256):
         value = byte
@@ -49,7 +49,7 @@ def _tables() -> np.ndarray:
 
 
 def _shifts() -> np.ndarray:
-    """(2 * _STREAM_WORDS + 1,) uint64: [m] is x^(64 m - 33), by which a checksum moves over m words."""
+    """Return (2 * _STREAM_WORDS + 1,) uint64: [m] is x^(64 m - 33), by which a checksum moves over m words."""
     value, found = 1, [0]  # 1 is x^31, the first: 64 - 33
     for _ in range(2 * _STREAM_WORDS):
         found.append(value)

@@ -103,7 +103,8 @@ def fence(typingctx: Any) -> Any:
 
 @njit(forceinline=True)
 def stream(target: Any, source: Any, size: Any) -> None:
-    """`copy` past the caches, for data that are not read again soon: the target is not loaded into them first.
+    """Copy as `copy` does, past the caches, for data that are not read again soon: the target is not loaded into them
+    first.
 
     The caller ends with `fence`.
     """

@@ -114,7 +114,7 @@ def float_of(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def pointer_like(typingctx: Any, like: Any, address: Any) -> Any:
-    """`address` as a pointer of the type of `like`."""
+    """Return `address` as a pointer of the type of `like`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[1], args[0].type)

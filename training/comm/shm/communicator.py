@@ -205,7 +205,7 @@ def _describe(tag: int, size: int) -> str:
 
 
 def _in_child() -> None:
-    """In a forked process: close the sockets, or others would not see the rank's end while this process lives."""
+    """Close the sockets in a forked process, or others would not see the rank's end while this process lives."""
     for calls in list(_open):
         calls.ended = "this process was forked from the rank"
         calls.closed = True  # or its `close` would record in the segment that the rank has left

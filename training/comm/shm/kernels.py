@@ -109,7 +109,7 @@ def meet(ctx: Any) -> Any:
 
 @njit
 def compare(ctx: Any) -> Any:
-    """0 if every rank has announced the same, else the status to return."""
+    """Return 0 if every rank has announced the same, else the status to return."""
     for rank in range(ctx[RANKS]):
         place = call_of(ctx, rank)
         differs = load_i64(place) != ctx[TAG]
@@ -120,7 +120,7 @@ def compare(ctx: Any) -> Any:
 
 @njit
 def part(ctx: Any, rank: Any) -> Any:
-    """(first byte, bytes) of a rank's part, like lockstep.training.comm.base.part_bounds."""
+    """Return (first byte, bytes) of a rank's part, like lockstep.training.comm.base.part_bounds."""
     count = ctx[SIZE] // ctx[ITEM]
     each, longer = count // ctx[RANKS], count % ctx[RANKS]
     start = rank * each + min(rank, longer)
@@ -129,7 +129,7 @@ def part(ctx: Any, rank: Any) -> Any:
 
 @njit
 def chunk(ctx: Any, rank: Any, turn: Any) -> Any:
-    """(first byte, bytes) of chunk `turn` of a rank's part; 0 bytes if it has no such chunk."""
+    """Return (first byte, bytes) of chunk `turn` of a rank's part; 0 bytes if it has no such chunk."""
     start, size = part(ctx, rank)
     done = min(size, turn * ctx[CHUNK])
     return start + done, min(size - done, ctx[CHUNK])
@@ -201,7 +201,7 @@ def _reduce_staged(ctx: Any, turn: Any) -> Any:
 
 @_kernel
 def reduce_all(ctx: Any) -> Any:
-    """all_reduce, reduce_scatter (ctx[ALL] 0) and barrier (ctx[SIZE] 0)."""
+    """Do all_reduce, reduce_scatter (ctx[ALL] 0) or barrier (ctx[SIZE] 0)."""
     if ctx[ROUND] == 0:
         announce_self(ctx)
     _, longest = part(ctx, 0)
@@ -338,7 +338,7 @@ def send(ctx: Any) -> Any:
 
 @_kernel
 def receive(ctx: Any) -> Any:
-    """The other side of `send`."""
+    """Receive what `send` of the peer stores, a slot at a time."""
     pair = _pair(ctx, ctx[PEER], ctx[RANK])
     while ctx[ROUND] == 0 or ctx[ROUND] * SLOT_BYTES < ctx[SIZE]:
         number = ctx[MESSAGE] + ctx[ROUND]

@@ -191,7 +191,9 @@ _cached: Any = kernels(__name__, memory, atomics)(reduce)
 
 @cache
 def reducer(dtype: str) -> tuple[int, Any]:
-    """(address, owner) of `reduce` compiled for a dtype, valid while the owner lives; half a second if not cached."""
+    """Return (address, owner) of `reduce` compiled for a dtype, valid while the owner lives; this takes half a second
+    if it is not cached.
+    """
     signature = ((types.CPointer(_TYPES[dtype]), *[types.int64] * 6), types.void)
     compiled: Any = CFunc(reduce, signature, locals={}, options={}, pipeline_class=compiler.Compiler)
     compiled._cache = _cached._cache

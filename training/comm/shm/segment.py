@@ -202,7 +202,7 @@ class Segment:
         _claim(self.address, self._rank + 1)
 
     def ended(self) -> tuple[int, str] | None:
-        """(rank, reason) of the rank that ended the communicator."""
+        """Return (rank, reason) of the rank that ended the communicator."""
         (first,) = _WORD.unpack_from(self._map, 0)
         if not 0 < first <= self.layout.num_ranks:
             return None
@@ -220,12 +220,12 @@ class Segment:
         return bool(_WORD.unpack_from(self._map, self._page(rank) + LEFT)[0])
 
     def call_of(self, rank: int, call: int) -> tuple[int, int]:
-        """(tag, size in bytes) that `rank` has announced for call number `call`."""
+        """Return (tag, size in bytes) that `rank` has announced for call number `call`."""
         tag, size, _ = _CALL.unpack_from(self._map, self._page(rank) + CALLS + (call & 1) * CALL_BYTES)
         return tag, size
 
     def header_of(self, sender: int, receiver: int, number: int) -> tuple[int, int]:
-        """(tag, size in bytes) of message slot `number` between two ranks."""
+        """Return (tag, size in bytes) of message slot `number` between two ranks."""
         pair = self.layout.pairs + (sender * self.layout.num_ranks + receiver) * self.layout.pair_bytes
         tag, size, _ = _CALL.unpack_from(self._map, pair + HEADERS + number % SLOTS * HEADER_BYTES)
         return tag, size

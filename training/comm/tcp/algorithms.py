@@ -16,7 +16,7 @@ from lockstep.training.comm.tcp.schedule import Builder, Combine, Grid, Program,
 
 
 def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Every part complete on every rank."""
+    """Sum up around a ring, so that every part is complete on every rank."""
     builder = Builder(grid)
     _scatter(builder, rank, num_ranks, grid)
     _gather(builder, rank, num_ranks, grid)
@@ -24,14 +24,14 @@ def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def ring_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r complete on rank r."""
+    """Sum up around a ring, so that part r is complete on rank r."""
     builder = Builder(grid)
     _scatter(builder, rank, num_ranks, grid)
     return builder.program()
 
 
 def ring_all_gather(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r of rank r to every rank."""
+    """Send part r of rank r around a ring to every rank."""
     builder = Builder(grid)
     _gather(builder, rank, num_ranks, grid)
     return builder.program()
@@ -65,7 +65,9 @@ def halving_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """The same with whole buffers at each step; the grid has one cell, so that each step is one frame."""
+    """Sum up as halving_all_reduce does, but with whole buffers at each step; the grid has one cell, so that each step
+    is one frame.
+    """
     builder = Builder(grid)
     cells = len(grid.edges) - 1
     if cells > 1:  # a second frame would be sent after the answer to the first has changed it
@@ -88,7 +90,7 @@ def halving_all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r complete on rank r, by halving."""
+    """Sum up by halving, so that part r is complete on rank r."""
     builder = Builder(grid)
     core = _fold(builder, rank, num_ranks, grid)
     if core is not None:
@@ -285,14 +287,14 @@ def pairwise_exchange(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def send(peer: int, grid: Grid) -> Program:
-    """All to `peer`."""
+    """Send the whole buffer to `peer`."""
     builder = Builder(grid)
     builder.send(peer, 0, len(grid.edges) - 1)
     return builder.program()
 
 
 def receive(peer: int, grid: Grid) -> Program:
-    """All from `peer`."""
+    """Receive the whole buffer from `peer`."""
     builder = Builder(grid)
     builder.receive(peer, 0, len(grid.edges) - 1, "copy")
     return builder.program()
@@ -332,7 +334,7 @@ class Programs:
         self._frames = 0
 
     def of(self, key: ProgramKey) -> Program:
-        """Like `program_of`, with a cache: training repeats the same few calls."""
+        """Return what `program_of` returns, from a cache: training repeats the same few calls."""
         program = self._kept.get(key)
         if program is None:
             program = program_of(key, self._rank, self._num_ranks)

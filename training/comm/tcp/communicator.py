@@ -216,7 +216,7 @@ class TcpCommunicator(Communicator):
                 self._mesh.close()
 
     def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in the rank."""
+        """Close this forked process's copies of the sockets, which stay open in the rank."""
         self._ended = "this process was forked from the rank"
         self._lock = threading.Lock()  # a thread that does not exist here may hold the old one
         self._mesh.let_go()
@@ -323,7 +323,7 @@ def connect_tcp(
 
 
 def _in_child() -> None:
-    """In a forked process: close the sockets, or others would not see the rank's end while this process lives."""
+    """Close the sockets in a forked process, or others would not see the rank's end while this process lives."""
     for communicator in list(_open):
         communicator.let_go()
 

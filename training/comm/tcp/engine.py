@@ -64,7 +64,7 @@ class Engine:
         self._has_tls = False
         self._is_taking = False
         self.sent_bytes = 0
-        """On all connections so far, headers included."""
+        """Bytes sent on all connections so far, headers included."""
         self.calls = 0
         """Collectives so far, modulo 2**32: by it ranks notice that they make calls in different orders."""
 
@@ -127,12 +127,12 @@ class Engine:
         self._await(peers)
 
     def look(self, what: str) -> None:
-        """Between calls: read what has arrived, without waiting. Raises CommunicationError if a rank has ended."""
+        """Read what has arrived between two calls, without waiting. Raises CommunicationError if a rank has ended."""
         self._begin(what, 0.0)
         self._serve(0.0)
 
     def links(self) -> dict[int, LinkUse]:
-        """As of a Communicator; from any thread."""
+        """Return the use of each link, as a Communicator does; any thread may call this."""
         return {link.name: link_use(link.sock) for link in self._links if link is not None}
 
     @staticmethod
@@ -463,7 +463,7 @@ class Engine:
         return next((call for call in self._calls if call.left), None)
 
     def _unless_known(self, error: CommunicationError, waited: Link | None) -> CommunicationError:
-        """`error`, or the cause of it that another rank knows."""
+        """Return `error`, or the cause of it that another rank knows."""
         links = [link for link in self._links if link is not None]
         heard = ask_around(links, waited, self._generation, error.what, alive=waited in self._stalled)
         if heard is None:

@@ -86,7 +86,7 @@ class Mesh:
         threading.Thread(target=self._hold, args=(peer,), name="mesh-lifeline", daemon=True).start()
 
     def address(self, peer: int) -> str:
-        """host:port of a rank, for errors."""
+        """Return host:port of a rank, for errors."""
         host, port = self._addresses[peer]
         return f"{host}:{port}"
 
@@ -118,7 +118,7 @@ class Mesh:
             return [Link(self._arrived.pop(key), 0, key[1]) for key in left]
 
     def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in the rank."""
+        """Close this forked process's copies of the sockets, which stay open in the rank."""
         self._lock, self._closed = threading.Lock(), True  # a thread that does not exist here may hold the old lock
         for sock in (self._listener, *self._arrived.values(), *self._lifelines):
             sock.close()

@@ -94,7 +94,7 @@ class Builder:
             self._sends.append(Send(peer, edges[start], edges[stop], self._writers(start, stop)))
 
     def receive(self, peer: int, first: int, last: int, combine: Combine) -> None:
-        """The same cells come from `peer`."""
+        """Receive cells first..last - 1 from `peer`."""
         for start, stop in self._frames(first, last):
             number = len(self._receives)
             edges = self._grid.edges

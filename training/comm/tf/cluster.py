@@ -81,7 +81,7 @@ class Cluster:
                 self.end(reason)
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose server does not answer a health check."""
+        """Return those of `ranks` whose server does not answer a health check."""
         import tensorflow as tf
         from tensorflow.python.eager import context
 
@@ -206,13 +206,13 @@ class Call:
     """The arguments in which the members of a group must agree."""
 
     key: int
-    """Of the group."""
+    """TensorFlow's number of the group."""
     size: int
-    """Members."""
+    """The number of members."""
     instance: int
-    """Of the call within the group."""
+    """The number of the call within the group."""
     hint: str
-    """`ring` or `nccl`."""
+    """What TensorFlow sums with: `ring` or `nccl`."""
     timeout_s: float
 
 

@@ -62,12 +62,12 @@ class Meeting:
         self._ordinary = ordinary
 
     def all(self, what: str, size: int, number: int) -> None:
-        """All ranks are about to make call `number`, of `size` elements; `what` names operation and dtype."""
+        """Return once all ranks are to make call `number`, of `size` elements; `what` names operation and dtype."""
         mine = _header(what, size, number)
         self._compare(what, mine, enumerate(self._ordinary.all_gather(mine)))
 
     def two(self, source: int, to: int, what: str, size: int, number: int) -> None:
-        """As `all`, of two ranks; neither continues before it knows the other one's call."""
+        """Meet as `all` does, with two ranks only; neither continues before it knows the other one's call."""
         mine, theirs = _header(what, size, number), np.zeros(3, np.int64)
         if self._ordinary.rank == source:
             self._ordinary.send(mine, to)
@@ -155,7 +155,9 @@ class TensorflowCommunicator(Communicator):
             buf[:] = from_words(found, buf)
 
     def all_to_all_ragged(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """From rank to rank on the ordinary communicator: TensorFlow's collectives take parts of one size only."""
+        """Exchange parts from rank to rank on the ordinary communicator: TensorFlow's collectives take parts of one
+        size only.
+        """
         check_parts(parts, self.num_ranks)
         with self._lock:
             self._check_open()
@@ -214,7 +216,7 @@ class TensorflowCommunicator(Communicator):
         return key_of(self._key, "graph")
 
     def _gather(self, words: NDArray[Any], what: str) -> NDArray[Any]:
-        """(num_ranks, n): the `words` (n,) of every rank, in TensorFlow's order of them."""
+        """Return (num_ranks, n): the `words` (n,) of every rank, in TensorFlow's order of them."""
         return self._run(what, words.size, gathering(words)).reshape(self.num_ranks, words.size)
 
     def _pass(self, buf: NDArray[Any], operation: Operation, source: int, to: int) -> NDArray[Any]:
