@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace, data: str, run: str) -> TrainConfig:
 
 
 def profiled(config: TrainConfig, args: argparse.Namespace, forget: Callable[[], None]) -> Profile:
-    """Profile as lockstep profile_run does; before each round the kernel forgets what it keeps of the DataNodes' files."""
+    """Profile as lockstep profile_run does; before each round the kernel forgets its pages of the DataNodes' files."""
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
 
         def on_round(done: int, _: int) -> None:

@@ -83,7 +83,7 @@ def rank_main(context: RankContext) -> dict[str, Any]:
 
 
 def work(case: Case) -> Counts:
-    """Return the work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
+    """Count the work of all ranks in one call by their programs: frames, their bytes, bytes reduced."""
     n, name, nbytes = case
     key = ProgramKey("all_reduce", name, nbytes // 4, 4)
     programs = [program_of(key, rank, n) for rank in range(n)]

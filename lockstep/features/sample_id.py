@@ -76,8 +76,9 @@ def splitmix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shard_keys(samples: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """Compute the keys that order samples within their split, splitmix64(sample xor splitmix64(seed)): (n,) int64 -> (n,)
-    uint64.
+    """Compute the keys that order samples within their split: splitmix64(sample xor splitmix64(seed)).
+
+    (n,) int64 -> (n,) uint64.
     """
     return splitmix64_array(samples.view(np.uint64) ^ np.uint64(splitmix64(seed & _MASK)))
 

@@ -106,7 +106,7 @@ class RankResult(Message):
     left: bool = False
     """Whether the rank has left after a checkpoint, before the end of the run; then it says no more."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Of the last epoch, over all ranks."""
+    """The metrics of the last epoch, over all ranks."""
     samples: int = 0
     seconds: float = 0.0
     """Since the first step of this generation, without validation."""

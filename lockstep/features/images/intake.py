@@ -105,8 +105,8 @@ class Pixels:
 
     @classmethod
     def of(cls, created: Mapping[str, Any], shapes: Mapping[str, tuple[int | None, ...]]) -> Pixels | None:
-        """Those of a dataset, by what its manifest says of the job that made it, and the shapes of its fields; None if
-        that job made no pixels.
+        """Return how a dataset's pixels were made, by what its manifest says of its job, and the shapes of its fields;
+        None if that job made no pixels.
         """
         if created.get("job") != "etl_images" or created.get("store") != "pixels":
             return None
@@ -122,7 +122,7 @@ class Pixels:
         return cls(fit=how, **{name: documents.count(value, where=where) for name, value in doc.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     @property
