@@ -41,7 +41,6 @@ from lockstep.etl.spark.tasks import upload
 from lockstep.etl.split.assign import Assign, Stored
 from lockstep.etl.write.dataset import write_dataset
 from lockstep.etl.write.shards import RESULT, WriteShards
-from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import SAMPLE_ID
@@ -49,6 +48,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.spark.session import spark_session
 from lockstep.storage.dataset.layout import shard_path
 from lockstep.storage.formats.tfrecord import FramedWriter, frame
+from tests.builders.records import encode_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -9,13 +9,24 @@ from typing import Any, Protocol
 import google_crc32c
 import pyarrow as pa
 
-from lockstep.features.examples import encode_batch
+from lockstep.features.examples.example import encode_examples
+from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.sample_id import splitmix64
-from lockstep.features.schema.schema import Columns
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Columns
 from lockstep.storage.digest import Digest
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, frame, index_bytes
 
 MASK = (1 << 64) - 1
+
+
+def encode_batch(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
+    """Each row of the batch as an Example, or as a SequenceExample where the schema says so; columns are found by name.
+
+    Raises DataError for a null that the schema does not allow, for a tensor of the wrong length and for a column that
+    lockstep.features.examples.column_checks.as_recorded refuses.
+    """
+    encode = encode_sequence_batch if schema.record == SEQUENCE_EXAMPLE else encode_examples
+    return encode(schema, batch)
 
 
 def encode_example(schema: Columns, row: Mapping[str, Any]) -> bytes:

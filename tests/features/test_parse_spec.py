@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lockstep.features.examples import encode_batch
 from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.parse_spec import decode_parsed, parse_sequence_spec, parse_spec
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
+from tests.builders.records import encode_batch
 from tests.features.examples.test_sequence_example import SCHEMA as SEQUENCES
 from tests.features.examples.test_sequence_example import rows as sequence_rows
 

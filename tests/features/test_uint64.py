@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from lockstep.etl.fit.exact_sums import ExactSums
 from lockstep.features.encode.encoder import Encoder
-from lockstep.features.examples import decode_batch, encode_batch
+from lockstep.features.examples import decode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder
 from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.schema.fields import ARROW_TYPES, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
+from tests.builders.records import encode_batch
 
 MOST = 2**64 - 1
 TYPE = ARROW_TYPES["uint64"]

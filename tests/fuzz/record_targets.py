@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.features.examples import decode_batch, encode_batch, foreign
+from lockstep.features.examples import decode_batch, foreign
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.fields import Field, sample_id_field
@@ -25,6 +25,7 @@ from lockstep.storage.errors import LockstepError
 from lockstep.storage.formats.gzip_blocks import pack, unpack
 from lockstep.storage.formats.tfrecord import frame, parse_records, read_records, record_offsets
 from lockstep.storage.fs import filesystem
+from tests.builders.records import encode_batch
 from tests.features.examples.framed import decode_foreign
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 

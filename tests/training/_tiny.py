@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from lockstep.features.encode.encoder import Encoder
-from lockstep.features.examples import encode_batch
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
@@ -30,7 +29,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SplitInfo
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.fs import filesystem
-from tests.builders.records import RecordWriter, crc32c_hex
+from tests.builders.records import RecordWriter, crc32c_hex, encode_batch
 from tests.storage.make_dataset import footer_of
 
 TABLE_SCHEMA = Schema(

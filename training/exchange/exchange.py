@@ -62,7 +62,6 @@ class Reducer:
         self._posted: queue.SimpleQueue[Array | Task | None] = queue.SimpleQueue()
         self._put_back: list[Task | None] = []  # at most one
         self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
-        self._busy_s, self._began = 0.0, 0.0
         self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
         self._thread.start()
 
@@ -75,8 +74,8 @@ class Reducer:
         """Post another task, which begins when all before it is done."""
         self._posted.put(task)
 
-    def wait(self, posts: int, what: str) -> tuple[bool, float]:
-        """Wait for the oldest `posts`: (whether all results are True, seconds that the thread worked on them).
+    def wait(self, posts: int, what: str) -> bool:
+        """Wait for the oldest `posts`; returns whether all results are True.
 
         Raises the first failure, or CommunicationError saying that `what` did not end.
         """
@@ -95,8 +94,7 @@ class Reducer:
             if isinstance(reduced, BaseException):
                 raise reduced
             all_true = all_true and reduced
-        busy_s, self._busy_s = self._busy_s, 0.0
-        return all_true, busy_s
+        return all_true
 
     def close(self) -> None:
         """End the thread; the communicator stays open."""
@@ -105,7 +103,6 @@ class Reducer:
 
     def _work(self) -> None:
         while (posted := self._put_back.pop() if self._put_back else self._posted.get()) is not None:
-            self._began = time.perf_counter()
             try:
                 if callable(posted):
                     self._done(posted())
@@ -129,9 +126,6 @@ class Reducer:
         return posted
 
     def _done(self, result: BaseException | bool = True) -> None:
-        now = time.perf_counter()
-        self._busy_s += now - self._began
-        self._began = now
         self._reduced.put(result)
 
 
@@ -183,8 +177,6 @@ class Exchange:
         self.error: BaseException | None = None
         self.waited_s = 0.0
         """Seconds that the last step waited for its sums."""
-        self.reduced_s = 0.0
-        """Seconds of the last step that the exchange's thread worked, its waits for other ranks included."""
         self._scaled_loss = scaled_loss
         self._wanted: set[str] = set()
         self._held_loss = 0.0
@@ -323,7 +315,7 @@ class Exchange:
                 self._reducer.sum(self._current[bucket].data)
             began = time.perf_counter()
             what = f"the exchange of step {self.step + 1}"
-            finite, self.reduced_s = self._reducer.wait(len(layout.sizes) + len(self._tables), what)
+            finite = self._reducer.wait(len(layout.sizes) + len(self._tables), what)
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -206,8 +205,7 @@ def _times(value: Any, factor: float) -> NDArray[Any]:
 def model_identity(model: keras.Model, signature: Signature) -> str:
     """Compute sha256 over names, shapes and dtypes of weights and optimizer state, and over the input signature."""
     variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}
-    fed = replace(signature, label_is_number=False)  # older checkpoints know nothing of it, and it changes no array
-    document: dict[str, Any] = {"variables": variables, "signature": fed.to_json()}
+    document: dict[str, Any] = {"variables": variables, "signature": signature.to_json()}
     return sha256_hex(canonical_bytes(document))
 
 

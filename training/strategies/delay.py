@@ -174,7 +174,7 @@ class DelayedExchange(Exchange):
     def _arrive(self, late: LateSum) -> None:
         if late.posts:
             posts, late.posts = late.posts, 0
-            finite, self.reduced_s = self._reducer.wait(posts, f"the exchange of step {late.step}")
+            finite = self._reducer.wait(posts, f"the exchange of step {late.step}")
             late.finite = late.finite and finite
 
     def _nothing(self) -> list[Array]:

@@ -12,13 +12,13 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.example import sized, varint
 from lockstep.features.examples.foreign import fast_records
 from lockstep.features.schema.schema import foreign_field
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
 from lockstep.storage.kernels import frames
+from tests.builders.records import encode_batch
 from tests.features.examples.test_example import ROW, SCHEMA, batch_of
 from tests.fuzz.mutate import mutated
 

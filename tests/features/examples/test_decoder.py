@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import decode_batch, encode_batch
+from lockstep.features.examples import decode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder
 from lockstep.features.examples.example import sized
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.tfrecord import frame, record_offsets
+from tests.builders.records import encode_batch
 from tests.features.examples.test_encoder import tables
 from tests.features.examples.test_example import FIELDS, ROW, SCHEMA, batch_of
 

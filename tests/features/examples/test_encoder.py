@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import frame
+from tests.builders.records import encode_batch
 
 LIMITS = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**55, 2**56 - 1, 2**56, 2**63 - 1, -1, -(2**63)]
 INTS = st.sampled_from(LIMITS) | st.integers(-(2**63), 2**63 - 1)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import decode_batch, encode_batch
+from lockstep.features.examples import decode_batch
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
-from tests.builders.records import encode_example
+from tests.builders.records import encode_batch, encode_example
 
 FIELDS = (
     sample_id_field(),

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import encode_batch, foreign
+from lockstep.features.examples import foreign
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.foreign import decode_foreign_frames, infer_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
+from tests.builders.records import encode_batch
 from tests.features.examples.framed import decode_foreign
 from tests.features.examples.test_encoder import tables
 from tests.features.examples.test_example import ROWS, SCHEMA
