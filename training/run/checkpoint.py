@@ -139,7 +139,7 @@ Tensors = dict[str, NDArray[Any]]
 # 1: rank 0's file holds the state that all ranks share; 2: it is divided over all files, by the manifest's `tensors`;
 # 3: of tables, the files hold what has changed since the `base`, a checkpoint of version 2 in the same folder.
 FORMAT_VERSIONS = (1, 2, 3)
-# Of the manifest's `state`, from rank 0; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
+# Keys of the manifest's `state`; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
 EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 
