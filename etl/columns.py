@@ -14,8 +14,8 @@ from lockstep.features.schema.schema import Schema
 # Columns that a data frame for write_dataset may have in addition to the fields: where a row comes from (required),
 # which repetition of its id columns it is, which split its input names, and why it is not written.
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
-# Of a rejected record: the path of its file below the source, if the source is a folder; why it was rejected; its first
-# bytes; length and SHA-256 of the whole record.
+# Columns of a rejected record: the path of its file below the source, if the source is a folder; why it was rejected;
+# its first bytes; length and SHA-256 of the whole record.
 PLACE, REASON, RAW, LENGTH, SHA256 = "_place", "_reason", "_raw", "_length", "_sha256"
 REJECTED = pa.schema(
     [

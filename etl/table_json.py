@@ -34,7 +34,7 @@ def check_json(spark: SparkSession, roots: list[str]) -> None:
     literal = {"recursiveFileLookup": "true", "__globPaths__": "false"}
     lines = spark.read.options(**literal).text(roots)
     doubtful = ~f.col("value").rlike(_ONE_FLAT_OBJECT) | f.col("value").rlike(_DOUBTFUL)
-    # As bytes, since a line need not be UTF-8.
+    # Read bytes, since a line need not be UTF-8.
     doubted = lines.where(doubtful).select("_metadata.file_path", f.col("value").cast("binary").alias("line"))
     reason = f.udf(why_refused, "string", useArrow=False)
     refused = doubted.withColumn("reason", reason("line")).where("reason IS NOT NULL")

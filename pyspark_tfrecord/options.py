@@ -80,7 +80,7 @@ class WriteOptions:
         )
 
 
-# As the documentation spells them; Spark compares the names of options without case.
+# Names as the documentation spells them; Spark compares the names of options without case.
 _READ = ("path", "split", "columns", "verify", "partitionBytes", "sampleRecords", "pathGlobFilter", "hadoopSettings")
 _WRITE = ("path", "mustBeNew", "compression", "doubles", "hadoopSettings")
 

@@ -115,7 +115,7 @@ def plan(inputs: Sequence[str], *, split_bytes: int, classes: Sequence[str] | No
     for number, url in enumerate(inputs):
         root = absolute(url)
         files = _listed(url, root)
-        # As digest_trees counts them: files that are dropped by their names do not change a dataset.
+        # Count as digest_trees does: files that are dropped by their names do not change a dataset.
         held = sum(max(size, 0) for place, size in files if not is_left_out(place.split("/")))
         sources.append(Source(url, held, "none"))
         _log_empty(root, files)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from lockstep.etl.split.splits import TRAIN, SplitSpec
 
-# Of a share of 20 %: below 15 % and above 26.7 %. Groups of a few hundred records among thousands stay within that.
+# A share of 20 % is odd below 15 % and above 26.7 %. Groups of a few hundred records among thousands stay within that.
 FAR = Fraction(4, 3)
 MIN_Z, MIN_APART = 5, Fraction(1, 10)
 

@@ -109,7 +109,7 @@ def join_signs(codes: Any, block: Any, means: Any, out: Any) -> None:
 
 @kernels(__name__)
 def pack(codes: Any, width: Any, out: Any) -> None:
-    """Codes of `width` bits (1, 2 or 4) into bytes, the first in the lowest bits."""
+    """Pack codes of `width` bits (1, 2 or 4) into bytes, the first in the lowest bits."""
     each = 8 // width
     out[:] = 0
     for j in range(each):

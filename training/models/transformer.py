@@ -32,7 +32,7 @@ def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
     # Places count from the end: 1 is the last id of a row, 0 is padding.
     count = ops.sum(ops.cast(there, "int64"), axis=1, keepdims=True)
     place = ops.maximum(count - np.arange(length), 0)
-    # As in gru: large first values distinguish ids from the first step on.
+    # Large first values, as in gru, distinguish ids from the first step on.
     start = keras.initializers.RandomUniform(-1, 1)
     found = keras.layers.Embedding(ids_of(signature)[name], width, embeddings_initializer=start, name="_vectors")(ids)
     x = found + keras.layers.Embedding(length + 1, width, name="_places")(place)

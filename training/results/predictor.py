@@ -161,7 +161,7 @@ class Predictor:
                     next_step="Drop or replace the row.",
                 ) from None
             for at in range(0, max(1, min(group, len(table) - start)), batch):
-                # As tensors: for a small model, conversions of arrays by a TensorFlow function are a sixth of the time.
+                # Tensors: for a small model, conversions of arrays by a TensorFlow function are a sixth of the time.
                 given = {name: tf.constant(values[at : at + batch]) for name, values in x.items()}
                 yield self.model.predict_on_batch(given)
 

@@ -44,7 +44,7 @@ _INFINITE, _SIGN, _QUIET = _U32(0x7F800000), _U32(0x80000000), _U32(0x00400000) 
 @register_jitable
 def _from_half(number: Any) -> Any:
     bits = _U32(_U32(number) & _U32(0x7FFF)) << _U32(13)
-    # As a float32 these bits are 2^112 too small, which a product corrects exactly, subnormal numbers included.
+    # Read as a float32, these bits are 2^112 too small, which a product corrects exactly, subnormal numbers included.
     wide = bits_of(float_of(_U32(bits)) * np.float32(2.0**112))
     wide = _U32(wide | _INFINITE) if bits >= _U32(0x0F800000) else wide
     return float_of(_U32(wide | (_U32(_U32(number) & _U32(0x8000)) << _U32(16))))

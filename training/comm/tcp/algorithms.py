@@ -54,7 +54,7 @@ def _gather(builder: Builder, rank: int, num_ranks: int, grid: Grid) -> None:
 
 
 def halving_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Every part complete on every rank, by halving and doubling."""
+    """Sum up by halving and doubling, so that every part is complete on every rank."""
     builder = Builder(grid)
     core = _fold(builder, rank, num_ranks, grid)
     if core is not None:
@@ -102,7 +102,7 @@ def halving_reduce_scatter(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_all_gather(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r of rank r to every rank, by doubling."""
+    """Send part r of rank r to every rank, by doubling."""
     builder = Builder(grid)
     core, odd = _core_of(rank, num_ranks), rank | 1
     if core is None:
@@ -147,7 +147,7 @@ def _fold(builder: Builder, rank: int, num_ranks: int, grid: Grid) -> int | None
 
 
 def _unfold(builder: Builder, rank: int, num_ranks: int, first: int, last: int) -> None:
-    """The extra ranks get the cells from first to last."""
+    """Send the extra ranks the cells from first to last."""
     if rank >= 2 * _extra(num_ranks):
         return
     if rank % 2:
@@ -273,7 +273,8 @@ def broadcast_chain(rank: int, num_ranks: int, root: int, grid: Grid) -> Program
 
 
 def pairwise_exchange(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """Part r to rank r, and from rank s part num_ranks + s: each byte is sent once, to the rank that it is for.
+    """Send part r to rank r, and receive part num_ranks + s from rank s: each byte is sent once, to the rank that it is
+    for.
 
     Each rank begins with the one after it, so that no rank is sent to by all others at first (pairwise exchange:
     Thakur, Rabenseifner and Gropp, 2005). Frames are single cells, which both sides cut alike.

@@ -70,7 +70,7 @@ def held(sock: socket.socket) -> bool:
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
-# Of struct tcp_info (linux/tcp.h): tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited in microseconds.
+# Fields of struct tcp_info (linux/tcp.h): tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited in microseconds.
 _ACKED, _ACKED_AT = struct.Struct("@Q"), 120
 _BUSY, _BUSY_AT = struct.Struct("@QQ"), 168
 
