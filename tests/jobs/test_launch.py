@@ -1,5 +1,4 @@
-"""lockstep.jobs.launch: where its flags end, what it refuses before anything starts, and lines of output within bounds.
-"""
+"""lockstep.jobs.launch: where its flags end, what it refuses before anything starts, and lines of output within bounds."""
 
 from __future__ import annotations
 

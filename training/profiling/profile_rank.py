@@ -1,5 +1,4 @@
-"""A rank's part of lockstep profile_run: measures one compiled step on three kinds of data in turn, and the input only.
-"""
+"""A rank's part of lockstep profile_run: measures one compiled step on three kinds of data in turn, and the input only."""
 
 from __future__ import annotations
 

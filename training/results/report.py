@@ -405,8 +405,7 @@ def _best_words(rule: str, best: Mapping[str, Any]) -> str:
 
 
 def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:
-    """The last figures of each table without a number of rows (lockstep.training.strategies.sharded_embedding.Tables).
-    """
+    """The last figures of each table without a number of rows (lockstep.training.strategies.sharded_embedding.Tables)."""
     return history.epochs[-1].get("tables", {}) if history.epochs else {}
 
 
