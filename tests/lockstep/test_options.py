@@ -12,7 +12,7 @@ import pytest
 import lockstep
 from lockstep import options
 from lockstep.etl.images.config import ImagesConfig
-from lockstep.etl.write.config import LogsConfig
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.training.batches.planned import PlannedBatches, PlannedOptions
 from lockstep.training.config import TrainConfig
 from lockstep.training.search.folds import NOT_OF_FOLDS
@@ -49,5 +49,6 @@ def test_options_of_batches_are_those_of_planned_batches() -> None:
 def test_no_public_call_takes_any_option() -> None:
     calls = [value for name in lockstep.__all__ if inspect.isfunction(value := getattr(lockstep, name))]
     assert len(calls) > 15
-    for call in (*calls, lockstep.data.numpy_batches):
+    every: list[Any] = [*calls, lockstep.data.numpy_batches]
+    for call in every:
         assert "**options: 'Any'" not in str(inspect.signature(call)), call

@@ -57,7 +57,7 @@ from lockstep import data, embeddings, on_ranks, optimizers
 
 def etl(folder: Path) -> int:
     with lockstep.spark_session("visits", "local[2]") as spark:
-        logs = lockstep.write_logs(spark, folder / "logs", folder / "clicks", log_format="csv", columns=["a", "b"], seed=1)
+        logs = lockstep.write_logs(spark, folder / "logs", folder / "clicks", log_format="csv", columns=["a"], seed=1)
         lockstep.write_images(spark, [folder], "images", source="folder", image_size=(8, 8), max_bad="2%")
         rows = spark.range(9).selectExpr("id", "id % 2 AS label")
         made = lockstep.write_dataset(rows, "rows", id_columns="id", label="label", fmt="parquet")

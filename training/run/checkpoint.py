@@ -139,7 +139,7 @@ Tensors = dict[str, NDArray[Any]]
 # Where the manifest has a `base`, the files hold of tables only what has changed since that one, which is a whole
 # checkpoint in the same folder.
 FORMAT_VERSION = 1
-# Keys of the manifest's `state`, from rank 0; `early_stop` is lockstep.training.rank.early_stop's, None without the rule.
+# Keys of the manifest's `state`, from rank 0; `early_stop` is training.rank.early_stop's, None without the rule.
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
 EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 
