@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,22 @@ _ILLEGAL_STEP = (
 )
 
 
+# Conditions of Spark: what is allowed instead, and what to do.
+_PARTITIONS = (
+    "the same partitions, folders NAME=VALUE, on the same levels below all inputs",
+    "Give --input one folder whose partitions are alike, and join several by a --query: SELECT ... FROM parquet.`A` "
+    "UNION ALL SELECT ... FROM parquet.`B`.",
+)
+_LAYOUTS = {
+    "CONFLICTING_DIRECTORY_STRUCTURES": _PARTITIONS,
+    "CONFLICTING_PARTITION_COLUMN_NAMES": _PARTITIONS,
+    "UNABLE_TO_INFER_SCHEMA": (
+        "a file of this format or more, whose name begins with neither `_` nor `.`",
+        "Correct the path, or --input-format.",
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The declared schema, if there is one, and the dataset that the output continues."""
@@ -158,7 +175,7 @@ def frame(
     `fields` are those of a declared schema.
     """
     from py4j.protocol import Py4JJavaError
-    from pyspark.errors import AnalysisException, ParseException
+    from pyspark.errors import AnalysisException, ParseException, PySparkException
 
     try:
         if config.table is not None:
@@ -170,7 +187,9 @@ def frame(
         if config.input_format.lower() in FORMATS:
             return read_files(spark, config.inputs, config.input_format.lower(), partial(_is_used, config, fields))
         return spark.read.format(config.input_format).load(list(config.inputs)), frozenset()
-    except (AnalysisException, ParseException) as error:
+    except PySparkException as error:
+        if not isinstance(error, AnalysisException | ParseException) and not any(one in str(error) for one in _LAYOUTS):
+            raise
         raise _unreadable(config, error) from None
     except Py4JJavaError as error:  # pyspark has no class for this one
         if f"[{_NO_FORMAT}]" not in str(error):
@@ -196,6 +215,11 @@ def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
     missing = "NOT_FOUND" in first.upper() or "PATH_DOES_NOT_EXIST" in first.upper()
     name = config.table or config.query or ", ".join(config.inputs)
     kind = NotFoundError if missing else ConfigError
+    for condition, (allowed, step) in _LAYOUTS.items():
+        if condition in str(error):
+            folders = re.findall(r"\b(?:\w+:)?/[^\s,]+", str(error).partition("JVM stacktrace")[0])
+            got = f"{condition}: {', '.join(folders)}" if folders else condition
+            return kind(f"the input cannot be read: {name[:200]}", got=got[:500], allowed=allowed, next_step=step)
     return kind(
         f"the input cannot be read: {name[:200]}",
         got=first,

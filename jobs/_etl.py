@@ -9,16 +9,19 @@ from typing import Any
 
 from lockstep.etl.continued import continued
 from lockstep.etl.input.files import Source
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.job import SUFFIXES
 from lockstep.etl.logs.pages import most_frequent
 from lockstep.etl.logs.plan import ROLES
+from lockstep.etl.logs.propose import propose
 from lockstep.etl.logs.roles import ASKED, flag_of, said
 from lockstep.etl.split.leakage import content_line
+from lockstep.etl.tables import TableConfig
 from lockstep.etl.write.carried import Carried, carried_files, carried_in
 from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS, OutputConfig, WriteConfig
 from lockstep.jobs._cli import JobParser, joined, names, refuse_idle
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
-from lockstep.storage.errors import ExistsError
+from lockstep.storage.errors import ExistsError, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
@@ -79,6 +82,18 @@ def for_embeddings(args: Namespace) -> bool:
     """Whether a proposal is for embeddings. Raises ConfigError for --for without --propose-schema."""
     refuse_idle("--for", args.purpose is not None and not args.propose_schema, "--propose-schema")
     return args.purpose == "embeddings"
+
+
+def proposed_of_csv(config: TableConfig, *, embeddings: bool) -> str:
+    """Propose a schema for CSV files, which lockstep etl_logs reads."""
+    step = "Leave it out: the file has all columns, and says which --label lockstep etl_logs takes."
+    for flag, given in (("--label", config.label), ("--exclude", config.exclude), ("--schema", config.schema)):
+        require(
+            not given, flag, "with --propose-schema of CSV files", "none: lockstep etl_logs reads these files", step
+        )
+    lines = LogsConfig(output=config.output, inputs=config.inputs, log_format="csv")
+    flags = f"--log-format csv --input {' '.join(config.inputs)}"
+    return propose(lines, embeddings=embeddings, flags=flags)
 
 
 def add_label_window(job: JobParser, default: str) -> None:

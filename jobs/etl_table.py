@@ -6,8 +6,6 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 
 from lockstep.etl import tables
-from lockstep.etl.logs.config import LogsConfig
-from lockstep.etl.logs.propose import propose as propose_of_lines
 from lockstep.etl.split.splits import ALLOWED
 from lockstep.etl.tables import TableConfig
 from lockstep.etl.write.checks import refuse_existing
@@ -18,11 +16,11 @@ from lockstep.jobs._etl import (
     add_write_flags,
     continuing,
     for_embeddings,
+    proposed_of_csv,
     summary,
     write_values,
 )
 from lockstep.spark.session import hadoop_settings_of, spark_session
-from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
 
 
@@ -61,25 +59,13 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
     return TableConfig(**continuing(values, given))
 
 
-def _of_csv(config: TableConfig, *, embeddings: bool) -> str:
-    """Propose a schema for CSV files, which lockstep etl_logs reads."""
-    step = "Leave it out: the file has all columns, and says which --label lockstep etl_logs takes."
-    for flag, given in (("--label", config.label), ("--exclude", config.exclude), ("--schema", config.schema)):
-        require(
-            not given, flag, "with --propose-schema of CSV files", "none: lockstep etl_logs reads these files", step
-        )
-    lines = LogsConfig(output=config.output, inputs=config.inputs, log_format="csv")
-    flags = f"--log-format csv --input {' '.join(config.inputs)}"
-    return propose_of_lines(lines, embeddings=embeddings, flags=flags)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
     config = config_of(args, job.given(argv))
     embeddings = for_embeddings(args)
     if args.propose_schema and args.input and args.input_format.lower() == "csv":
-        print(_of_csv(config, embeddings=embeddings))
+        print(proposed_of_csv(config, embeddings=embeddings))
         return 0
     if args.propose_schema:
         refuse_existing(config.output)

@@ -184,7 +184,7 @@ class WriteShards:
     source_urls: tuple[str, ...]
     compression: str | None = None
     files: bool = False
-    """Whether rows have FILE, and each shard gets a file of these names."""
+    """Whether rows have FILE, and a file of these names is written for each shard."""
 
     @property
     def files_column(self) -> tuple[str, ...]:

@@ -311,3 +311,17 @@ def test_a_json_line_is_refused_for_what_would_be_lost(value: dict[str, Any], be
         assert reason == "text behind the first value"
     else:
         assert reason == ("half of a surrogate pair" if "\\ud83d" in repr(value) else None)
+
+
+@slow
+def test_layouts_that_spark_refuses_are_said_in_our_words(spark: SparkSession, tmp_path: Path) -> None:
+    for part in ("other/a=1", "other/b=2", "deep/a=1", "deep/x/a=1"):
+        (tmp_path / part).mkdir(parents=True)
+        pd.DataFrame({"id": [1]}).to_parquet(tmp_path / part / "f.parquet")
+    (tmp_path / "hidden").mkdir()
+    pd.DataFrame({"id": [1]}).to_parquet(tmp_path / "hidden" / "_f.parquet")
+    for folder, told in (("other", "NAME=VALUE"), ("deep", "NAME=VALUE"), ("hidden", "neither `_` nor `.`")):
+        for by_query in (False, True):
+            said = refusal(spark, tmp_path / folder, "parquet", by_query=by_query)
+            assert told in said and str(tmp_path / folder) in said and "SQLSTATE" not in said, said
+            assert "spark.sql.catalog" not in said, "the next step is about files"

@@ -51,6 +51,7 @@ def predict_pictures(url: str, images: Images, batch: int = BATCH) -> pd.DataFra
     model = ExportedModel.at(url)
     given = [images] if isinstance(images, str | os.PathLike) else images
     files = [file for one in given for file in _files(os.fspath(one))]
+    require(bool(files), "images", "no file", "a picture or more, or a folder of them")
     intake = _intake(model)
     predict = model.predictor()
     from lockstep.training.results.predict_rank import Form, predicted_columns  # TensorFlow is set up now
@@ -94,6 +95,13 @@ def _files(given: str) -> Iterator[str]:
     for entry in walk(fs, url):
         place = entry.url[above:]
         if not is_left_out(place.split("/")):
+            if entry.is_dir:
+                raise DataError(
+                    f"{entry.url} is a link to a folder",
+                    got="a link",
+                    allowed="folders, files, and links to files, as lockstep etl_images reads them",
+                    next_step="Replace the link by the folder that it leads to, or pass that folder too.",
+                )
             some = True
             yield join(given, place)
     if not some:

@@ -62,8 +62,9 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
     encoder = _Carrying(encoder, payload["columns"])
-    named = has_files(split.manifest)
-    files_of = FilesOf(payload["dataset"], split.manifest, payload["split"]) if named else None
+    files_of = None
+    if has_files(split.manifest):
+        files_of = FilesOf(payload["dataset"], split.manifest, payload["split"])
 
     def predicted(part: int, bad: list[str]) -> Iterator[pa.RecordBatch]:
         nonlocal steps

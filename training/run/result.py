@@ -83,7 +83,7 @@ class RunResult:
         """The result in a few lines."""
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items() if isinstance(value, float))
         epochs = counted(epochs_words(self.epochs, self.epochs_asked), "epoch")
-        # A run that was cut has not seen its last samples, nor are they left over: they come when it is resumed.
+        # A run that was cut will see its last samples when it is resumed: they are not left over.
         left = f", {counted(len(self.left_over), 'sample')} left over" if self.epochs == self.epochs_asked else ""
         return (
             f"{self.run}: {counted(self.steps, 'step')}, {epochs}, {speed_words(self.first_step_s, self.samples_per_s)}"

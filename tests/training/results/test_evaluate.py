@@ -22,6 +22,7 @@ from sklearn.metrics import (
 )
 
 from lockstep.features.schema.sampled import corrected
+from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
@@ -102,6 +103,34 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(DataError, match="neither a model nor a checkpoint"):
         evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"split": "group:visitor:80/20"}, 'declare `visitor` in --schema with encoding = { kind = "ignore" }'),
+        ({"split": "kfold:5:visitor"}, "declare `visitor` in --schema"),
+        ({"split": "group:visitor:80/20", "role_columns": {}}, "as records with a --schema"),
+        ({"split": "group:a:80/20"}, None),  # stored: intervals count its values
+        ({"split": "80/20"}, None),
+    ],
+)
+def test_groups_that_are_not_stored_are_named_with_what_stores_them(
+    config: dict[str, Any],
+    words: str | None,
+    trained: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, dataset = trained
+    shutil.copytree(dataset, tmp_path / "data")
+    manifest = load_dataset(dataset)
+    created = {**manifest.created_by, "config": config}
+    (tmp_path / "data" / "_manifest.json").write_bytes(replace(manifest, created_by=created).to_bytes())
+    found = evaluate(url, str(tmp_path / "data"), "test", run_threads)
+    told = capsys.readouterr().err
+    assert words in told if words else "independent" not in told
+    assert bool(found.get("clusters")) == (config["split"] == "group:a:80/20")
 
 
 def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> None:
