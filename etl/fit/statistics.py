@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
 from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import at_once, described
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.counted import MAX_CLASSES, settle
@@ -28,7 +28,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 _ROW = pa.schema(
     [
@@ -157,7 +157,8 @@ def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str,
     if not any(of_kind.values()):
         return dict(sorted(found.items()))
     plan = fitted_on(splits)
-    for fits in (_vocabularies(rows, of_kind["vocabulary"], plan), fit_moments(rows, of_kind["standardise"], plan)):
+    texts, numbers = of_kind["vocabulary"], of_kind["standardise"]
+    for fits in at_once(lambda: _vocabularies(rows, texts, plan), lambda: fit_moments(rows, numbers, plan)):
         for (name, held_out), fitted in fits.items():
             file = schema[name].fitted_file
             assert file is not None
@@ -185,29 +186,30 @@ def _vocabularies(
     """The vocabulary of each field and held-out fold, counted in one pass over the rows."""
     if not fields:
         return {}
-    from pyspark.sql import Window
     from pyspark.sql import functions as f
 
-    pairs = f.concat(*(_pairs(number, field) for number, field in enumerate(fields)))
-    tokens = rows.where(f.col(c.SPLIT).isin(*{name for fit in plan for name in fit.splits})).select(
-        c.SPLIT, f.explode(pairs).alias("pair")
-    )
-    counts = [
-        f.struct(f.lit(number).alias("fit"), f.count(f.when(f.col(c.SPLIT).isin(*fit.splits), f.lit(1))).alias("n"))
+    pairs = ", ".join(_pairs(number, field) for number, field in enumerate(fields))
+    tokens = rows.where(f.col(c.SPLIT).isin(*{name for fit in plan for name in fit.splits}))
+    counts = ", ".join(
+        f"struct({number} AS fit, count_if({c.SPLIT} IN ({', '.join(map(repr, fit.splits))})) AS n)"
         for number, fit in enumerate(plan)
-    ]
+    )
     counted = (
-        tokens.select(c.SPLIT, "pair.field", "pair.token")
+        tokens.selectExpr(c.SPLIT, f"inline(concat({pairs})) AS (field, token)")
         .where("token IS NOT NULL")
         .groupBy("field", "token")
-        .agg(f.array(*counts).alias("counts"))
-        .select("field", "token", f.inline("counts"))
+        .agg(f.expr(f"array({counts}) AS counts"))
+        .selectExpr("field", "token", "inline(counts)")
     )
-    least = f.element_at(f.array(*(f.lit(_part(field)["min_count"]) for field in fields)), f.col("field") + 1)
-    most = f.element_at(f.array(*(f.lit(_part(field)["max_size"]) for field in fields)), f.col("field") + 1)
-    order = Window.partitionBy("field", "fit").orderBy(f.col("n").desc(), "token")
+    least, most = (
+        f"element_at(array({', '.join(str(_part(field)[limit]) for field in fields)}), field + 1)"
+        for limit in ("min_count", "max_size")
+    )
+    # In SQL: a call of Java for each of these columns and conditions would take longer than a small table's job.
     ranked = (
-        counted.where(f.col("n") >= least).withColumn("rank", f.row_number().over(order)).where(f.col("rank") <= most)
+        counted.where(f"n >= {least}")
+        .selectExpr("*", "row_number() OVER (PARTITION BY field, fit ORDER BY n DESC, token) AS rank")
+        .where(f"rank <= {most}")
     )
     tops: dict[tuple[int, int], list[tuple[int, str, int]]] = {}
     with described(rows.sparkSession, "count vocabularies"):
@@ -226,14 +228,13 @@ def _vocabulary(name: str, found: Sequence[tuple[int, str, int]], splits: tuple[
     return Vocabulary(name=name, tokens=tokens, counts=counts, fitted_on=splits)
 
 
-def _pairs(number: int, field: Field) -> Column:
-    from pyspark.sql import functions as f
-
-    values = f.col(c.quoted(field.name)) if field.is_list else f.array(c.quoted(field.name))
+def _pairs(number: int, field: Field) -> str:
+    """A list of structs in SQL, one for each value of a field."""
     # int64 as decimal digits; casting text to text is free
-    return f.transform(
-        values, lambda token: f.struct(f.lit(number).alias("field"), token.cast("string").alias("token"))
-    )
+    name = c.quoted(field.name)
+    if field.is_list:
+        return f"transform({name}, token -> struct({number} AS field, CAST(token AS STRING) AS token))"
+    return f"array(struct({number} AS field, CAST({name} AS STRING) AS token))"
 
 
 def _part(field: Field) -> Encoding:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.etl.spark.session import changed
@@ -34,6 +35,7 @@ _LOUD = (
     "org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec",
     "org.apache.spark.util.Utils",
 )
+_NOTES = "_enable_debugging_cache"
 _LOUD_IN_PYTHON = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
@@ -87,7 +89,8 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
     """Run Spark jobs. A task's LockstepError is raised here; any other error of Spark becomes a LockstepError that
     names `what`.
 
-    The loggers of Java and pyspark that print each failed attempt with its stack are silenced meanwhile.
+    The loggers of Java and pyspark that print each failed attempt with its stack are silenced meanwhile, and pyspark
+    notes no lines of code for them, which takes half of its calls of Java.
     """
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
@@ -120,6 +123,8 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
 
 @contextmanager
 def _hushed(spark: SparkSession) -> Iterator[None]:
+    from pyspark.errors import utils
+
     try:
         from pyspark.logger import PySparkLogger
 
@@ -132,11 +137,16 @@ def _hushed(spark: SparkSession) -> Iterator[None]:
             stack.enter_context(
                 changed(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
             )
+        if hasattr(utils, _NOTES):
+            get, put = partial(_notes, utils), partial(_take_notes, utils)
+            stack.enter_context(changed(("python", _NOTES), "False", get, put))
         jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
-        for name in _LOUD if jvm is not None else ():
-            stack.enter_context(
-                changed(("java", name), "OFF", partial(_java_level, jvm, name), partial(_set_java_level, jvm, name))
-            )
+        if jvm is not None:
+            levels = _JavaLevels(jvm)
+            for name in _LOUD:
+                stack.enter_context(
+                    changed(("java", name), "OFF", partial(levels.get, name), partial(levels.set, name))
+                )
         yield
 
 
@@ -148,17 +158,34 @@ def _set_level(logger: logging.Logger, level: str | None) -> None:
     logger.setLevel(int(level or logging.NOTSET))
 
 
-def _java_level(jvm: JVMView, name: str) -> str | None:
-    """The level set on a logger of Java, None if it inherits its parent's."""
-    own = jvm.org.apache.logging.log4j.LogManager.getContext(False).getConfiguration().getLoggers().get(name)
-    return None if own is None else str(own.getLevel().name())
+def _notes(module: ModuleType) -> str | None:
+    """Whether pyspark notes the line of code of each call, as text; None before it has looked at its settings."""
+    found = getattr(module, _NOTES)
+    return None if found is None else str(found)
 
 
-def _set_java_level(jvm: JVMView, name: str, level: str | None) -> None:
-    log4j = jvm.org.apache.logging.log4j
-    if level is not None:
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.toLevel(level))
-        return
-    context = log4j.LogManager.getContext(False)
-    context.getConfiguration().removeLogger(name)
-    context.updateLoggers()
+def _take_notes(module: ModuleType, value: str | None) -> None:
+    setattr(module, _NOTES, None if value is None else value == "True")
+
+
+class _JavaLevels:
+    """The levels of Java's loggers; what they are reached by is asked for once, since each call takes a while."""
+
+    def __init__(self, jvm: JVMView) -> None:
+        log4j = jvm.org.apache.logging.log4j
+        self._level, self._configurator = log4j.Level, log4j.core.config.Configurator
+        self._context = log4j.LogManager.getContext(False)
+        self._loggers = self._context.getConfiguration().getLoggers()
+
+    def get(self, name: str) -> str | None:
+        """The level set on a logger, None if it inherits its parent's."""
+        own = self._loggers.get(name)
+        return None if own is None else str(own.getLevel().name())
+
+    def set(self, name: str, level: str | None) -> None:
+        """Set the level of a logger; None has it inherit its parent's."""
+        if level is not None:
+            self._configurator.setLevel(name, self._level.toLevel(level))
+            return
+        self._context.getConfiguration().removeLogger(name)
+        self._context.updateLoggers()

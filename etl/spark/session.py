@@ -33,16 +33,23 @@ BATCHES = {
 
 @contextmanager
 def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
-    """Set the number of shuffle partitions by the size of the input, so that a small job does not run 200 tasks a
-    shuffle; includes `bounded`.
+    """Have the session shuffle by the size of the input, see `sized`; includes `bounded`."""
+    size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
+    with sized(spark, size), bounded(spark):
+        yield
+
+
+@contextmanager
+def sized(spark: SparkSession, size_bytes: int) -> Iterator[None]:
+    """Set the number of partitions of a shuffle by the size of the rows, so that a small job does not
+    run 200 tasks a shuffle.
 
     Adaptive planning is off: it has nothing to choose here, and it makes a Spark job of each stage.
     """
-    size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
     cores = spark.sparkContext.defaultParallelism
-    partitions = max(1, min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
+    partitions = max(1, min(cores, -(-size_bytes // LEAST_BYTES)), -(-size_bytes // PARTITION_BYTES))
     settings = {"spark.sql.shuffle.partitions": str(partitions), "spark.sql.adaptive.enabled": "false"}
-    with with_settings(spark, settings), bounded(spark):
+    with with_settings(spark, settings):
         yield
 
 

@@ -102,15 +102,15 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
     features = fed(schema)
     if not features:
         return f.lit(None).cast("bigint")
-    parts: list[Column] = []
+    parts: list[str] = []
     for field in features:
-        column = f.col(c.quoted(field.name))
-        parts.append(column)
+        name = c.quoted(field.name)
+        parts.append(name)
         # Nulls and ends of lists do not change the hash: (null, 1) would equal (1, null), and [1], [2] equal [1, 2],
         # [].
-        parts += [column.isNull()] if field.nullable else []
-        parts += [f.size(column)] if field.is_list else []
-    return f.xxhash64(*parts)
+        parts += [f"{name} IS NULL"] if field.nullable else []
+        parts += [f"size({name})"] if field.is_list else []
+    return f.expr(f"xxhash64({', '.join(parts)})")
 
 
 def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Mapping[str, int]) -> Leakage:
@@ -179,13 +179,10 @@ def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[s
 
     if not columns:
         return {}
-    side = f.lit(0)  # numbers instead of names: Spark aggregates them in place
-    for place, name in enumerate(names):
-        side = f.when(f.col(c.SPLIT) == name, place).otherwise(side)
-    looked_at = [f.struct(f.lit(n).alias("of"), f.col(name).alias("value")) for n, name in enumerate(columns.values())]
-    values = rows.select(side.alias("side"), f.explode(f.array(*looked_at)).alias("_")).select(
-        "side", "_.of", "_.value"
-    )
+    places = " ".join(f"WHEN {name!r} THEN {place}" for place, name in enumerate(names))
+    side = f"CASE {c.SPLIT} {places} ELSE 0 END AS side"  # numbers instead of names: Spark aggregates them in place
+    looked_at = ", ".join(f"struct({n} AS of, {name} AS value)" for n, name in enumerate(columns.values()))
+    values = rows.selectExpr(side, f"inline(array({looked_at}))")
     sides = values.groupBy("of", "value").agg(
         f.min("side").alias("low"), f.max("side").alias("high"), f.count(f.lit(1)).alias("n")
     )

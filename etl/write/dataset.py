@@ -16,7 +16,7 @@ from lockstep.etl.columns import PACKED, PLACE
 from lockstep.etl.fit.bake import Bake, baked_rows, fitted_of
 from lockstep.etl.fit.statistics import class_counts, classes_of, fit_all
 from lockstep.etl.spark.errors import SameIdError, translated
-from lockstep.etl.spark.session import at_once, bounded
+from lockstep.etl.spark.session import at_once, bounded, sized
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.counted import check_values, settle
@@ -52,6 +52,7 @@ __all__ = ["Origin", "write_dataset"]
 
 log = logging.getLogger(__name__)
 MAX_SPLITS = 100
+SMALL_BYTES, ROW_BYTES = 4 << 20, 64  # rows that one task counts; of a row, besides its record
 
 
 def write_dataset(
@@ -224,6 +225,12 @@ def _built(
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
+    left_out = counted - written - origin.quarantined
+    size = sum(of for _, of in sizes.values()) + ROW_BYTES * (written + left_out)
+    is_small = size <= SMALL_BYTES
+    stack.enter_context(sized(df.sparkSession, 0 if is_small else size))
+    if is_small:
+        rows = rows.coalesce(1)  # one task has all rows, so that nothing needs to be shuffled to be counted
     kept = rows.where(f.col(c.DROPPED).isNull())
     if job.sampled is not None:
         _check_sampled(job.sampled, names)

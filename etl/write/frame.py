@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from lockstep.etl import columns as c
@@ -20,7 +19,7 @@ from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import several
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
 DTYPES = {
@@ -157,8 +156,6 @@ def prepared(
     Without `_source` and `_position` all rows count as from one place, with unique ids. Raises ConfigError for a
     missing column or one of another type.
     """
-    from pyspark.sql import functions as f
-
     check_frame(df)
     if schema is None:
         schema = infer_schema(df, label, (), id_columns)
@@ -181,8 +178,8 @@ def prepared(
         if wanted[name].partition("<")[0] in c.NESTED:
             raise _cannot(name, wanted[name], "a number, text, bytes, boolean, date or time", "Name another column.")
     may_be_null = {field.name: field.dataType for field in df.schema.fields if field.nullable}
-    kept = f.col(c.DROPPED).isNull() if c.DROPPED in have else f.lit(True)
-    columns = []
+    kept = f"{c.DROPPED} IS NULL" if c.DROPPED in have else "true"
+    columns = []  # in SQL: pyspark calls Java ten times for a column of functions
     for name, kind in wanted.items():
         if name not in have:
             flag = "--id-columns" if name in id_columns else "--split" if name == split.column else "the schema"
@@ -192,13 +189,14 @@ def prepared(
         column = _as(name, have[name], kind) if column is None else column
         if _item(kind)[0] == UINT64 and any(field.name == name for field in schema):
             column = _unsigned(name, column, kind, kept)
-        never_null = any(field.name == name and not field.nullable for field in schema)
-        columns.append(_held(name, column, may_be_null[name], kept) if never_null and name in may_be_null else column)
-    columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED, c.CARRIED) if name in have]
+        if name in may_be_null and any(field.name == name and not field.nullable for field in schema):
+            column = _held(name, column, may_be_null[name], kept)
+        columns.append(f"{column} AS {c.quoted(name)}")
+    columns += [name for name in (c.OCCURRENCE, c.DROPPED, c.CARRIED) if name in have]
     if placed:
-        return _with_occurrence(df.select(*columns), id_columns), schema
+        return _with_occurrence(df.selectExpr(*columns), id_columns), schema
     own = {c.SOURCE: "int", c.POSITION: "bigint"} | ({} if c.OCCURRENCE in have else {c.OCCURRENCE: "bigint"})
-    return df.select(*columns, *(f.lit(0).cast(kind).alias(name) for name, kind in own.items())), schema
+    return df.selectExpr(*columns, *(f"CAST(0 AS {kind}) AS {name}" for name, kind in own.items())), schema
 
 
 def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> SameIdError | None:
@@ -237,37 +235,35 @@ def check_frame(df: DataFrame) -> None:
         raise _cannot(twice[0], f"there {counts[twice[0].lower()]} times", "each name once", "Rename them in a query.")
 
 
-def _as(name: str, got: str, kind: str) -> Column:
-    """The column `name`, widened to `kind` if that keeps each value."""
-    from pyspark.sql import functions as f
-
-    column = f.col(c.quoted(name))
+def _as(name: str, got: str, kind: str) -> str:
+    """The column `name` in SQL, widened to `kind` if that keeps each value."""
+    column = c.quoted(name)
     if got == kind:
         # A moment as a number: as text it would depend on the session's time zone.
-        return f.unix_micros(column).alias(name) if kind == "timestamp" else column
+        return f"unix_micros({column})" if kind == "timestamp" else column
     (had, had_list), (item, is_list) = _item(got), _item(kind)
     if had_list == is_list and had in _WIDER.get(item, ()):
-        return column.cast(kind).alias(name)
+        return f"CAST({column} AS {kind})"
     if c.nested_list(got):
         raise _cannot(name, got, kind, f"Use {_way(got).format(name)} in a query, or leave it out of the schema.")
     raise _cannot(name, got, kind, f"Cast it in a query: CAST({name} AS {kind}), or declare it otherwise.")
 
 
-def _class_of(name: str, got: str, label: Field, kept: Column) -> Column | None:
+def _class_of(name: str, got: str, label: Field, kept: str) -> str | None:
     """The label `name` as the number of its class or as no and yes, where the column has the names of classes, or 0 and
     1 for a boolean; a DataError out of the task for another value in a row that is kept. None for any other column.
     """
-    from pyspark.sql import functions as f
-
-    column, names = f.col(c.quoted(name)), label.class_names
+    column, names = c.quoted(name), label.class_names
     if name != label.name:
         return None
     if got == "string" and names is not None:
-        place = f.array_position(f.array(*map(f.lit, names)), column) - 1
-        known, allowed = place >= 0, ", ".join(names)
-        value = place == 1 if label.dtype == "bool" else place.cast("bigint")
+        # By their bytes: how SQL quotes a text is a setting of the session.
+        texts = ", ".join(f"CAST(X'{one.encode().hex()}' AS STRING)" for one in names)
+        place = f"(array_position(array({texts}), {column}) - 1)"
+        unknown, allowed = f"{place} < 0", ", ".join(names)
+        value = f"{place} = 1" if label.dtype == "bool" else place
     elif got in c.WHOLE and label.dtype == "bool":
-        known, allowed, value = column.isin(0, 1), "0 and 1", column == 1
+        unknown, allowed, value = f"{column} NOT IN (0, 1)", "0 and 1", f"{column} = 1"
     else:
         return None
     error = DataError(
@@ -276,7 +272,12 @@ def _class_of(name: str, got: str, label: Field, kept: Column) -> Column | None:
         allowed=allowed[:1000],
         next_step="Add it to class_names in the schema, or drop those rows in a query.",
     )
-    return f.when(kept & ~known, f.raise_error(f.lit(to_wire(error)))).otherwise(value).alias(name)
+    return _unless(f"{kept} AND {unknown}", error, value)
+
+
+def _unless(wrong: str, error: DataError, value: str) -> str:
+    """The value in SQL, or the error out of the task where `wrong` is true."""
+    return f"CASE WHEN {wrong} THEN raise_error('{to_wire(error)}') ELSE {value} END"
 
 
 def _way(kind: str) -> str:
@@ -286,40 +287,35 @@ def _way(kind: str) -> str:
     return _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types")
 
 
-def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:
+def _held(name: str, column: str, kind: DataType, kept: str) -> str:
     """The column, which raises DataError in the task if it is null in a row that is kept, or has a null in a list.
 
     Written to Parquet, both would be lost without an error.
     """
-    from pyspark.sql import functions as f
-
-    missing = column.isNull()
+    missing = f"({column}) IS NULL"
     if getattr(kind, "containsNull", False):
-        missing = missing | f.exists(column, lambda item: item.isNull())
+        missing = f"({missing} OR exists({column}, item -> item IS NULL))"
     error = DataError(
         f"field `{name}` is null",
         got="null, or a list that holds one",
         allowed="a value in each row: lists, labels and fields that are declared so are never null",
         next_step="Drop or fill those rows in a query, such as coalesce(...); an empty list stands for nothing.",
     )
-    return f.when(kept & missing, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
+    return _unless(f"{kept} AND {missing}", error, column)
 
 
-def _unsigned(name: str, column: Column, kind: str, kept: Column) -> Column:
+def _unsigned(name: str, column: str, kind: str, kept: str) -> str:
     """The column of decimals, or a DataError out of the task where one that is kept is no uint64."""
-    from pyspark.sql import functions as f
-
-    def wrong(value: Column) -> Column:
-        return (value < 0) | (value > Decimal(MAX_UINT64))
-
-    found = f.exists(column, wrong) if kind.startswith("array") else wrong(column)
+    wrong = f"({{0}} < 0 OR {{0}} > {MAX_UINT64})"
+    is_list = kind.startswith("array")
+    found = f"exists({column}, item -> {wrong.format('item')})" if is_list else wrong.format(column)
     error = DataError(
         f"field `{name}` holds a number that is no uint64",
         got="a number below 0 or beyond 64 bits",
         allowed=f"0 to {MAX_UINT64}",
         next_step="Drop or correct those rows in a query, or declare the field as string.",
     )
-    return f.when(kept & found, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
+    return _unless(f"{kept} AND {found}", error, column)
 
 
 def item_of(kind: str) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
 from lockstep.etl.spark.errors import SameIdError
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import described, sized
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.split.splits import are_folds
 from lockstep.features.arrow import flat
@@ -339,7 +339,8 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     keys = Counter[str]()
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
-    with described(rows.sparkSession, RECORDS_STEP):
+    # Of few groups, each task leaves few rows to add up.
+    with described(rows.sparkSession, RECORDS_STEP), sized(rows.sparkSession, 0):
         grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
     for row in grouped:
         name, count = row[c.SPLIT], row["n"]
@@ -430,15 +431,14 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
     """`columns`, SHARD among them, of the rows that are not dropped: a sorted partition for each shard."""
     from pyspark.sql import functions as f
 
-    base, shard = 0, None
+    base, numbers = 0, []
     for name, count, _ in table.splits:
-        here = f.col(c.SPLIT) == name
-        number = (_shard_of(count) + base).cast("int")
-        shard = f.when(here, number) if shard is None else shard.when(here, number)
+        numbers.append(f"WHEN {name!r} THEN {_shard_of(count)} + {base}")
         base += count
-    assert shard is not None
-    kept = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard)
-    kept = kept.select(*(f.col(c.quoted(name)) for name in columns))
+    kept = rows.where(f"{c.DROPPED} IS NULL").selectExpr(
+        f"CAST(CASE {c.SPLIT} {' '.join(numbers)} END AS INT) AS {c.SHARD}",
+        *(c.quoted(name) for name in columns if name != c.SHARD),
+    )
     return by_partition(kept, table.total, f.col(c.SHARD)).sortWithinPartitions(c.KEY, SAMPLE_ID)
 
 
@@ -483,13 +483,11 @@ def placed(
     return {name: SplitInfo(size, tuple(shards[name])) for name, _, size in table.splits}, files
 
 
-def _shard_of(count: int) -> Any:
+def _shard_of(count: int) -> str:
     """floor(key * count / 2^64) in 64-bit SQL arithmetic; the stored key has its sign bit flipped."""
-    from pyspark.sql import functions as f
-
-    key = f.col(c.KEY).bitwiseXOR(f.lit(-(1 << 63)))
-    high, low = f.shiftrightunsigned(key, 32), key.bitwiseAND(f.lit((1 << 32) - 1))
-    return f.shiftrightunsigned(high * count + f.shiftrightunsigned(low * count, 32), 32)
+    key = f"({c.KEY} ^ shiftleft(1L, 63))"
+    high, low = f"shiftrightunsigned({key}, 32)", f"({key} & {(1 << 32) - 1}L)"
+    return f"shiftrightunsigned({high} * {count}L + shiftrightunsigned({low} * {count}L, 32), 32)"
 
 
 def move(fs: FileSystem, source: str, target: str) -> None:

@@ -37,6 +37,13 @@ def python_levels() -> list[int]:
     return [PySparkLogger.getLogger(name).level for name in _LOUD_IN_PYTHON]
 
 
+def notes_lines() -> bool:
+    """Whether pyspark notes for its errors which line of code makes a call."""
+    from pyspark.errors.utils import is_debugging_enabled
+
+    return is_debugging_enabled()
+
+
 @pytest.mark.slow
 def test_batches_are_small_inside_and_as_before_behind(spark: SparkSession) -> None:
     spark.conf.set(CACHE, "777")
@@ -56,7 +63,8 @@ def test_batches_are_small_inside_and_as_before_behind(spark: SparkSession) -> N
 
 @pytest.mark.slow
 def test_two_writes_at_once_leave_the_session_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
-    before = java_levels(spark), python_levels()
+    before = java_levels(spark), python_levels(), notes_lines()
+    assert before[2]
     assert "OFF" not in before[0].values() and max(before[1]) <= logging.ERROR
     begun, ended = threading.Event(), threading.Event()
 
@@ -69,6 +77,7 @@ def test_two_writes_at_once_leave_the_session_as_it_was(spark: SparkSession, tmp
         with translated(spark, "another thing"), bounded(spark):
             begun.set()
             assert ended.wait(60)
+            assert not notes_lines()
             assert set(java_levels(spark).values()) == {"OFF"} and spark.conf.get(ARROW) == BATCHES[ARROW]
 
     def write(name: str) -> str:
@@ -78,7 +87,7 @@ def test_two_writes_at_once_leave_the_session_as_it_was(spark: SparkSession, tmp
         for done in [threads.submit(first), threads.submit(second)]:
             done.result()
         assert len(set(threads.map(write, "ab"))) == 1
-    assert (java_levels(spark), python_levels()) == before
+    assert (java_levels(spark), python_levels(), notes_lines()) == before
     assert [spark.conf.get(key, None) for key in BATCHES] == [None, None]
 
 
