@@ -29,6 +29,7 @@ def pipeline_options() -> tf.data.Options:
     # The autotuner of TensorFlow 2.21 holds up the end of each iteration by up to as long as it ran.
     options.autotune.enabled = False
     options.deterministic = True
+    options.experimental_optimization.map_parallelization = False  # of maps that are declared stateless
     return options
 
 
@@ -50,9 +51,12 @@ class ArrayPipeline:
         specs += [spec for spec in (signature.label, signature.weight) if spec is not None]
         dtypes = [tf.as_dtype(spec.dtype) for spec in specs]
 
+        @tf.autograph.experimental.do_not_convert  # it has no control flow, and its source would be read each time
         def load(number: tf.Tensor) -> Any:
             # range + one numpy_function: from_generator is the same with three Python calls a batch instead of one.
-            tensors = tf.numpy_function(self._arrays, [number], dtypes)
+            # Declared stateless: under op determinism tf.data removes every prefetch behind a stateful map, and each
+            # step would wait while its batch is made. `range` calls it once for each number, in order.
+            tensors = tf.numpy_function(self._arrays, [number], dtypes, stateful=False)
             for tensor, spec in zip(tensors, specs, strict=True):
                 tensor.set_shape((rows, *spec.shape))
             x = dict(zip(names, tensors, strict=False))
@@ -75,7 +79,8 @@ class FeedPipeline:
 
     All batches have n_r rows; shapes are static. Each iteration starts at `first_step`. `augmentation` changes each
     batch, then `on_batch` sees it: both in TensorFlow's thread, in order, ahead of the step. `failure` is the exception
-    that ended an iteration. Close the pipeline (it is a context manager) to end the read-ahead thread.
+    that ended an iteration. Close the pipeline (it is a context manager) to end the read-ahead thread. `part` gives
+    some of the batches, such as an epoch's.
     """
 
     def __init__(
@@ -92,15 +97,27 @@ class FeedPipeline:
         self._closed = False
         self._lock = threading.Lock()
         self._augmentation = augmentation
-        signature = feed.encoder.signature if augmentation is None else augmentation.signature
-        self._names = list(signature.features)
-        self._pipeline = ArrayPipeline(signature, self._arrays, first_step, last_step, rows=feed.rows)
-        self.dataset = self._pipeline.dataset.prefetch(PREFETCH_BATCHES)
+        self._signature = feed.encoder.signature if augmentation is None else augmentation.signature
+        self._names = list(self._signature.features)
+        self._first_step = first_step
+        self._pipeline: ArrayPipeline | None = None
+
+    @property
+    def dataset(self) -> tf.data.Dataset:
+        """All batches."""
+        return self.part(self._first_step, self._last_step)
+
+    def part(self, first: int, last: int) -> tf.data.Dataset:
+        """Batches first..last-1. The feed reads ahead beyond them, so that a part which follows begins at once. Use one
+        part, or `dataset`, at a time.
+        """
+        self._pipeline = pipeline = ArrayPipeline(self._signature, self._arrays, first, last, rows=self._feed.rows)
+        return pipeline.dataset.prefetch(PREFETCH_BATCHES)
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended an iteration."""
-        return self._pipeline.failure
+        return None if self._pipeline is None else self._pipeline.failure
 
     def close(self) -> None:
         """End the read-ahead thread, and any iteration that TensorFlow has not ended yet."""

@@ -23,7 +23,8 @@ from lockstep.training.control.task import MARK, SCRATCH_LOCK, Limits, RankTask,
 from lockstep.training.launch.forked import ForkedRank, fork_rank
 from lockstep.training.world import World
 
-OURS = "lockstep.training.rank."  # entries that set no variable which TensorFlow and Keras read when they are imported
+# Entries that import TensorFlow, and set no variable which it and Keras read when they are imported.
+OURS = ("lockstep.training.rank.", "lockstep.training.results.", "lockstep.training.profiling.profile:")
 _PASSES = 5  # a process may start another one during the search
 _BETWEEN_S = 0.02
 

@@ -77,7 +77,7 @@ _ends: list[threading.Timer] = []
 """Ends the spare that a task has left; a later task that takes it cancels that."""
 
 
-def take(devices: tuple[str, ...], entry: str = OURS) -> SpareRank | None:
+def take(devices: tuple[str, ...], entry: str = OURS[0]) -> SpareRank | None:
     """The spare of this Python process, if it lives and sees these GPUs and all modules; the caller owns it.
 
     None for an `entry` of the user's, which may set variables that TensorFlow and Keras read when they are imported.

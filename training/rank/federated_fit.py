@@ -127,6 +127,9 @@ class FederatedFit(Fit):
     def _share(self) -> float:
         return 1 / self._comm.num_ranks
 
+    def _end_reading(self) -> None:
+        """Nothing: rounds read by clients."""
+
     def _finalize(self) -> None:
         """Do nothing: the last round's weights are the result."""
 

@@ -245,6 +245,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed = FedBatches(self._feed.lanes.start, plan.global_batch // plan.lanes)
         non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
         self._lane_plan = plan
+        # One for all epochs: while the last steps of one are made, and its validation, the next one is read ahead.
+        steps = steps_asked(plan, config.epochs, config.max_steps)
+        self._pipeline = FeedPipeline(self._feed, 0, steps, self._batch_is_ready, self._augmentation)
         self._sums_model = RankModel(context, config, plan, self._signature, self._feed.rows, non_finite)
         return plan, self._sums_model
 
@@ -290,6 +293,8 @@ class Fit(AbstractContextManager["Fit"]):
                 self._fit_epoch(plan.epoch_of_step(self._progress.step))
         except _Left:
             return RankResult(steps=self._progress.step, left=True).to_json()
+        finally:
+            self._end_reading()
         validation_s = 0.0 if self._validation is None else self._validation.seconds
         seconds = time.perf_counter() - began - validation_s
         self._strategy.end()
@@ -335,6 +340,9 @@ class Fit(AbstractContextManager["Fit"]):
         step = self._progress.step
         with FeedPipeline(self._feed, step, step + 1, None, self._augmentation) as pipeline:
             return next(iter(pipeline.dataset))
+
+    def _end_reading(self) -> None:
+        self._pipeline.close()
 
     def _finalize(self) -> None:
         self._rank_model.finalize()
@@ -400,8 +408,8 @@ class Fit(AbstractContextManager["Fit"]):
         step, last = self._progress.step, self._last_step(epoch)
         self._strategy.begin_epoch(epoch, last)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
-        with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
-            self._sums_model.fit(pipeline.dataset, last - step, self._callbacks, epoch=epoch, pipeline=pipeline)
+        batches = self._pipeline.part(step, last)
+        self._sums_model.fit(batches, last - step, self._callbacks, epoch=epoch, pipeline=self._pipeline)
         self._context.control.notify(
             "metrics", rows=[reading_row(self._split.readers, self._context.world.rank, self._progress.step)]
         )

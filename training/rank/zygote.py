@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
+from lockstep.training.plan.permutation import shuffled_each
 from lockstep.training.rank import __main__ as rank
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,7 +40,8 @@ def main() -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     importlib.import_module("lockstep.training.rank.runtime").import_tensorflow()
-    importlib.import_module("lockstep.training.rank.fit")
+    importlib.import_module("lockstep.training.rank.federated_fit")
+    shuffled_each([bytes(8)], 1)  # the first kernel of a process loads all of Numba, in 0.3 s of CPU
     children: dict[int, Child] = {}
     opened = True
     while opened or children:

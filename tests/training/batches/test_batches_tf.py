@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +74,54 @@ def test_every_batch_is_shown_once_in_order(tmp_path: Path) -> None:
     with FeedPipeline(feed(tmp_path / "d"), 0, 6, seen.append) as pipeline:
         assert len(list(pipeline.dataset)) == 6
     assert [batch.step for batch in seen] == list(range(6))
+
+
+AHEAD = """
+import sys, time
+import tensorflow as tf
+from tests.training.batches.test_batches_tf import feed
+from lockstep.training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline
+
+tf.keras.utils.set_random_seed(0)
+tf.config.experimental.enable_op_determinism()  # as in every rank
+made = []
+with FeedPipeline(feed(sys.argv[1]), 0, 9, lambda batch: made.append(batch.step)) as pipeline:
+    step = tf.function(lambda iterator: iterator.get_next())
+    for first, last in ((0, 6), (6, 9)):
+        iterator = iter(pipeline.part(first, last))
+        for number in range(first, last):
+            step(iterator)
+            wanted = list(range(min(last, number + 1 + PREFETCH_BATCHES)))
+            end = time.monotonic() + 30
+            while made != wanted:
+                assert time.monotonic() < end, (number, made)
+                time.sleep(0.002)
+"""
+
+
+@pytest.mark.slow
+def test_batches_are_made_while_a_step_runs_although_operations_are_deterministic(tmp_path: Path) -> None:
+    """tf.data drops what could make a run depend on time, unless it knows better."""
+    write_table(tmp_path / "d")
+    subprocess.run([sys.executable, "-c", AHEAD, f"{tmp_path / 'd'}"], check=True)
+
+
+def test_a_part_begins_with_batches_that_were_read_before_the_last_one_ended(tmp_path: Path) -> None:
+    write_table(tmp_path / "d")
+    expected = [batch.x["a"].tolist() for batch in feed(tmp_path / "d").batches(0, 12)]
+    reading, found = feed(tmp_path / "d"), []
+    plain, asked = reading.batches, []
+
+    def batches(first: int, last: int) -> Any:
+        asked.append((first, last))
+        return plain(first, last)
+
+    with pytest.MonkeyPatch.context() as patch, FeedPipeline(reading, 0, 12) as pipeline:
+        patch.setattr(reading, "batches", batches)
+        for first, last in ((0, 4), (4, 5), (5, 12), (2, 4)):
+            found += [x["a"].tolist() for x, _ in pipeline.part(first, last).as_numpy_iterator()]
+    assert found == [*expected, *expected[2:4]]
+    assert asked == [(0, 12), (2, 12)], "parts that follow continue"
 
 
 def test_the_original_error_is_kept(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.training.control.last_words import new_page
 from lockstep.training.control.stacks import new_stacks
 from lockstep.training.control.task import MARK
 from lockstep.training.launch import forked
 from lockstep.training.launch.forked import ForkedRank, fork_rank
 from lockstep.training.launch.process import environment_of
+from tests.training._tiny import write_table
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0
@@ -107,6 +109,28 @@ def test_a_killed_zygote_takes_its_ranks_along_and_the_next_rank_gets_another() 
         assert one.wait() == -signal.SIGTERM
     for one in (rank, second, another, other_variables):
         close(one)
+
+
+COUNTS_IMPORTS = """
+import os, sys
+def count(event, arguments):
+    if event == "import" and arguments[0] == "tensorflow":
+        with open({file!r}, "a") as file:
+            print(os.getpid(), file=file)
+sys.addaudithook(count)
+"""
+
+
+def test_a_training_and_its_evaluations_import_tensorflow_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "data")
+    imports = tmp_path / "imports"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text(COUNTS_IMPORTS.format(file=f"{imports}"))
+    monkeypatch.syspath_prepend(f"{tmp_path / 'own'}")  # ranks have this process' import path
+    run = lockstep.train(tmp_path / "data", tmp_path / "run", "logistic", global_batch=16, epochs=1)
+    found = [lockstep.evaluate(tmp_path / "run", tmp_path / "data", "test") for _ in range(2)]
+    assert found[0]["metrics"] == found[1]["metrics"] and run.steps == 6
+    assert len(imports.read_text().split()) == 1
 
 
 FORKS_AND_WAITS = """
