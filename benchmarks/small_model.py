@@ -65,7 +65,7 @@ def plain(folder: str, batch: int, epochs: int, *, as_dataset: bool) -> Figures:
     import keras
     import tensorflow as tf
 
-    read = list(lockstep.numpy_batches(folder, global_batch=batch, epochs=1))
+    read = list(lockstep.data.numpy_batches(folder, global_batch=batch, epochs=1))
     x = {name: np.concatenate([one.x[name] for one in read]) for name in read[0].x}
     y = np.concatenate([one.y for one in read if one.y is not None])
     spent: list[tuple[float, float]] = []
