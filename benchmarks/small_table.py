@@ -134,7 +134,8 @@ def fit_by_ml(train: DataFrame) -> dict[str, Any]:
     vectors = VectorAssembler(inputCols=list(NUMBERS), outputCol="numbers").transform(train)
     scaler = StandardScaler(inputCol="numbers", outputCol="scaled", withMean=True).fit(vectors)
     tokens = dict(zip(texts, map(list, indexes.labelsArray), strict=True))
-    return {"means": [*scaler.mean], "deviations": [*scaler.std], "tokens": tokens}
+    means, deviations = (vector.toArray().tolist() for vector in (scaler.mean, scaler.std))
+    return {"means": means, "deviations": deviations, "tokens": tokens}
 
 
 def cpu_of_all() -> float:
