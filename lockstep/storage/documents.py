@@ -112,17 +112,15 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     return doc
 
 
-def unseal_as(kind: str, data: bytes, where: str, *, version: int | tuple[int, ...] = 1) -> dict[str, Any]:
-    """Read, as `unseal` does, a document that names its kind; raises DataError for another kind or a version unknown
-    here.
-    """
+def unseal_as(kind: str, data: bytes, where: str, *, version: int = 1) -> dict[str, Any]:
+    """Read, as `unseal` does, a document that names its kind; raises DataError for another kind or an unknown version."""
     doc = unseal(data, where)
-    found, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
-    if doc.get("kind") != kind or found not in known or type(found) is not int:  # Python takes true and 1.0 for 1
+    found = doc.get("format_version")
+    if doc.get("kind") != kind or found != version or type(found) is not int:  # Python takes true and 1.0 for 1
         raise DataError(
             f"{where} is no {kind} that this version reads",
             got=f"kind {doc.get('kind')!r}, format_version {found!r}",
-            allowed=f"kind {kind!r}, format_version {' or '.join(map(str, known))}",
+            allowed=f"kind {kind!r}, format_version {version}",
             next_step=f"Give a {kind} of this version of Lockstep.",
         )
     return doc

@@ -60,7 +60,14 @@ class ParquetShard:
                 table = file.read_row_group(block, use_threads=False)
         # Arrow reports a failed checksum or a page that cannot be decoded as any of these.
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(first, start, error) from error
+            raise CorruptionError(
+                "a block of rows cannot be read",
+                file=self._url,
+                record=first,
+                offset=start,
+                got=str(error).splitlines()[0],
+                allowed="pages that match their checksums",
+            ) from error
         if table.num_rows != size:
             raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
         # A column nearly always has one chunk; combine_chunks would copy it.
@@ -79,16 +86,6 @@ class ParquetShard:
             if column.null_count and not field.nullable:
                 raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
         return pa.RecordBatch.from_arrays(found, schema=self._schema)
-
-    def _unreadable(self, first: int, offset: int | None, error: Exception) -> CorruptionError:
-        return CorruptionError(
-            "a block of rows cannot be read",
-            file=self._url,
-            record=first,
-            offset=offset,
-            got=str(error).splitlines()[0],
-            allowed="pages that match their checksums",
-        )
 
     def _read_footer(self) -> pq.FileMetaData:
         footer = read_published_footer(self._fs, self._url, self._info)

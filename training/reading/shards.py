@@ -107,11 +107,6 @@ class TFRecordShard:
         check_block_bytes(self._url, start, stop)
         return start, stop
 
-    def read(self, first_record: int, count: int) -> pa.RecordBatch:
-        """Read records of one block, from first_record on; raises what `extent` and `decode` raise."""
-        start, stop = self.extent(first_record, count)
-        return self.decode(self._fs.read_range(self._url, start, stop - start), start, first_record, count)
-
     def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
         """Decode records from their bytes, which begin at byte `start`; checks both checksums of each.
 
@@ -160,9 +155,9 @@ class TFRecordShard:
 class GzipShard:
     """Reads blocks of one gzip shard, whose manifest entry has `unpacked_offsets`. Memory: a few unpacked blocks."""
 
-    def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
+    def __init__(self, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
         assert info.unpacked_offsets is not None
-        self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
+        self._url, self._info, self._block_records = url, info, block_records
         self._edges, self._unpacked = info.block_edges, info.unpacked_offsets
         self._decode = strict(schema)
 
@@ -223,7 +218,7 @@ class ShardOpener:
         if manifest.format == "parquet":
             return ParquetShard(fs, url, shard, block_records, self._schema)
         if manifest.compression is not None:
-            return GzipShard(fs, url, shard, block_records, self._schema)
+            return GzipShard(url, shard, block_records, self._schema)
         path = index_path(split, number)
         index = read_checked(fs, dataset_url, path, manifest.files[path])
         self._index_bytes += len(index)

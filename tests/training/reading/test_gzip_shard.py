@@ -13,7 +13,6 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.formats.gzip_blocks import pack
-from lockstep.storage.fs import filesystem
 from lockstep.training.batches.feed import RankFeed
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.reading.open import OpenSplit
@@ -88,9 +87,9 @@ def test_blocks_of_another_number_of_records_are_refused(tmp_path: Path) -> None
     manifest = write_table(tmp_path / "plain", shards=1)
     shard = repacked(tmp_path / "plain", tmp_path / "d").splits["train"].shards[0]
     url, schema = str(tmp_path / "d" / shard.path), Schema.from_json(manifest.schema)
-    assert len(read_block(GzipShard(filesystem(url), url, shard, 8, schema), url, 1, 8)) == 8
+    assert len(read_block(GzipShard(url, shard, 8, schema), url, 1, 8)) == 8
     with pytest.raises(CorruptionError, match="another number of records than its manifest") as caught:
-        read_block(GzipShard(filesystem(url), url, shard, 7, schema), url, 1, 7)
+        read_block(GzipShard(url, shard, 7, schema), url, 1, 7)
     assert (caught.value.got.split()[0], caught.value.allowed, caught.value.record) == ("8", "7", 7)
 
 

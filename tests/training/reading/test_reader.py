@@ -23,7 +23,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.reading.reader import SplitReader
 from lockstep.training.reading.shards import TFRecordShard
-from tests.builders.blocks import read_block
+from tests.builders.blocks import read_block, read_records
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
 
@@ -173,9 +173,9 @@ def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> 
     url, index_url = paths.shard("train", 0, "tfrecord"), paths.index("train", 0)
     shard = TFRecordShard(fs, url, moved, 8, encoder_of(manifest).schema, index_url, index)
     with pytest.raises(CorruptionError, match="another number of records"):
-        shard.read(0, 8)
+        read_records(shard, url, 0, 8)
     with pytest.raises(CorruptionError, match="index lines do not fit"):
-        shard.read(8, 3)
+        read_records(shard, url, 8, 3)
     with pytest.raises(CorruptionError, match="not have one line a record"):
         TFRecordShard(fs, url, info, 8, encoder_of(manifest).schema, index_url, index[: index.rindex(b"\n", 0, -1) + 1])
 
@@ -186,12 +186,11 @@ def test_a_forged_block_over_a_sparse_file_is_not_read(tmp_path: Path, monkeypat
     paths = DatasetPaths(str(tmp_path / "d"))
     index, info = fs.read_bytes(paths.index("train", 0)), manifest.splits["train"].shards[0]
     forged = replace(info, bytes=1 << 40, block_offsets=(0, 1 << 39, *range((1 << 39) + 1, (1 << 39) + 4)))
-    shard = TFRecordShard(
-        fs, paths.shard("train", 0, "tfrecord"), forged, 8, encoder_of(manifest).schema, paths.index("train", 0), index
-    )
+    url, index_url = paths.shard("train", 0, "tfrecord"), paths.index("train", 0)
+    shard = TFRecordShard(fs, url, forged, 8, encoder_of(manifest).schema, index_url, index)
     monkeypatch.setattr(type(fs), "read_range", None)
     with pytest.raises(CorruptionError, match="a block is too long"):
-        shard.read(0, 8)
+        read_records(shard, url, 0, 8)
 
 
 def test_a_parquet_file_that_is_not_the_one_published_is_refused(tmp_path: Path) -> None:
