@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from lockstep.process.faces import face
 from lockstep.process.installed import VERSION as __version__
@@ -23,34 +23,41 @@ from lockstep.storage.shown import Shown, ShownList
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
     from pyspark.sql import SparkSession
+    from pyspark.sql._typing import UserDefinedFunctionLike
 
     from lockstep import data, embeddings, horovod, on_ranks, optimizers, petastorm
     from lockstep.etl.frames import propose_schema
     from lockstep.etl.write.dataset import write_dataset
     from lockstep.features.schema.declare import load_schema
+    from lockstep.features.schema.signature import Signature
+    from lockstep.options import FoldOptions, ImagesOptions, LogsOptions, TrainOptions
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
-    from lockstep.training.batches.planned import PlannedBatches, numpy_batches
-    from lockstep.training.batches.torch_data import Loader
     from lockstep.training.config import TrainConfig
     from lockstep.training.launch.session import Launch
+    from lockstep.training.models import ModelOptions
     from lockstep.training.results.trained_run import TrainedRun
     from lockstep.training.run.metrics import History
 
+    Model: TypeAlias = str | Callable[[Signature, ModelOptions], object]
+    Rows: TypeAlias = pd.DataFrame | pa.Table | Mapping[str, object]
+
 __all__ = [
-    "LockstepError", "PlannedBatches", "TrainConfig", "__version__", "cross_validate", "data", "describe", "embeddings",
-    "evaluate", "horovod", "load_schema", "numpy_batches", "on_ranks", "optimizers", "petastorm", "predict",
-    "predict_udf", "propose_schema", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "tune",
-    "verify", "write_dataset", "write_images", "write_logs",
+    "LockstepError", "ModelOptions", "Signature", "TrainConfig", "__version__", "cross_validate", "data", "describe",
+    "embeddings", "evaluate", "horovod", "load_schema", "on_ranks", "optimizers", "petastorm", "predict", "predict_udf",
+    "propose_schema", "read_history", "read_manifest", "spark_session", "train", "tune", "verify", "write_dataset",
+    "write_images", "write_logs",
 ]  # fmt: skip
 
 _MODULES = {
     **dict.fromkeys(("data", "embeddings", "horovod", "on_ranks", "optimizers", "petastorm"), "lockstep"),
-    "PlannedBatches": "lockstep.training.batches.planned",
+    "ModelOptions": "lockstep.training.models",
+    "Signature": "lockstep.features.schema.signature",
     "TrainConfig": "lockstep.training.config",
     "load_schema": "lockstep.features.schema.declare",
-    "numpy_batches": "lockstep.training.batches.planned",
     "propose_schema": "lockstep.etl.frames",
     "write_dataset": "lockstep.etl.write.dataset",
 }
@@ -135,7 +142,7 @@ def write_logs(
     spark: SparkSession,
     inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     output: str | os.PathLike[str],
-    **options: Any,
+    **options: Unpack[LogsOptions],
 ) -> DatasetManifest:
     """Write web logs, or records of a declared schema, as the dataset `output`; the job is `lockstep etl_logs`.
 
@@ -169,7 +176,7 @@ def write_images(
     spark: SparkSession,
     inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     output: str | os.PathLike[str],
-    **options: Any,
+    **options: Unpack[ImagesOptions],
 ) -> DatasetManifest:
     """Write an image set as the dataset `output`: `image` (height, width, channels) uint8, and `label`, int64 from 0.
 
@@ -203,14 +210,14 @@ def write_images(
 def train(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
-    model: str | Callable[..., Any],
+    model: Model,
     *,
     global_batch: int,
     epochs: int,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
     take_over: bool = False,
-    **options: Any,
+    **options: Unpack[TrainOptions],
 ) -> TrainedRun:
     """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
     of a finished one.
@@ -254,14 +261,14 @@ def train(
 def cross_validate(
     dataset: str | os.PathLike[str],
     run: str | os.PathLike[str],
-    model: str | Callable[..., Any],
+    model: Model,
     *,
     global_batch: int,
     epochs: int,
     num_ranks: int = 1,
     spark: SparkSession | None = None,
     take_over: bool = False,
-    **options: Any,
+    **options: Unpack[FoldOptions],
 ) -> dict[str, Any]:
     """Train a model once for each fold of a dataset, and evaluate it on the fold that was held out.
 
@@ -293,8 +300,8 @@ def cross_validate(
 def tune(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     search: str | os.PathLike[str],
-    model: str | Callable[..., Any],
-    space: Mapping[str, Any],
+    model: Model,
+    space: Mapping[str, object],
     *,
     metric: str,
     global_batch: int,
@@ -307,7 +314,7 @@ def tune(
     num_ranks: int = 1,
     spark: SparkSession | None = None,
     take_over: bool = False,
-    **options: Any,
+    **options: Unpack[TrainOptions],
 ) -> dict[str, Any]:
     """Search for the hyper-parameters of a model; the same call resumes a search. The job is `lockstep tune`.
 
@@ -398,7 +405,7 @@ def evaluate(
     return Shown(found, summary)
 
 
-def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
+def predict(run: str | os.PathLike[str], rows: Rows, *, batch: int = 512) -> Any:
     """Predict raw rows with the newest model of a run, or with an exported model, in this process.
 
     `rows` are a pandas DataFrame, a pyarrow Table or a dict of columns, with the columns of the dataset's declared
@@ -418,7 +425,9 @@ def predict(run: str | os.PathLike[str], rows: Any, *, batch: int = 512) -> Any:
     return ExportedModel.at(os.fspath(run)).predictor()(rows, batch)
 
 
-def predict_udf(run: str | os.PathLike[str], *, batch: int = 512, returns: str | None = None) -> Any:
+def predict_udf(
+    run: str | os.PathLike[str], *, batch: int = 512, returns: Literal["double", "array<float>"] | None = None
+) -> UserDefinedFunctionLike:
     """A Spark UDF that predicts raw rows with the newest model of a run, or with an exported model, in the executors.
 
     Its one argument is a struct with the columns that `predict` takes: `df.withColumn("p", udf(struct("*")))`, or
@@ -452,26 +461,7 @@ def read_history(run: str | os.PathLike[str]) -> History:
     return read_history(os.fspath(run))
 
 
-def torch_loader(
-    planned: PlannedBatches, state: dict[str, Any] | None = None, *, num_workers: int = 0, **options: Any
-) -> Loader:
-    """Batches of `planned` as PyTorch tensors, from the start or from a `state_dict()` of an earlier loader.
-
-    Each item is one rank's part of a global batch: `step` and `epoch` (int), `x` by feature name, `y`, `sample_ids`,
-    `epochs` and `weight`, tensors of n_r rows. `options` are a DataLoader's, such as pin_memory. Raises ConfigError
-    without PyTorch, which Lockstep does not install; DataError for a state of other batches.
-
-    >>> import lockstep
-    >>> planned = lockstep.PlannedBatches.open("data", global_batch=16, epochs=1)
-    >>> [tuple(batch["y"].shape) for batch in lockstep.torch_loader(planned)]
-    [(16,), (16,), (16,), (16,), (16,), (16,)]
-    """
-    from lockstep.training.batches.torch_data import loader
-
-    return loader(planned, state, num_workers=num_workers, **options)
-
-
-def _require_known(function: str, options: dict[str, Any], known: Iterable[str]) -> None:
+def _require_known(function: str, options: Mapping[str, object], known: Iterable[str]) -> None:
     """Raises ConfigError for an option that `function` does not have."""
     job = {"write_logs": "etl_logs", "write_images": "etl_images"}.get(function, function)
     for name in options.keys() - known:
@@ -499,7 +489,7 @@ def _launch(spark: SparkSession | None) -> Launch:
 def _config_and_text(
     datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
-    model: str | Callable[..., Any],
+    model: Model,
     spark: SparkSession | None,
     options: dict[str, Any],
 ) -> tuple[TrainConfig, str | None]:
@@ -514,7 +504,7 @@ def _config_and_text(
     return config, function
 
 
-def _name_and_text(model: str | Callable[..., Any]) -> tuple[str, str | None]:
+def _name_and_text(model: Model) -> tuple[str, str | None]:
     """A model's name, and its function as text for the ranks where they cannot import it. Raises ConfigError."""
     if isinstance(model, str):
         return model, None

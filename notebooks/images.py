@@ -54,8 +54,8 @@ pd.Series({name: split.records for name, split in manifest.splits.items()}, name
 
 # %%
 augment = "crop:2 flip"
-stored = next(lockstep.numpy_batches(dataset, global_batch=128))
-changed = next(lockstep.numpy_batches(dataset, global_batch=128, augment=augment))
+stored = next(lockstep.data.numpy_batches(dataset, global_batch=128))
+changed = next(lockstep.data.numpy_batches(dataset, global_batch=128, augment=augment))
 figure, axes = plt.subplots(2, 8, figsize=(8, 2.4))
 for column in range(8):
     for row, batch in enumerate([stored, changed]):
@@ -92,7 +92,7 @@ pd.DataFrame({"model": evaluation["metrics"], "majority": evaluation["baseline"]
 
 # %%
 model = keras.saving.load_model(f"{result.model}/model.keras")
-batches = list(lockstep.numpy_batches(dataset, "test", global_batch=8, epochs=1))
+batches = list(lockstep.data.numpy_batches(dataset, "test", global_batch=8, epochs=1))
 pictures, labels = np.concatenate([b.x["image"] for b in batches]), np.concatenate([b.y for b in batches])
 shares = model.predict({"image": pictures}, verbose=0)  # (n, 10), each row sums to 1
 found, sure = shares.argmax(axis=1), shares.max(axis=1)

@@ -73,7 +73,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*lockstep.__all__} - {*OF_DATASETS, *OF_A_RUN, *SEVERAL_RUNS, "__version__", "torch_loader", *MODULES}),
+    sorted({*lockstep.__all__} - {*OF_DATASETS, *OF_A_RUN, *SEVERAL_RUNS, "__version__", *MODULES}),
 )
 def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "data")
@@ -112,7 +112,7 @@ def test_examples_of_several_runs(tmp_path: Path) -> None:
 def test_examples_of_scripts_of_ranks_and_of_readers_of_batches(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     names = [f"on_ranks.{name}" for name in lockstep.on_ranks.__all__]
-    names += [f"data.{name}" for name in lockstep.data.__all__ if name != "loader"]
+    names += [f"data.{name}" for name in lockstep.data.__all__ if name not in ("loader", "PlannedDataset")]
     done = python("-c", RUN_EXAMPLES, *names, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -131,15 +131,14 @@ def test_modules_of_public_names_load_what_a_name_needs_when_it_is_used(tmp_path
             module.tain  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["torch_loader", "data.loader"])
 def test_the_example_of_a_torch_loader_with_a_stand_in_for_pytorch(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _torch_stand_in.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data", raising=False)
     write_table(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    assert example_failures(name) == ""
+    assert example_failures("data.loader") == ""
     monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data")
 
 
@@ -147,9 +146,9 @@ def test_torch_loader_needs_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "lockstep.training.batches.torch_data", raising=False)
     write_table(tmp_path / "data")
-    planned = lockstep.PlannedBatches.open(str(tmp_path / "data"), global_batch=16)
+    planned = lockstep.data.PlannedBatches.open(str(tmp_path / "data"), global_batch=16)
     with pytest.raises(ConfigError, match="needs PyTorch"):
-        lockstep.torch_loader(planned)
+        lockstep.data.loader(planned)
 
 
 def refused(**options: Any) -> ConfigError:
@@ -163,7 +162,7 @@ def test_train_refuses_options_and_functions_that_ranks_cannot_take() -> None:
     assert "perhaps `augment`" in refused(augmnt="flip").got
     assert "launcher" not in refused(launcher="barrier").allowed
     with pytest.raises(ConfigError, match="write_logs has no option `lable`") as caught:
-        lockstep.write_logs(None, "access.log", "data", lable="page = 1")  # type: ignore[arg-type]
+        lockstep.write_logs(None, "access.log", "data", lable="page = 1")  # type: ignore[call-arg, arg-type]
     assert "perhaps `label`" in caught.value.got and "lockstep etl_logs --help" in caught.value.next_step
 
     lock = threading.Lock()

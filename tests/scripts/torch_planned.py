@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep.horovod.torch as hvd
-from lockstep import PlannedBatches, torch_loader
+from lockstep.data import PlannedBatches, loader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dataset", required=True)
@@ -37,7 +37,7 @@ if checkpoint.exists():
     optimizer.load_state_dict(saved["optimizer"])
     state = saved["batches"]
 
-batches = torch_loader(planned, state)
+batches = loader(planned, state)
 with open(os.path.join(args.out, f"samples-{hvd.rank()}.txt"), "a", encoding="utf-8") as samples:
     for batch in batches:
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Required, TypedDict, Unpack, get_args
 
 from lockstep.features.images.augment import canonical
 from lockstep.features.schema.signature import Signature
@@ -38,8 +38,8 @@ class PlannedBatches:
 
     It holds only settings, so it can be pickled; each iteration opens the files again.
 
-    >>> import lockstep
-    >>> planned = lockstep.PlannedBatches.open("data", global_batch=16, epochs=2, rank=1, num_ranks=2)
+    >>> from lockstep import data
+    >>> planned = data.PlannedBatches.open("data", global_batch=16, epochs=2, rank=1, num_ranks=2)
     >>> planned.steps, [len(batch.sample_ids) for batch in planned.batches(start_step=10)]
     (12, [8, 8])
     """
@@ -213,12 +213,33 @@ def _check_choices(**options: tuple[str, Any]) -> None:
             )
 
 
+class PlannedOptions(TypedDict, total=False):
+    """The options of PlannedBatches.open after the split; a test compares the two."""
+
+    global_batch: Required[int]
+    epochs: int | None
+    seed: int
+    rank: int
+    num_ranks: int
+    lanes: int | None
+    window_bytes: int
+    mix: Sequence[int] | None
+    interleave: int
+    cache_groups: int | None
+    augment: str | Sequence[str]
+    bad_images: BadImages
+    read_ahead_bytes: int
+    cache: str | None
+    cache_bytes: int
+    verify: Verify
+
+
 def numpy_batches(
     datasets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     split: str = "train",
     *,
     start_step: int = 0,
-    **options: Any,
+    **options: Unpack[PlannedOptions],
 ) -> Generator[Batch, None, None]:
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 
@@ -228,8 +249,8 @@ def numpy_batches(
     at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
     n_r rows each. Raises what PlannedBatches.open and PlannedBatches.batches raise.
 
-    >>> import lockstep
-    >>> for batch in lockstep.numpy_batches("data", global_batch=32, epochs=1):
+    >>> from lockstep import data
+    >>> for batch in data.numpy_batches("data", global_batch=32, epochs=1):
     ...     print(batch.step, batch.x["a"].shape, batch.y.shape, batch.y.dtype)
     0 (32, 1) (32,) float32
     1 (32, 1) (32,) float32

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,10 @@ try:
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 except ModuleNotFoundError as error:
     raise ConfigError(
-        "lockstep.training.batches.torch_data needs PyTorch",
+        "lockstep.data.loader needs PyTorch",
         got=str(error),
         allowed="a Python environment with PyTorch (docs/batches.md names the version it was tried with)",
-        next_step="Install it, or use lockstep.training.batches.planned.numpy_batches.",
+        next_step="Install it, or use lockstep.data.numpy_batches.",
     ) from error
 
 NEXT_STEP, IDENTITY = "next_step", "batches"
@@ -92,10 +93,22 @@ class PlannedDataset(IterableDataset):
         }
 
 
+class LoaderOptions(TypedDict, total=False):
+    """The options of a DataLoader that do not decide which batches there are."""
+
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+
+
 class Loader:
     """A DataLoader over a PlannedDataset that counts what it hands out; `loader` makes it."""
 
-    def __init__(self, dataset: PlannedDataset, num_workers: int, **options: Any) -> None:
+    def __init__(self, dataset: PlannedDataset, num_workers: int, **options: Unpack[LoaderOptions]) -> None:
         self.dataset = dataset
         self._next_step = dataset._next_step
         self._loader = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
@@ -119,7 +132,11 @@ class Loader:
 
 
 def loader(
-    planned: PlannedBatches, state: dict[str, Any] | None = None, *, num_workers: int = 0, **options: Any
+    planned: PlannedBatches,
+    state: dict[str, Any] | None = None,
+    *,
+    num_workers: int = 0,
+    **options: Unpack[LoaderOptions],
 ) -> Loader:
     """Batches of `planned` as PyTorch tensors, from the start or from a `state_dict()` of an earlier loader.
 

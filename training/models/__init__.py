@@ -33,7 +33,13 @@ _sent: dict[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """A run's options for the function that builds its model."""
+    """A run's options for the function that builds its model.
+
+    >>> import lockstep
+    >>> options = lockstep.ModelOptions(learning_rate=0.1, extra={"width": 64})
+    >>> options.extra.get("width", 32), options.seed
+    (64, 0)
+    """
 
     seed: int = 0
     """The seed of the first weights; already set in Keras when the function is called."""

@@ -51,6 +51,11 @@ class Signature:
     `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label, for which `label_is_number` is
     set. `weight` is set if each sample has a weight. `class_names`, set in an exported model, are the names of the
     classes 0, 1 ..., or of no and yes, if the dataset has some.
+
+    >>> import lockstep
+    >>> signature = lockstep.data.PlannedBatches.open("data", global_batch=16).signature
+    >>> isinstance(signature, lockstep.Signature), signature.features["a"].shape, signature.num_classes
+    (True, (1,), None)
     """
 
     features: Mapping[str, TensorSpec]

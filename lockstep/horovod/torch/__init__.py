@@ -136,7 +136,7 @@ _SHARED = (
 # Known to Horovod for PyTorch, not here: name -> what to do instead.
 ABSENT = {
     **{name: OF_TENSORFLOW[name] for name in _SHARED},
-    "join": "Give all ranks the same number of batches: lockstep.PlannedBatches does.",
+    "join": "Give all ranks the same number of batches: lockstep.data.PlannedBatches does.",
     "Product": "Use hvd.allgather(tensor[None]).prod(0).",
     "SyncBatchNorm": "Use torch.nn.GroupNorm, or PyTorch's DistributedDataParallel under lockstep launch.",
     "TorchEstimator": "Write the dataset by lockstep.write_dataset, and start a script with lockstep launch.",

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep import numpy_batches
+from lockstep.data import numpy_batches
 from lockstep.storage.errors import TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 
-from lockstep import numpy_batches
+from lockstep.data import numpy_batches
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
