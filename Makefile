@@ -40,6 +40,7 @@ spark-archive: venv
 .PHONY: lint
 lint: venv ## ruff, mypy, import-linter
 	@.venv/bin/ruff check --quiet .
+	@.venv/bin/ruff format --check --quiet .
 	@.venv/bin/mypy --no-error-summary
 	@output=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
 

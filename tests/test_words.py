@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("lockstep", "etl", "training", "jobs", "pyspark_tfrecord", "docs", "benchmarks", "notebooks")
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+OF_CODE = ("lockstep", "etl", "training", "jobs", "pyspark_tfrecord", "benchmarks", "notebooks", "examples")
+ROOMS = (*OF_CODE, "docs", ".github")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")
 # instead of: reports, prints, says; again; no one; if you ...; next to; continues; results from; is stored; removes
 HABITS = re.compile(
     r"\b(told|tells?|anew|nobody|whoever|beside|go(es|ing|ne)? on|went on|c[oa]mes? of|lies|lain|t[ao]kes? away"

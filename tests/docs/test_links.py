@@ -11,12 +11,13 @@ import pytest
 from tests.docs.steps import ROOT
 
 PAGES = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "build.sbt.md", "lockstep/storage/README.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "build.sbt.md"),
+    *("examples/README.md", "lockstep/storage/README.md"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = [
     *("jobs", "etl", "training", "lockstep", "pyspark_tfrecord"),
-    *("conf", "scripts", "notebooks", "benchmarks", "tests"),
+    *("conf", "scripts", "notebooks", "benchmarks", "tests", "examples"),
 ]
 TYPES = (".py", ".md", ".toml", ".sh", ".ipynb")
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")

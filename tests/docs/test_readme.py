@@ -27,7 +27,7 @@ STORIES = {
         "docs/prediction.md",
     ],
     "models": ["docs/ready-models.md"],
-    "scripts": ["docs/models.md"],
+    "scripts": ["docs/models.md", "examples/README.md"],
     "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],
     "airflow": ["docs/airflow.md"],

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data" / "fashion-mnist"
 SCRIPTS = ROOT / "tests" / "scripts"
+EXAMPLES = ROOT / "examples"
 
 
-def launch(threads: int, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script on two ranks, with so many threads of TensorFlow's executor: calls wait in them for other ranks."""
+def launch(threads: int, script: str | Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run an example, or a script of tests/scripts, on two ranks, with so many threads of TensorFlow's executor: calls wait in them for other ranks."""
     command = [
         sys.executable,
         "-m",
@@ -42,7 +43,7 @@ def launch(threads: int, script: str, *arguments: str, **environment: str) -> su
 
 
 def test_keras_fit(tmp_path: Path) -> None:
-    done = launch(1, "keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
+    done = launch(1, EXAMPLES / "keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = np.load(tmp_path / "rank-0.npz"), np.load(tmp_path / "rank-1.npz")
     assert len(first.files) == 4 + 2

@@ -30,8 +30,8 @@ def run_torch(*arguments: str, limit_s: float = 300, **environment: str) -> subp
     )
 
 
-def launch_torch(script: str, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a script of tests/scripts on two ranks."""
+def launch_torch(script: str | Path, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run an example, or a script of tests/scripts, on two ranks."""
     launch = ["-m", "lockstep.jobs.launch", "--num-ranks", "2", "--launcher", "local", *flags]
     return run_torch(*launch, str(SCRIPTS / script), *arguments)
 

@@ -34,7 +34,7 @@ from lockstep.training.launch.barrier import (
 from lockstep.training.launch.script_driver import ScriptConfig, launch_script
 from lockstep.training.run.lineage import SupersededError, read_claims, superseded
 from lockstep.training.run.paths import RunPaths
-from tests.horovod.test_horovod import DATA, SCRIPTS, check_loop
+from tests.horovod.test_horovod import DATA, EXAMPLES, SCRIPTS, check_loop
 from tests.training._ranks import HERE, judge_when, lives, rank_path
 from tests.training._tiny import write_table
 from tests.waiting import until
@@ -249,7 +249,7 @@ def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys:
         assert f"[rank {rank}] files imported read True" in lines and f"[rank {rank}] at exit" in lines
     arguments = ("--data", str(DATA), "--out", str(tmp_path))
     launch_script(
-        ScriptConfig(script=str(SCRIPTS / "custom_loop.py"), arguments=arguments, num_ranks=2), OnSpark(session)
+        ScriptConfig(script=str(EXAMPLES / "custom_loop.py"), arguments=arguments, num_ranks=2), OnSpark(session)
     )
     check_loop(tmp_path)
 
