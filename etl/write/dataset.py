@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.etl import columns as c
 from lockstep.etl.columns import PACKED, PLACE
@@ -37,6 +37,7 @@ from lockstep.etl.write.quarantine import Origin, forget_refused, place_quaranti
 from lockstep.etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
 from lockstep.etl.write.staging import Staging, publish_beside
 from lockstep.etl.write.staging import clean as clean_beside
+from lockstep.features.arrow import ArrowTable
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
 from lockstep.process.installed import VERSION
@@ -48,6 +49,7 @@ from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
+    import pandas as pd
     from pyspark.sql import DataFrame
 
 log = logging.getLogger(__name__)
@@ -194,7 +196,7 @@ MAX_SPLITS = 100
 
 
 def write_dataset(
-    df: Any,
+    df: DataFrame | pd.DataFrame | ArrowTable,
     url: str | os.PathLike[str],
     *,
     id_columns: str | Sequence[str],
@@ -239,8 +241,7 @@ def write_dataset(
     >>> manifest.counts.written, sorted(manifest.splits)
     (500, ['test', 'train'])
     """
-    if is_frame(df):
-        df = spark_frame(df)
+    rows = spark_frame(df) if is_frame(df) else cast("DataFrame", df)
     config = WriteConfig(
         output=absolute(url), fmt=fmt, compression=compression,
         split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,
@@ -249,7 +250,7 @@ def write_dataset(
         petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
     parent = check_output(config)
-    return write_frame(df, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
+    return write_frame(rows, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
 
 
 def write_frame(

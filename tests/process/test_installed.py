@@ -57,7 +57,7 @@ from lockstep import data, embeddings, on_ranks, optimizers
 
 def etl(folder: Path) -> int:
     with lockstep.spark_session("visits", "local[2]") as spark:
-        logs = lockstep.write_logs(spark, folder / "logs", folder / "clicks", log_format="csv", columns=["a", "b"], seed=1)
+        logs = lockstep.write_logs(spark, folder / "logs", folder / "clicks", log_format="csv", columns=["a"], seed=1)
         lockstep.write_images(spark, [folder], "images", source="folder", image_size=(8, 8), max_bad="2%")
         rows = spark.range(9).selectExpr("id", "id % 2 AS label")
         made = lockstep.write_dataset(rows, "rows", id_columns="id", label="label", fmt="parquet")
@@ -86,7 +86,7 @@ def train(folder: Path) -> float:
 
 def batches() -> int:
     planned = data.PlannedBatches.open("data", global_batch=16, epochs=1)
-    rows = sum(batch.x["a"].shape[0] for batch in data.numpy_batches("data", global_batch=32, seed=1, augment=["flip"]))
+    rows = sum(len(batch.x["a"]) for batch in data.numpy_batches("data", global_batch=32, seed=1, augment=["flip"]))
     state = data.loader(planned, num_workers=2, pin_memory=True).state_dict()
     return rows + (planned.steps or 0) + len(state)
 
