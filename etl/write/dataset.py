@@ -29,7 +29,7 @@ from lockstep.etl.write.append import CLASS_COUNTS, Parent, check_new_ids
 from lockstep.etl.write.carried import CARRIED, Carried, Carry, place_carried
 from lockstep.etl.write.chance import refuse_chance
 from lockstep.etl.write.checks import Target, check_output, check_target
-from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, WriteConfig
+from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, OutputConfig, Weights, WriteConfig
 from lockstep.etl.write.frame import named_repeats, prepared
 from lockstep.etl.write.late import AssignLate, LateImages, write_late
 from lockstep.etl.write.pandas_rows import is_frame, spark_frame
@@ -41,7 +41,7 @@ from lockstep.features.arrow import ArrowTable
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
 from lockstep.process.installed import VERSION
-from lockstep.storage.dataset.layout import DatasetPaths, split_name
+from lockstep.storage.dataset.layout import Compression, DatasetPaths, Format, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SplitInfo
 from lockstep.storage.documents import canonical_bytes
@@ -202,14 +202,14 @@ def write_dataset(
     id_columns: str | Sequence[str],
     schema: Schema | None = None,
     label: str | None = None,
-    fmt: str = "tfrecord",
-    compression: str = "none",
+    fmt: Format = "tfrecord",
+    compression: Compression = "none",
     split: SplitSpec | str = "80/20",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     row_group_bytes: int | None = None,
     seed: int = 0,
     sample: str | None = None,
-    weights: str = "none",
+    weights: Weights = "none",
     quarantine: str | None = None,
     append_to: str | None = None,
     clean: bool = False,

@@ -115,6 +115,7 @@ lockstep.cross_validate("data", "run", "logistic", global_batch=16, epochs=1, mi
 lockstep.write_logs(lockstep.spark_session(), "a", "b", lable="page")
 lockstep.write_images(lockstep.spark_session(), "a", "b", image_size="8x8")
 lockstep.write_dataset(3, "b", id_columns="id")
+lockstep.write_dataset(lockstep.spark_session().range(9), "b", id_columns="id", fmt="orc")
 lockstep.evaluate("run", "data", batch="512")
 data.numpy_batches("data", globalbatch=16)
 data.numpy_batches("data", global_batch=16, seeds=1)
