@@ -38,7 +38,7 @@ spark-archive: venv
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
 
 .PHONY: lint
-lint: venv ## ruff, mypy, import-linter
+lint: venv ## ruff and its format, mypy, import-linter
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/ruff format --check --quiet .
 	@.venv/bin/mypy --no-error-summary

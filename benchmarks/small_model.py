@@ -48,7 +48,7 @@ class Figures:
     """The part of a step in which ranks wait for their batches."""
 
 
-def write(folder: Path, rows: int, formats: list[str]) -> None:
+def write(folder: Path, rows: int, formats: list[Format]) -> None:
     """Write the rows as a dataset in each format that is not there yet."""
     import pandas as pd
 
@@ -107,7 +107,6 @@ def trained(folder: str, batch: int, epochs: int, ranks: int) -> Figures:
         )
         history = lockstep.read_history(run)
         ends = np.array([np.loadtxt(clock) for clock in clocks.iterdir()])  # (ranks, epochs, 2)
-    wall, cpu = ends[:, -1] - ends[:, 0], 0
     samples = (history.epochs[-1]["step"] - history.epochs[0]["step"]) * batch
     steps = [row for row in history.times if not row["starting_s"]]
     waited = sum(row["data_s"] for row in steps)
@@ -159,7 +158,8 @@ def main() -> None:
             found = race(args, batch)
             print(f"\nbatch {batch}, {args.rows} rows, {args.epochs - 1} epochs after the first, {args.repeats} rounds")
             print(
-                "| | samples/s | of Keras | CPU us a sample | of Keras' | waits |\n| --- | --- | --- | --- | --- | --- |"
+                "| | samples/s | of Keras | CPU us a sample | of Keras' | waits |\n"
+                "| --- | --- | --- | --- | --- | --- |"
             )
             for name, rounds in found.items():
                 pairs = list(zip(rounds, found["Keras"], strict=True))

@@ -46,6 +46,7 @@ from lockstep.etl import tables
 from lockstep.etl.tables import TableConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.spark.session import spark_session
+from lockstep.storage.dataset.layout import Format
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -83,13 +84,13 @@ def make_table(path: Path, rows: int) -> None:
     pq.write_table(pa.table(columns), path)
 
 
-def by_call(spark: SparkSession, table: Path, out: str, fmt: str) -> None:
+def by_call(spark: SparkSession, table: Path, out: str, fmt: Format) -> None:
     """lockstep.write_dataset."""
     frame = spark.read.parquet(str(table))
     lockstep.write_dataset(frame, out, id_columns="visit", schema=load_schema(SCHEMA), fmt=fmt)
 
 
-def by_job(spark: SparkSession, table: Path, out: str, fmt: str) -> None:
+def by_job(spark: SparkSession, table: Path, out: str, fmt: Format) -> None:
     """What lockstep etl_table runs."""
     schema = table.with_name("schema.toml")
     schema.write_text(SCHEMA)

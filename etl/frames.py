@@ -14,6 +14,7 @@ from lockstep.etl.propose import MAX_CLASSES, ROWS, Asked, Proposal, Table, bad_
 from lockstep.etl.spark.errors import translated
 from lockstep.etl.write.frame import DTYPES, check_frame, fault_of, item_of
 from lockstep.etl.write.pandas_rows import arrow_columns, is_frame, plain
+from lockstep.features.arrow import ArrowTable
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, nearest
@@ -22,13 +23,18 @@ from lockstep.storage.publish import occupied, write_file
 from lockstep.storage.urls import absolute
 
 if TYPE_CHECKING:
+    import pandas as pd
     from pyspark.sql import DataFrame
 
 log = logging.getLogger(__name__)
 
 
 def propose_schema(
-    df: Any, label: str | None = None, *, embeddings: bool = False, output: str | os.PathLike[str] | None = None
+    df: DataFrame | pd.DataFrame | ArrowTable,
+    label: str | None = None,
+    *,
+    embeddings: bool = False,
+    output: str | os.PathLike[str] | None = None,
 ) -> Schema:
     """Propose a schema for a data frame of Spark or pandas (or an Arrow table), for write_dataset.
 

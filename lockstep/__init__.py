@@ -24,13 +24,13 @@ from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
     from pyspark.sql import SparkSession
     from pyspark.sql._typing import UserDefinedFunctionLike
 
     from lockstep import data, embeddings, horovod, on_ranks, optimizers, petastorm
     from lockstep.etl.frames import propose_schema
     from lockstep.etl.write.dataset import write_dataset
+    from lockstep.features.arrow import ArrowTable
     from lockstep.features.schema.declare import load_schema
     from lockstep.features.schema.signature import Signature
     from lockstep.options import FoldOptions, ImagesOptions, LogsOptions, TrainOptions
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lockstep.training.run.metrics import History
 
     Model: TypeAlias = str | Callable[[Signature, ModelOptions], object]
-    Rows: TypeAlias = pd.DataFrame | pa.Table | Mapping[str, object]
+    Rows: TypeAlias = pd.DataFrame | ArrowTable | Mapping[str, object]
 
 __all__ = [
     "LockstepError", "ModelOptions", "Signature", "TrainConfig", "__version__", "cross_validate", "data", "describe",

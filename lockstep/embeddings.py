@@ -1,4 +1,4 @@
-"""Embedding tables that ranks divide among them: layers for a model of your own. docs/embeddings.md explains them."""
+"""Embedding tables that ranks divide among them, as layers for a model of your own (docs/embeddings.md)."""
 
 from __future__ import annotations
 

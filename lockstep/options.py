@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
+from lockstep.etl.images.config import Source, Store
+from lockstep.etl.write.config import Weights
+from lockstep.features.images.resize import Fit
 from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import Compression, Format
 from lockstep.training.comm.options import Backend
 from lockstep.training.config import (
     BadImages,
@@ -103,14 +107,14 @@ class TrainOptions(FoldOptions, total=False):
 class InputOptions(TypedDict, total=False):
     """The options that write_logs and write_images share: fields of OutputConfig."""
 
-    fmt: str
-    compression: str
+    fmt: Format
+    compression: Compression
     split: str
     shard_bytes: int
     row_group_bytes: int | None
     seed: int
     sample: str | None
-    weights: str
+    weights: Weights
     quarantine: str | None
     append_to: str | None
     clean: bool
@@ -147,12 +151,12 @@ class LogsOptions(InputOptions, total=False):
 class ImagesOptions(InputOptions, total=False):
     """The options of write_images: fields of ImagesConfig."""
 
-    source: str
+    source: Source
     image_size: tuple[int, int] | None
-    fit: str
+    fit: Fit
     rotate: int
     channels: int | None
-    store: str
+    store: Store
     num_classes: int | None
     classes: tuple[str, ...] | None
     image_column: str

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lockstep.etl.images.cifar import NUM_CLASSES
 from lockstep.etl.images.source import composed
 from lockstep.etl.write.config import OutputConfig
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.intake import Intake
-from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.features.images.resize import FITS, ROTATIONS, Fit
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import require
 
-SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
+Source = Literal["idx", "cifar10", "cifar100", "folder", "tar", "parquet"]
+Store = Literal["pixels", "encoded"]
+SOURCES = get_args(Source)
 ENCODED = ("folder", "tar", "parquet")
-STORES = ("pixels", "encoded")
+STORES = get_args(Store)
 MAX_SIDE = 4096
 MAX_PIXELS = Limits().max_pixels
 MAX_CLASSES = 1 << 16
@@ -30,17 +32,17 @@ _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
 class ImagesConfig(OutputConfig):
     """The configuration of `lockstep etl_images`. Raises ConfigError for invalid values."""
 
-    source: str = "idx"
+    source: Source = "idx"
     """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP, PNM."""
     image_size: tuple[int, int] | None = None
     """Height and width that images are resized to; None keeps the size of idx and cifar, whose images are all equal."""
-    fit: str = "resize"
+    fit: Fit = "resize"
     """How images get that size: resize, crop or pad, see lockstep.features.images.resize.fit."""
     rotate: int = 0
     """Degrees clockwise, before the size is changed: 0, 90, 180 or 270."""
     channels: int | None = None
     """1 (grey) or 3 (RGB); None keeps those of idx and cifar, and means 3 for files."""
-    store: str = "pixels"
+    store: Store = "pixels"
     """pixels, or encoded: the bytes of the files, which a reader decodes and resizes."""
     num_classes: int | None = None
     """Labels are 0 to num_classes - 1, others are quarantined; None for 10 (cifar100: 100) or the number of names."""

@@ -6,17 +6,18 @@ import posixpath
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES
 from lockstep.etl.split.sampling import Sampling, parse_share
 from lockstep.etl.split.splits import SplitSpec
-from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
+from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS, Compression, Format
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
-WEIGHTS = ("none", "balanced")
+Weights = Literal["none", "balanced"]
+WEIGHTS = get_args(Weights)
 NOT_KEPT = "none"
 """The value of --quarantine with which rejected input is not kept."""
 _SIDE = re.compile(r"[0-9]{1,9}")
@@ -28,9 +29,9 @@ class WriteConfig:
 
     output: str
     """URL of the dataset; must not exist."""
-    fmt: str = "tfrecord"
+    fmt: Format = "tfrecord"
     """tfrecord or parquet."""
-    compression: str = "none"
+    compression: Compression = "none"
     """none or gzip, for TFRecord shards; pages of Parquet shards are always compressed (zstd)."""
     split: str = "80/20"
     """See SplitSpec."""
@@ -42,7 +43,7 @@ class WriteConfig:
     """Seed of the split and of the order of records."""
     sample: str | None = None
     """See Sampling: the share of records of common classes to keep for training; None keeps all."""
-    weights: str = "none"
+    weights: Weights = "none"
     """`balanced` adds a field `weight` that gives all classes of the label equal weight in training (1 for a class that
     is not in training); `none` adds none."""
     quarantine: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from lockstep.etl import columns as c
 from lockstep.etl.columns import PACKED, PLACE
@@ -28,7 +28,7 @@ from lockstep.etl.write.append import Parent, check_new_ids
 from lockstep.etl.write.carried import Carried, Carry, place_carried
 from lockstep.etl.write.chance import refuse_chance
 from lockstep.etl.write.checks import Target, check_output, check_target
-from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, OutputConfig, WriteConfig
+from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, OutputConfig, Weights, WriteConfig
 from lockstep.etl.write.frame import named_repeats, prepared
 from lockstep.etl.write.late import AssignLate, LateImages, write_late
 from lockstep.etl.write.pandas_rows import is_frame, spark_frame
@@ -36,9 +36,10 @@ from lockstep.etl.write.publication import Done, Job, building, compression_of, 
 from lockstep.etl.write.quarantine import Origin
 from lockstep.etl.write.shards import RUN_AGAIN, WriteShards, other_rows, plan_shards, sizes_of, write_shards
 from lockstep.etl.write.staging import Staging
+from lockstep.features.arrow import ArrowTable
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.layout import DatasetPaths, split_name
+from lockstep.storage.dataset.layout import Compression, DatasetPaths, Format, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.documents import canonical_bytes
@@ -46,6 +47,7 @@ from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
+    import pandas as pd
     from pyspark.sql import DataFrame
 
 __all__ = ["Origin", "write_dataset"]
@@ -56,20 +58,20 @@ SMALL_BYTES, ROW_BYTES = 4 << 20, 64  # rows that one task counts; of a row, bes
 
 
 def write_dataset(
-    df: Any,
+    df: DataFrame | pd.DataFrame | ArrowTable,
     url: str | os.PathLike[str],
     *,
     id_columns: str | Sequence[str],
     schema: Schema | None = None,
     label: str | None = None,
-    fmt: str = "tfrecord",
-    compression: str = "none",
+    fmt: Format = "tfrecord",
+    compression: Compression = "none",
     split: SplitSpec | str = "80/20",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     row_group_bytes: int | None = None,
     seed: int = 0,
     sample: str | None = None,
-    weights: str = "none",
+    weights: Weights = "none",
     quarantine: str | None = None,
     append_to: str | None = None,
     clean: bool = False,
@@ -101,8 +103,7 @@ def write_dataset(
     >>> manifest.counts.written, sorted(manifest.splits)
     (500, ['test', 'train'])
     """
-    if is_frame(df):
-        df = spark_frame(df)
+    rows = spark_frame(df) if is_frame(df) else cast("DataFrame", df)
     config = WriteConfig(
         output=absolute(url), fmt=fmt, compression=compression,
         split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,
@@ -111,7 +112,7 @@ def write_dataset(
         petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
     parent = check_output(config)
-    return write_frame(df, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
+    return write_frame(rows, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
 
 
 def write_frame(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 Read = Callable[[NDArray[np.int64]], pa.RecordBatch | None]
 # A piece of 4 MiB may hold 100,000 records, and a schema hundreds of fields that all of them lack.
 _RUN_BYTES = 64 << 20
+
+
+class ArrowTable(Protocol):
+    """What public calls ask of a pyarrow Table: pyarrow has no types, so its own name would accept any rows."""
+
+    def to_pydict(self) -> dict[str, list[Any]]:
+        """Return the columns as Python lists by their names."""
 
 
 def array_of(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buffers: NDArray[Any]) -> pa.Array:

@@ -146,9 +146,11 @@ def refuse(module: str, name: str, names: list[str], missing: dict[str, str]) ->
     raise AttributeError(f"module {module!r} has no attribute {name!r}; {meant}docs/models.md lists what is there")
 
 
-def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        return importlib.import_module("lockstep.horovod.callbacks")
-    if name in _WITH_TENSORFLOW:
-        return getattr(importlib.import_module(_WITH_TENSORFLOW[name]), name)
-    refuse(__name__, name, __all__, ABSENT)
+if not TYPE_CHECKING:  # a type checker would assume that every name exists
+
+    def __getattr__(name: str) -> Any:
+        if name == "callbacks":
+            return importlib.import_module("lockstep.horovod.callbacks")
+        if name in _WITH_TENSORFLOW:
+            return getattr(importlib.import_module(_WITH_TENSORFLOW[name]), name)
+        refuse(__name__, name, __all__, ABSENT)

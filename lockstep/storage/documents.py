@@ -113,7 +113,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 
 def unseal_as(kind: str, data: bytes, where: str, *, version: int = 1) -> dict[str, Any]:
-    """Read, as `unseal` does, a document that names its kind; raises DataError for another kind or an unknown version."""
+    """Read a document that names its kind, as `unseal` does; raises DataError for another kind or version."""
     doc = unseal(data, where)
     found = doc.get("format_version")
     if doc.get("kind") != kind or found != version or type(found) is not int:  # Python takes true and 1.0 for 1

@@ -26,7 +26,10 @@ FILE = re.compile(
     rf"(?<![\w/.$*{{}}<>-])((?:{'|'.join(FOLDERS)}|docs|data)/[\w./-]*\w\.(?:py|md|toml|sh|ipynb|java|sbt|txt))"
 )
 MODULE = re.compile(r"python -m ((?:jobs|benchmarks|training|tests|etl|lockstep)[\w.]*\w)")
-EXAMPLES = {"conf/my.toml", "benchmarks/NAME.py"}  # of a reader
+OF_OTHERS = {  # of a reader, of Spark
+    *("conf/my.toml", "benchmarks/NAME.py", "examples/FILE.py"),
+    "examples/src/main/scripts/getGpusResources.sh",
+}
 BY_HAND = "*Measured by hand: no script repeats it.*"
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -76,7 +79,7 @@ RESULTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").r
 def gone(text: str) -> list[str]:
     """The files and modules that a text names and that are not there."""
     modules = [f"{module.replace('.', '/')}.py" for module in MODULE.findall(text)]
-    named = {name for name in (*FILE.findall(text), *modules) if name not in EXAMPLES}
+    named = {name for name in (*FILE.findall(text), *modules) if name not in OF_OTHERS}
     return sorted(name for name in named if not ((ROOT / name).exists() or (ROOT / name).with_suffix("").is_dir()))
 
 

@@ -111,7 +111,7 @@ def test_a_label_that_cannot_be_one_is_refused_by_name(tmp_path: Path) -> None:
             propose_schema(frame, label=name)
         assert got in caught.value.got
     with pytest.raises(ConfigError, match="no data frame"):
-        propose_schema([1, 2])
+        propose_schema([1, 2])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="nothing to propose"):
         propose_schema(frame.iloc[:0])
     late = pd.DataFrame({"x": range(20_000), "y": ["a"] * 15_000 + ["b"] * 4_999 + ["c"]})

@@ -20,8 +20,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def launch(threads: int, script: str | Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run an example, or a script of tests/scripts, on two ranks, with so many threads of TensorFlow's executor, in
-    which calls wait for other ranks.
+    """Run an example, or a script of tests/scripts, on two ranks, with so many threads of TensorFlow's executor: calls
+    wait in them for other ranks.
     """
     command = [
         sys.executable,

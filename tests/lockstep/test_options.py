@@ -47,8 +47,7 @@ def test_options_of_batches_are_those_of_planned_batches() -> None:
 
 
 def test_no_public_call_takes_any_option() -> None:
-    calls = [value for name in lockstep.__all__ if inspect.isfunction(value := getattr(lockstep, name))]
+    calls: list[Any] = [value for name in lockstep.__all__ if inspect.isfunction(value := getattr(lockstep, name))]
     assert len(calls) > 15
-    every: list[Any] = [*calls, lockstep.data.numpy_batches]
-    for call in every:
+    for call in (*calls, lockstep.data.numpy_batches):
         assert "**options: 'Any'" not in str(inspect.signature(call)), call

@@ -86,7 +86,7 @@ def train(folder: Path) -> float:
 
 def batches() -> int:
     planned = data.PlannedBatches.open("data", global_batch=16, epochs=1)
-    rows = sum(batch.x["a"].shape[0] for batch in data.numpy_batches("data", global_batch=32, seed=1, augment=["flip"]))
+    rows = sum(len(batch.x["a"]) for batch in data.numpy_batches("data", global_batch=32, seed=1, augment=["flip"]))
     state = data.loader(planned, num_workers=2, pin_memory=True).state_dict()
     return rows + (planned.steps or 0) + len(state)
 
@@ -115,6 +115,7 @@ lockstep.cross_validate("data", "run", "logistic", global_batch=16, epochs=1, mi
 lockstep.write_logs(lockstep.spark_session(), "a", "b", lable="page")
 lockstep.write_images(lockstep.spark_session(), "a", "b", image_size="8x8")
 lockstep.write_dataset(3, "b", id_columns="id")
+lockstep.write_dataset(lockstep.spark_session().range(9), "b", id_columns="id", fmt="orc")
 lockstep.evaluate("run", "data", batch="512")
 data.numpy_batches("data", globalbatch=16)
 data.numpy_batches("data", global_batch=16, seeds=1)

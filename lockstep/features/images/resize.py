@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError, DataError, require
 
-FITS = ("resize", "crop", "pad")
+Fit = Literal["resize", "crop", "pad"]
+FITS = get_args(Fit)
 ROTATIONS = (0, 90, 180, 270)
 # ITU-R 601 luma in 1/65536, with Pillow's weights
 _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)

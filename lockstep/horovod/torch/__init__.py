@@ -7,7 +7,7 @@ TensorFlow is loaded. docs/decisions/071-pytorch.md.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.storage.errors import ConfigError
 
@@ -148,5 +148,7 @@ ABSENT = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, __all__, ABSENT)
+if not TYPE_CHECKING:  # a type checker would assume that every name exists
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse(__name__, name, __all__, ABSENT)

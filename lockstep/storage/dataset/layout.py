@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join, parent
 
-FORMATS = ("tfrecord", "parquet")
+Format = Literal["tfrecord", "parquet"]
+FORMATS = get_args(Format)
 CARRIED_FOLDER = "_carried"
 FILES_FOLDER = "_files"
-COMPRESSIONS = ("none", "gzip")  # as options name them
+Compression = Literal["none", "gzip"]  # as options name them
+COMPRESSIONS = get_args(Compression)
 SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by the compression in the manifest
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FITTED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json")

@@ -92,7 +92,7 @@ LAYOUTS: list[tuple[str, Sequence[str], Sequence[str], str]] = [
 @pytest.mark.parametrize("form", ["folder", "tar", "tar.gz"])
 def test_layouts(tmp_path: Path, files: Sequence[str], classes: Sequence[str], error: str, form: str) -> None:
     content = dict.fromkeys(files, ONE)
-    config = ImagesConfig(inputs=("x",), output="y", source=form[:3] if form[0] == "t" else form, image_size=(4, 4))
+    config = ImagesConfig(inputs=("x",), output="y", source="folder" if form == "folder" else "tar", image_size=(4, 4))
     if form == "folder":
         plan = folders.plan([str(make_tree(tmp_path / "set", content))], split_bytes=STEP)
     else:

@@ -14,6 +14,7 @@ from lockstep.etl.write.dataset import write_dataset
 from lockstep.etl.write.quarantine import Origin
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import Format
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from tests.etl.conftest import large_offsets, tree
 
@@ -54,7 +55,7 @@ def row(number: int) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fmt", "large"), [("tfrecord", False), ("parquet", False), ("tfrecord", True)])
-def test_shards_and_indexes_are_these_bytes(spark: SparkSession, tmp_path: Path, fmt: str, large: bool) -> None:
+def test_shards_and_indexes_are_these_bytes(spark: SparkSession, tmp_path: Path, fmt: Format, large: bool) -> None:
     df = spark.createDataFrame([row(number) for number in range(300)], DDL)
     with large_offsets(spark) if large else nullcontext():
         write_dataset(

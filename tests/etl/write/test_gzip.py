@@ -13,6 +13,7 @@ from lockstep.etl.write.append import ids_of
 from lockstep.etl.write.config import WriteConfig
 from lockstep.etl.write.dataset import write_dataset
 from lockstep.jobs import etl_table
+from lockstep.storage.dataset.layout import Compression
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.verify import verify
@@ -55,7 +56,7 @@ def test_sample_ids_are_those_of_the_unpacked_shards(tmp_path: Path) -> None:
 def test_a_packed_dataset_is_the_plain_one_to_every_reader(spark: SparkSession, tmp_path: Path) -> None:
     rows = spark.range(1500).selectExpr("id", "id % 7 AS page", "concat('word', id % 90) AS word", "id % 3 = 0 AS hit")
 
-    def write(name: str, tasks: int, compression: str) -> DatasetManifest:
+    def write(name: str, tasks: int, compression: Compression) -> DatasetManifest:
         url, df = str(tmp_path / name), rows.coalesce(tasks)
         return write_dataset(
             df, url, id_columns=("id",), label="hit", shard_bytes=45_000, split="50/50", compression=compression
