@@ -33,6 +33,7 @@ import numpy as np
 import lockstep
 from benchmarks.shared import dcn
 from benchmarks.shared.shapes import machine, spread
+from lockstep.storage.dataset.layout import Format
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
