@@ -4,7 +4,7 @@
 
 The model is a deep and cross network of 229,572 weights over 13 numbers and 26 ids (shared/dcn.py), compiled without
 XLA for each contestant. Plain Keras gets all rows as NumPy arrays, and as a tf.data.Dataset of tensors in memory, both
-shuffled anew in each epoch; in each round the faster one counts. Lockstep reads a dataset on the local disk with its
+shuffled again in each epoch; in each round the faster one counts. Lockstep reads a dataset on the local disk with its
 own defaults. All contestants run in turns, each in new processes; ratios are taken round by round.
 
 Figures are of the epochs after the first one, in which the step is traced: Keras' from the beginning of each epoch to

@@ -39,7 +39,7 @@ def rows(count: int) -> dict[str, np.ndarray]:
 
 
 def dcn() -> Any:
-    """The model, compiled: DCN V2 of Wang and others (2021), crosses beside dense layers."""
+    """Build and compile DCN V2 of Wang and others (2021): crosses next to dense layers."""
     import keras
     from keras import layers
 
