@@ -99,7 +99,7 @@ def by_job(spark: SparkSession, table: Path, out: str, fmt: Format) -> None:
 
 
 def plain(spark: SparkSession, table: Path, out: str, fit: Fit | None) -> None:
-    """The same products by Spark alone; `fit` learns from the rows of train."""
+    """Make the same products by Spark alone; `fit` learns from the rows of train."""
     from pyspark.sql import functions as f
 
     side = f.when(f.pmod(f.xxhash64("visit"), f.lit(100)) < 80, "train").otherwise("test")
@@ -127,7 +127,7 @@ def fit_by_sql(train: DataFrame) -> dict[str, Any]:
 
 
 def fit_by_ml(train: DataFrame) -> dict[str, Any]:
-    """The same by pyspark.ml."""
+    """Fit the same by pyspark.ml."""
     from pyspark.ml.feature import StandardScaler, StringIndexer, VectorAssembler
 
     texts = list(TEXTS)

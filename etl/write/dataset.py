@@ -226,8 +226,7 @@ def _built(
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
-    left_out = counted - written - origin.quarantined
-    size = sum(of for _, of in sizes.values()) + ROW_BYTES * (written + left_out)
+    size = sum(of for _, of in sizes.values()) + ROW_BYTES * (written + sum(found.dropped.values()))
     is_small = size <= SMALL_BYTES
     stack.enter_context(sized(df.sparkSession, 0 if is_small else size))
     if is_small:

@@ -70,7 +70,6 @@ def test_a_log_says_it_or_is_refused(text: str, value: int | None) -> None:
 
 @pytest.mark.slow
 def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, tmp_path: Path) -> None:
-    spark.conf.set("spark.sql.shuffle.partitions", "2")
     columns = {
         "id": pa.array(range(40)),
         "u": pa.array(VALUES * 8, pa.uint64()),
