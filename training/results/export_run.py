@@ -188,10 +188,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         model = models[0]
         model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
     else:
+        from lockstep.training.models.inputs import inputs_of
         from lockstep.training.scoring.ensemble import saved_ensemble_of
         from lockstep.training.scoring.score_split import takes_logits
 
-        model = saved_ensemble_of(models, [takes_logits(one) for one in models], signature)
+        logits = [takes_logits(one) for one in models]
+        model = saved_ensemble_of(models, logits, signature, inputs_of(signature))
     directory = context.payload["directory"]
     files = export(model, directory, config.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}
