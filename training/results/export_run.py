@@ -244,12 +244,11 @@ def chosen(
         return chain[0]
     found = [ref for ref in chain if ref.step == which]
     if not found:
-        raise _no_such(paths, f"step {which}", chain)
+        raise _no_such(paths, f"step {which}", chain, best=find_best(fs, paths, config.keep) is not None)
     return found[0]
 
 
-def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef]) -> ConfigError:
+def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef], *, best: bool = False) -> ConfigError:
     steps = ", ".join(str(ref.step) for ref in chain[:20])
-    return ConfigError(
-        f"{paths.root} has no such checkpoint", got=got, allowed=f"last, or a step: {steps}", next_step="Choose one."
-    )
+    allowed = f"last, {'best, ' if best else ''}or a step: {steps}"
+    return ConfigError(f"{paths.root} has no such checkpoint", got=got, allowed=allowed, next_step="Choose one.")
