@@ -76,10 +76,7 @@ def spark_type(kind: pa.DataType) -> str:
     return _SPARK_NAMES.get(str(kind), str(kind))
 
 
-# Words that Spark takes for a value or the begin of an expression, not for a column.
-_VALUES = {"null", "true", "false", "not", "case", "interval", "any", "exists", "some", "all", "user", "session_user"}
-_VALUES |= {"current_date", "current_time", "current_timestamp", "current_user", "localtimestamp", "localtime"}
-_VALUES |= {"select", "from", "cast", "struct", "distinct", "array", "map"}
+_VALUES = ("null", "true", "false", "not", "current_path")  # Spark never takes these for a column
 
 
 def named(name: str) -> str:
