@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -73,6 +74,15 @@ def spark_type(kind: pa.DataType) -> str:
     if pa.types.is_decimal(kind):
         return f"decimal({kind.precision},{kind.scale})"
     return _SPARK_NAMES.get(str(kind), str(kind))
+
+
+_VALUES = ("null", "true", "false", "not", "current_path")  # Spark never takes these for a column
+
+
+def named(name: str) -> str:
+    """A column's name as a query has it: in backticks where Spark needs them."""
+    is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and name.lower() not in _VALUES
+    return name if is_plain else quoted(name)
 
 
 def quoted(name: str) -> str:

@@ -58,6 +58,8 @@ def propose_schema(
         write_proposal(found, absolute(output))
     if found.left_out:
         log.warning("left out of the schema: %s", c.listed(found.left_out))
+    if found.doubt:
+        log.warning("label %s: %s", found.label, found.doubt)
     return load_schema(found.text)
 
 
@@ -109,13 +111,16 @@ def _pandas_table(frame: Any, label: str | None) -> Table:
 
 
 def _label_values(values: pa.Array) -> pa.Array:
-    """The distinct texts, or least and greatest value, and null if there is one."""
+    """The distinct texts, or least and greatest number, one that is neither 0 nor 1, and null, if there are such."""
     if pa.types.is_string(values.type):
         return pc.unique(values)
     if not (pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         return values
     span, null = pc.min_max(values), [None] if values.null_count else []
-    return pa.array([span["min"].as_py(), span["max"].as_py(), *null], values.type)
+    other: list[Any] = []
+    if pa.types.is_floating(values.type):
+        other = values.filter(pc.invert(pc.is_in(values, pa.array([0, 1], values.type))))[:1].drop_null().to_pylist()
+    return pa.array([span["min"].as_py(), span["max"].as_py(), *other, *null], values.type)
 
 
 def _no_field(kind: pa.DataType) -> str:
@@ -165,8 +170,10 @@ def _values_in_spark(df: DataFrame, label: str, kind: str) -> pa.Array | None:
         return plain(df.select(column).distinct().limit(MAX_CLASSES + 2).toArrow().column(0))
     if kind.startswith("array"):
         return None
-    row = df.agg(f.min(column), f.max(column), f.max(column.isNull())).first()
+    other = f.max(f.when(~column.isin(0, 1), column)) if kind in ("float", "double") else f.lit(None)
+    row = df.agg(f.min(column), f.max(column), f.max(column.isNull()), other).first()
     assert row is not None, "an aggregate without groups has one row"
-    least, most, null = row
+    least, most, null, third = row
+    more = [*([] if third is None else [third]), *([None] if null else [])]
     kinds = {"float": pa.float32(), "double": pa.float64(), "boolean": pa.bool_()}
-    return pa.array([least, most, *([None] if null else [])], kinds.get(kind, pa.int64()))
+    return pa.array([least, most, *more], kinds.get(kind, pa.int64()))

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lockstep.etl.columns import named
 from lockstep.features.schema.declare import declared_field
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.storage.errors import ConfigError, DataError, nearest
@@ -27,6 +28,7 @@ MAX_CLASSES = 100
 MAX_VOCABULARY, HASH_BUCKETS = 1000, 1000  # more distinct texts are hashed
 EMBEDDED_BUCKETS = 100_000  # ids need no column each
 SKEWED = 3.0  # the skewness (of an exponential distribution it is 2) from which a number is cut into tenths
+PERHAPS_IDS = 0.9  # the share of different values from which categories may be ids
 LEAST_IDS = 10  # in fewer rows, any column may have a different value in each
 _EXAMPLES, _EXAMPLE_CHARACTERS = 3, 30
 _IDS = re.compile(r"(^|[_ ])(id|code|zip|key)s?$", re.IGNORECASE)
@@ -68,6 +70,8 @@ class Asked:
     """Columns that are stored as whole numbers of microseconds."""
     numbers_as_bool: bool = True
     """Whether 0 and 1 can be stored as no and yes."""
+    fractions_as_bool: bool = True
+    """Whether 0.0 and 1.0 can be too, as pandas has them where a null was once."""
     header_note: str = ""
     """A comment for the head of the text."""
     pair_note: str = "A text of two values can be the label, by its name: label (--label)"
@@ -87,9 +91,12 @@ class Proposal:
     rows: int
     label: str | None
     left_out: tuple[str, ...]
+    doubt: str = ""
+    """What the label is taken for, where it may be meant otherwise."""
 
     def __str__(self) -> str:
         label = "no label" if self.label is None else f"label {self.label}"
+        label += f" ({self.doubt})" if self.doubt else ""
         return f"{self.fields} fields from {self.rows} rows, {label}"
 
 
@@ -101,7 +108,7 @@ def proposal(table: Table, asked: Asked) -> Proposal:
         raise bad_label(asked.label, f"no such column{nearest(asked.label, table.names)}")
     if not table.rows:
         raise _nothing(asked, table.unread or "no rows")
-    blocks, ids, left_out, fields, label = list[str](), list[str](), list[str](), 0, None
+    blocks, ids, left_out, fields, label, doubt = list[str](), list[str](), list[str](), 0, None, ""
     times, cases = Counter(table.names), Counter(name.lower() for name in table.names)
     for position, (name, values) in enumerate(zip(table.names, table.columns, strict=True), 1):
         faults = {
@@ -139,10 +146,14 @@ def proposal(table: Table, asked: Asked) -> Proposal:
             left_out.append(quoted(name) if name else f"column {position}")
             continue
         fields += 1
-        label = name if entry.get("kind") == "label" else label
         ids += [name] if _unique(values) else []
-        note = table.notes[position - 1]
-        note = note or ("always the same, so not an input" if _constant(values) else "")
+        note = table.notes[position - 1] or ("always the same, so not an input" if _constant(values) else "")
+        if entry.get("kind") == "label":
+            known = values if table.label_values is None or name != asked.label else table.label_values
+            label, doubt = name, _doubt(entry, values, known)
+            note = "; ".join(filter(None, [note, doubt]))
+        else:
+            note = note or _perhaps_id(entry, values)
         blocks.append(_block({"name": name, **entry}, _seen(values) + (f"; {note}" if note else "")))
     if not fields:
         raise _nothing(asked, "; ".join(block.strip("# \n") for block in blocks)[:500])
@@ -155,7 +166,7 @@ def proposal(table: Table, asked: Asked) -> Proposal:
         head.append(f"{asked.pair_note} " + quoted(f"{name} = '{value}'" if asked.pair_is_sql else name) + ".")
     head += [f"{asked.ids_note}: {', '.join(map(quoted, ids[:5]))}."] if ids else []
     text = "\n".join(["".join(f"# {line}\n" for line in head), *blocks])
-    return Proposal(text, fields, table.rows, label, tuple(left_out))
+    return Proposal(text, fields, table.rows, label, tuple(left_out), doubt)
 
 
 def bad_label(name: str, got: str) -> ConfigError:
@@ -188,7 +199,7 @@ def _last_pair(table: Table) -> tuple[str, str] | None:
     for name, values in reversed([*zip(table.names, table.columns, strict=True)]):
         if values is not None and values.type == pa.string() and not values.null_count:
             texts = Counter(values.to_pylist()).most_common(3)
-            if len(texts) == 2 and name.isidentifier() and not {"'", "\\"} & {*texts[1][0]}:
+            if len(texts) == 2 and named(name) == name and not {"'", "\\"} & {*texts[1][0]}:
                 return name, texts[1][0]
     return None
 
@@ -204,10 +215,43 @@ def _label(values: pa.Array, asked: Asked) -> dict[str, Any] | None:
     if values.null_count or kind not in ("bool", "int64", "float32", "float64"):
         return None
     least, most = span["min"].as_py(), span["max"].as_py()
-    if kind == "bool" or (kind == "int64" and asked.numbers_as_bool and least >= 0 and most <= 1):
+    if kind in ("float32", "float64"):
+        as_bool = asked.fractions_as_bool and {*values.unique().to_pylist()} <= {0.0, 1.0}
+    else:
+        as_bool = kind == "bool" or (asked.numbers_as_bool and least >= 0 and most <= 1)
+    if as_bool:
         return {"dtype": "bool", "kind": "label"}
     classes = {"num_classes": max(most + 1, 2)} if kind == "int64" and least == 0 and most < MAX_CLASSES else {}
     return {"dtype": kind, "kind": "label", **classes}
+
+
+def _doubt(entry: Mapping[str, Any], values: pa.Array, known: pa.Array) -> str:
+    """What a label is taken for, where another meaning is likely, and what to change for that. `values` are those of
+    the first rows, `known` the least and greatest of all.
+    """
+    names = entry.get("class_names", ())
+    if entry["dtype"] == "bool" and names:
+        return f"{quoted(names[1])} is yes, the second by alphabet; for {quoted(names[0])} turn class_names round"
+    if entry["dtype"] == "bool" or "num_classes" in entry or names:
+        return ""
+    least, most = (pc.min_max(known)[end].as_py() for end in ("min", "max"))
+    taken, distinct = "taken for a number to predict", values.unique().to_pylist()
+    if sorted(distinct) == [least, most]:
+        return f"{taken}; for yes or no make a boolean of it in a query: whether it is {most:g}"
+    if all(float(value).is_integer() for value in distinct) and most - least < MAX_CLASSES:
+        return f"{taken}; for {most - least + 1:g} classes make whole numbers from 0 of it in a query: less {least:g}"
+    return ""
+
+
+def _perhaps_id(entry: Mapping[str, Any], values: pa.Array) -> str:
+    """A note on a feature of categories of which nearly each row has its own."""
+    if (entry.get("encoding") or {}).get("kind") not in ("vocabulary", "hash") or pa.types.is_nested(values.type):
+        return ""
+    known = len(values) - values.null_count
+    different = pc.count_distinct(values).as_py()
+    if different < PERHAPS_IDS * known or different < 2:
+        return ""
+    return f'looks like an id: {different} of {known} values differ; encoding = {{ kind = "ignore" }} if it is one'
 
 
 def _asked_label(name: str, values: pa.Array, distinct: pa.Array | None, asked: Asked) -> dict[str, Any]:

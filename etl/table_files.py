@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -41,6 +41,7 @@ _AS_TEXT = {"spark.sql.sources.partitionColumnTypeInference.enabled": "false"}
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 LONG, FRACTION = re.compile(r"0|-?[1-9][0-9]*"), re.compile(r"-?[0-9]+\.[0-9]+")
 DATE = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])-([0-2][0-9]|3[01])")
+MAX_DIGITS = 38  # of a decimal of Spark
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # Spark's name for null
 
 
@@ -164,6 +165,8 @@ def merged_columns(kinds: Sequence[Kind], used: Callable[[str], bool]) -> tuple[
         if not used(first.name):
             left_out.add(first.name)
             continue
+        if other is not None and (wide := _wide_decimal([column for _, column in having])) is not None:
+            first, other = replace(first, kind=wide), None
         if other is None and first.kind is not None:
             merged.append(first)
         elif other is not None:
@@ -189,6 +192,18 @@ def merged_columns(kinds: Sequence[Kind], used: Callable[[str], bool]) -> tuple[
                 first.name, total - there, total, lacking,
             )  # fmt: skip
     return merged, frozenset(left_out)
+
+
+def _wide_decimal(columns: Sequence[Found]) -> DataType | None:
+    """The decimal that has all digits of decimals of several sizes, as pandas writes them by the values of each file;
+    None if it is larger than Spark's, or a column is no decimal.
+    """
+    from pyspark.sql.types import DecimalType
+
+    kinds = [column.kind for column in columns if isinstance(column.kind, DecimalType)]
+    scale = max((kind.scale for kind in kinds), default=0)
+    precision = scale + max((kind.precision - kind.scale for kind in kinds), default=0)
+    return DecimalType(precision, scale) if len(kinds) == len(columns) and precision <= MAX_DIGITS else None
 
 
 def _schema(columns: Sequence[Found]) -> Any:

@@ -164,7 +164,8 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     more = f"\nleft out (the file says why): {listed(found.left_out)}" if found.left_out else ""
     return (
         f"{config.output}: {found}{more}\nnext: read and correct it, then run lockstep etl_table with the same flags "
-        f"but --label, --schema {config.output}, --id-columns and an --output for the dataset"
+        "but --propose-schema, --for, --label and --exclude, with "
+        f"--schema {config.output}, --id-columns and an --output for the dataset"
     )
 
 

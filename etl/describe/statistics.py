@@ -59,8 +59,8 @@ class NumberStats:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the finite values."""
-        return math.sqrt(self._squares / max(self.count, 1))
+        """The standard deviation of the finite values; 0 of equal ones, whose mean may be rounded."""
+        return 0.0 if self.least == self.most else math.sqrt(self._squares / max(self.count, 1))
 
     def _add(self, values: npt.NDArray[Any]) -> None:
         if values.dtype.kind == "f":

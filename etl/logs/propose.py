@@ -53,6 +53,7 @@ def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the s
         embeddings=embeddings,
         time_columns=config.time_columns,
         numbers_as_bool=not config.format.keyed,
+        fractions_as_bool=False,
         header_note=_header_note(table, config),
         pair_note='For a text of two values: dtype = "bool", kind = "label", neither encoding nor nullable, and '
         "--label",

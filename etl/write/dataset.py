@@ -103,7 +103,6 @@ def write_dataset(
     >>> manifest.counts.written, sorted(manifest.splits)
     (500, ['test', 'train'])
     """
-    rows = spark_frame(df) if is_frame(df) else cast("DataFrame", df)
     config = WriteConfig(
         output=absolute(url), fmt=fmt, compression=compression,
         split=split if isinstance(split, str) else split.text, shard_bytes=shard_bytes,
@@ -111,8 +110,18 @@ def write_dataset(
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
         petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
-    parent = check_output(config)
-    return write_frame(rows, config, parent, id_columns=several(id_columns), schema=schema, label=label, origin=origin)
+    parent, ids = check_output(config), several(id_columns)
+    used = None if schema is None else _used(config, schema, ids)
+    rows = spark_frame(df, used) if is_frame(df) else cast("DataFrame", df)
+    return write_frame(rows, config, parent, id_columns=ids, schema=schema, label=label, origin=origin)
+
+
+def _used(config: WriteConfig, schema: Schema, id_columns: Sequence[str]) -> set[str]:
+    """The columns of a frame that the writer looks at, if it has them."""
+    own = (c.SOURCE, c.POSITION, c.OCCURRENCE, c.SPLIT, c.DROPPED, c.CARRIED)
+    column = config.split_spec.column
+    also = (*_looked_at(config), *(() if column is None else (column,)))
+    return {*(field.name for field in schema), *id_columns, *also, *own}
 
 
 def write_frame(

@@ -114,7 +114,7 @@ def fault_of(name: str, kind: str) -> ConfigError | None:
     if item in DTYPES:
         return None
     whole = " A schema may declare it as uint64." if item in (UINT64, *_WIDER[UINT64]) else ""
-    step = f"Use {_way(kind).format(name)} in a query, or exclude it.{whole}"
+    step = f"Use {_way(kind).format(c.named(name))} in a query, or exclude it.{whole}"
     return _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", step)
 
 
@@ -245,8 +245,9 @@ def _as(name: str, got: str, kind: str) -> str:
     if had_list == is_list and had in _WIDER.get(item, ()):
         return f"CAST({column} AS {kind})"
     if c.nested_list(got):
-        raise _cannot(name, got, kind, f"Use {_way(got).format(name)} in a query, or leave it out of the schema.")
-    raise _cannot(name, got, kind, f"Cast it in a query: CAST({name} AS {kind}), or declare it otherwise.")
+        way = _way(got).format(c.named(name))
+        raise _cannot(name, got, kind, f"Use {way} in a query, or leave it out of the schema.")
+    raise _cannot(name, got, kind, f"Cast it in a query: CAST({c.named(name)} AS {kind}), or declare it otherwise.")
 
 
 def _class_of(name: str, got: str, label: Field, kept: str) -> str | None:
@@ -262,7 +263,7 @@ def _class_of(name: str, got: str, label: Field, kept: str) -> str | None:
         place = f"(array_position(array({texts}), {column}) - 1)"
         unknown, allowed = f"{place} < 0", ", ".join(names)
         value = f"{place} = 1" if label.dtype == "bool" else place
-    elif got in c.WHOLE and label.dtype == "bool":
+    elif got in (*c.WHOLE, "float", "double") and label.dtype == "bool":
         unknown, allowed, value = f"{column} NOT IN (0, 1)", "0 and 1", f"{column} = 1"
     else:
         return None
@@ -281,7 +282,7 @@ def _unless(wrong: str, error: DataError, value: str) -> str:
 
 
 def _way(kind: str) -> str:
-    """What to use instead of a column whose type cannot be stored, with {0} for its name."""
+    """What to use instead of a column whose type cannot be stored, with {0} for its name in a query."""
     if c.nested_list(kind):
         return "flatten({0}), with transform({0}, part -> size(part)) as a second column for the lengths,"
     return _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types")

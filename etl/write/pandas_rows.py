@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -21,9 +22,9 @@ def is_frame(rows: Any) -> bool:
     return isinstance(rows, pa.Table) or (module == "pandas" and type(rows).__name__ == "DataFrame")
 
 
-def arrow_columns(frame: Any) -> dict[str, pa.Array | None]:
+def arrow_columns(frame: Any, used: Collection[str] | None = None) -> dict[str, pa.Array | None]:
     """The columns of a pandas frame, named indexes first, or of an Arrow table, as `plain` has them; None for values of
-    several types. NaN, NaT and NA of pandas are null.
+    several types. NaN, NaT and NA of pandas are null. `used` names those to convert; None: all.
 
     Raises ConfigError for two columns of one name.
     """
@@ -41,7 +42,7 @@ def arrow_columns(frame: Any) -> dict[str, pa.Array | None]:
             allowed="each name once",
             next_step="Rename or drop the others.",
         )
-    return {name: _column(values) for name, values in named}
+    return {name: _column(values) for name, values in named if used is None or name in used}
 
 
 def _column(values: Any) -> pa.Array | None:
@@ -75,8 +76,10 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.float32() if kind == pa.float16() else kind
 
 
-def spark_frame(frame: Any) -> DataFrame:
-    """The rows in the active Spark session. Raises ConfigError without one, and for columns of several types."""
+def spark_frame(frame: Any, used: Collection[str] | None = None) -> DataFrame:
+    """The rows in the active Spark session, of the columns that are `used`; None: of all. Raises ConfigError without a
+    session, and for columns of several types.
+    """
     from pyspark.sql import SparkSession
 
     spark = SparkSession.getActiveSession()
@@ -87,7 +90,7 @@ def spark_frame(frame: Any) -> DataFrame:
             allowed="with lockstep.spark_session(APP, MASTER): ... around the call",
             next_step='Write it within such a session, such as lockstep.spark_session("rows", "local[2]").',
         )
-    columns = arrow_columns(frame)
+    columns = arrow_columns(frame, used)
     if mixed := [name for name, values in columns.items() if values is None]:
         raise ConfigError(
             f"{len(mixed)} columns have values of several types",

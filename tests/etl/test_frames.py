@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from sklearn.preprocessing import LabelEncoder
 
 import lockstep
 from lockstep.etl import tables
+from lockstep.etl.columns import quoted
 from lockstep.etl.frames import propose_schema
 from lockstep.etl.tables import TableConfig
+from lockstep.etl.write.frame import fault_of
 from lockstep.etl.write.pandas_rows import arrow_columns
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.declare import load_schema
@@ -95,6 +98,7 @@ def one_of_two(values: list[str]) -> bool:
         ([0, 3, 1, 2], ("int64", 4)),
         ([-1, 1, 5, 2], ("int64", None)),
         ([0.5, 1.0, 2.0, 0.0], ("float64", None)),
+        ([0.0, 1.0, 1.0, 0.0], ("bool", None)),
     ],
 )
 def test_a_label_of_numbers(values: list[Any], wanted: tuple[str, int | None]) -> None:
@@ -102,6 +106,45 @@ def test_a_label_of_numbers(values: list[Any], wanted: tuple[str, int | None]) -
     label = propose_schema(frame, label="y")["y"]
     assert (label.kind, label.dtype, label.num_classes) == ("label", *wanted)
     Encoder(Schema((propose_schema(frame, label="y").id_field, label)), {})  # a model can be trained on it
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0, 1, 1, 0], ""),
+        ([0, 3, 1, 2], ""),
+        ([-1, 1, 1, -1], "a number to predict; for yes or no make a boolean of it in a query: whether it is 1"),
+        ([1, 2, 3, 1], "a number to predict; for 3 classes make whole numbers from 0 of it in a query: less 1"),
+        ([0.0, 1.0, 2.0, 2.0], "a number to predict; for 3 classes make whole numbers from 0 of it in a query: less 0"),
+        ([0.5, 1.0, 2.0, 0.0], ""),
+        (["nein", "ja", "ja", "ja"], '"nein" is yes, the second by alphabet; for "ja" turn class_names round'),
+    ],
+)
+def test_what_a_label_is_taken_for_is_said(
+    values: list[Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    propose_schema(pd.DataFrame({"x": [1.0, 2, 3, 4], "y": values}), label="y", output=tmp_path / "s.toml")
+    comment = (tmp_path / "s.toml").read_text().split('name = "y"')[0].splitlines()[-2]
+    assert comment.endswith(words) and words in caplog.text
+    assert bool(words) == ("label y: " in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_said"),
+    [
+        ([*range(20), 3], True),
+        (["a", "b", "c"], True),
+        ([n % 10 for n in range(40)], False),
+        (["a", "b"] * 4, False),
+    ],
+)
+def test_categories_that_differ_in_nearly_each_row_are_perhaps_ids(
+    ids: list[Any], is_said: bool, tmp_path: Path
+) -> None:
+    propose_schema(pd.DataFrame({"id": ids, "y": 1.5}), label="y", output=tmp_path / "s.toml")
+    text = (tmp_path / "s.toml").read_text()
+    assert 'kind = "vocabulary"' in text
+    assert (f"looks like an id: {len(set(ids))} of {len(ids)} values differ" in text) == is_said
 
 
 def test_a_label_that_cannot_be_one_is_refused_by_name(tmp_path: Path) -> None:
@@ -161,6 +204,37 @@ def fed(url: str) -> dict[str, Any]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+ANY_NAMES = ("land", "home town", "größe", "a/b", "a.b", "a`b", "1st", "a-b", "null", "true", "case", "interval")
+CALLS = re.compile(
+    r"(?:CAST|unix_[a-z]+|transform|flatten|map_values)\((?:`(?:[^`]|``)*`|[^()`]|\([^()]*\)|\([^()]*`[^()]*\))*\)"
+)
+
+
+def test_what_is_suggested_in_place_of_a_column_is_sql_of_that_column(spark: SparkSession) -> None:
+    kinds = {
+        "date": "DATE '2024-01-31'",
+        "timestamp": "TIMESTAMP '2024-01-31 01:02:03'",
+        "timestamp_ntz": "TIMESTAMP_NTZ '2024-01-31 01:02:03'",
+        "decimal(6,2)": "CAST(1.5 AS DECIMAL(6,2))",
+        "map<string,int>": "map('k', 1)",
+        "array<array<int>>": "array(array(1, 2))",
+    }
+    words = spark.sql("SELECT keyword FROM sql_keywords()").toArrow().column(0).to_pylist()
+    for kind, value in kinds.items():
+        names = [*ANY_NAMES, *sorted({word.lower() for word in words if kind == "date"} - {*ANY_NAMES})]
+        df = spark.sql(f"SELECT {value} AS plain, {', '.join(f'{value} AS {quoted(name)}' for name in names)}")
+        calls = {name: suggested(name, kind) for name in ("plain", *names)}
+        assert calls["plain"] and all(len(each) == len(calls["plain"]) for each in calls.values()), calls
+        (row,) = df.selectExpr(*(call for each in calls.values() for call in each)).collect()
+        assert None not in row and [*row] == [*row][: len(calls["plain"])] * len(calls), kind
+
+
+def suggested(name: str, kind: str) -> list[str]:
+    fault = fault_of(name, kind)
+    assert fault is not None
+    return CALLS.findall(fault.next_step.replace("ZONE", "UTC").replace("item -> ...", "item -> size(item)"))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_partitions")
 def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession, tmp_path: Path) -> None:
@@ -189,6 +263,19 @@ def test_a_frame_becomes_a_dataset_without_a_schema_by_hand(spark: SparkSession,
     assert all(f"`{name}`" in caught.value.got for name in ("at", "path", "income"))
     with pytest.raises(ConfigError, match="several types"):
         lockstep.write_dataset(frame.assign(x=[1, "a"] * (ROWS // 2)), str(tmp_path / "wrong"), id_columns="row")
+
+    # What a proposal leaves out is not looked at; 0.0 and 1.0 are no and yes.
+    mixed = frame.assign(x=[1, "a"] * (ROWS // 2), z=1 + 2j, income=(frame["income"] == ">50K").astype(float))
+    closed = propose_schema(mixed, label="income", embeddings=True)
+    assert closed["income"].dtype == "bool" and "x" not in [field.name for field in closed]
+    lockstep.write_dataset(mixed, str(tmp_path / "closed"), id_columns="row", schema=closed, fmt="parquet")
+    again = ds.dataset(tmp_path / "closed", partitioning="hive").to_table().to_pandas().sort_values("row")
+    assert again["income"].tolist() == mixed["income"].astype(bool).tolist()
+    assert (
+        propose_schema(spark.createDataFrame(frame[["row"]].assign(y=[0.0, 1.0] * 120)), label="y")["y"].dtype == "bool"
+    )
+    late = spark.range(12_000).selectExpr("id", "CASE WHEN id = 11999 THEN 0.5D ELSE id % 2 * 1D END AS y")
+    assert propose_schema(late, label="y")["y"].dtype == "float64", "of all rows"
 
     # The same schema for a table that has another class.
     other = frame.assign(income=["other" if n == 7 else text for n, text in enumerate(frame["income"])])

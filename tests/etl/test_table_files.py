@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import decimal
 import json
 import logging
 from pathlib import Path
@@ -53,6 +54,30 @@ def compare(spark: SparkSession, folder: Path, seed: int) -> bool:
     }
     assert found == wanted, seed
     return True
+
+
+@slow
+@pytest.mark.parametrize("file_format", ["parquet", "orc"])
+def test_decimals_of_several_sizes_are_those_of_pyarrows_promoted_type(
+    spark: SparkSession, file_format: str, tmp_path: Path
+) -> None:
+    kinds = [pa.decimal128(6, 2), pa.decimal128(7, 2), pa.decimal128(20, 2), pa.decimal128(12, 5), pa.decimal128(3, 0)]
+    for number, kind in enumerate(kinds):
+        digits = kind.precision - kind.scale
+        values = [decimal.Decimal(10**digits - 1), decimal.Decimal(-1).scaleb(-kind.scale), None]
+        part = pa.table({"id": [3 * number, 3 * number + 1, 3 * number + 2], "price": pa.array(values, kind)})
+        (pq.write_table if file_format == "parquet" else orc.write_table)(part, tmp_path / f"{number}.{file_format}")
+    schemas = [pa.schema([("id", pa.int64()), ("price", kind)]) for kind in kinds]
+    wanted = pa.unify_schemas(schemas, promote_options="permissive")
+    df, _ = read_files(spark, [str(tmp_path)], file_format, lambda name: True)
+    found = df.toArrow().sort_by("id")
+    assert found.schema.field("price").type == wanted.field("price").type
+    files = [ds.dataset(tmp_path / f"{n}.{file_format}", format=file_format).to_table() for n in range(len(kinds))]
+    assert found.column("price").to_pylist() == [value for one in files for value in one.column("price").to_pylist()]
+    too_large = pa.table({"id": [99], "price": pa.array([decimal.Decimal("0.5")], pa.decimal128(38, 30))})
+    (pq.write_table if file_format == "parquet" else orc.write_table)(too_large, tmp_path / f"z.{file_format}")
+    with pytest.raises(ConfigError, match="`price` has two types"):
+        read_files(spark, [str(tmp_path)], file_format, lambda name: True)
 
 
 @slow

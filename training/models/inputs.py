@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 from keras.config import floatx
+from keras.src.utils.naming import to_snake_case
 
-from lockstep.features.schema.signature import Signature
+from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
 from lockstep.training.models import ModelOptions
+from lockstep.training.models.outputs import NAMED
 from lockstep.training.strategies.sharded_embedding import ShardedEmbedding
 
 
@@ -65,12 +69,43 @@ def table_of(
     return ShardedEmbedding(rows, width, spread=spread, name=name, **sharding.options, **more)
 
 
-# No field can have a name that begins with `_`: an input and a layer must not share one.
+_PLAIN = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
+
+
+def scope_name(column: str) -> str:
+    """The name of a column as part of a layer's name: itself if TensorFlow takes it, else `-` and it with `-` and two
+    hexadecimal digits for each other byte. Different for different columns: no name that stays begins with `-`.
+    """
+    return column if _PLAIN.fullmatch(column) else _escaped(column)
+
+
+def _escaped(column: str) -> str:
+    return "-" + re.sub(r"[^A-Za-z0-9_.]", lambda found: "".join(f"-{byte:02x}" for byte in found[0].encode()), column)
 
 
 def inputs_of(signature: Signature) -> dict[str, Any]:
     """An input of each feature by its name."""
-    return {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
+    return {name: input_of(name, spec) for name, spec in signature.features.items()}
+
+
+def input_of(name: str, spec: TensorSpec) -> Any:
+    """An input that a model is fed by the column's name, whatever the layer's name is.
+
+    No field can have a name that begins with `_`, as layers have here: an input and a layer must not share one.
+    """
+    is_taken = re.sub(r"_[0-9]+$", "", name) in _names_of_layers()
+    tensor = keras.Input(spec.shape, dtype=spec.dtype, name=_escaped(name) if is_taken else scope_name(name))
+    tensor.name = name  # Keras warns if it is not the key
+    return tensor
+
+
+@cache
+def _names_of_layers() -> frozenset[str]:
+    """What Keras calls layers and operations without a name, before a number, and the names of outputs."""
+    kinds = [keras.Operation]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return frozenset({to_snake_case(kind.__name__) for kind in kinds} | {name for name, _ in NAMED.values()})
 
 
 def ids_of(signature: Signature) -> dict[str, int]:
@@ -138,7 +173,7 @@ def weighted_sum(
     always = ops.zeros_like(inputs[next(iter(ids))][:, :1])
     parts = [_sum_of_ids({one: inputs[one] for one in bounded}, always, bounded, decay, sharding)]
     for one in (one for one in ids if one not in bounded):
-        table = table_of(f"_{one}_weights", None, 1, decay, "zeros", sharding)
+        table = table_of(f"_{scope_name(one)}_weights", None, 1, decay, "zeros", sharding)
         parts.append(ops.sum(vectors(inputs[one], table), axis=1))
     if together is not None:
         plain = keras.layers.Dense(
@@ -186,7 +221,7 @@ def embedded(
     for name, size in ids.items():
         there = ops.cast(ops.not_equal(inputs[name], 0), keras.config.floatx())  # (n, length)
         count = ops.maximum(ops.sum(there, axis=1, keepdims=True), 1)
-        table = table_of(f"_{name}_vectors", size, width, decay, sharding=sharding)
+        table = table_of(f"_{scope_name(name)}_vectors", size, width, decay, sharding=sharding)
         parts.append(ops.sum(vectors(inputs[name], table), axis=1) / count)
     return joined(parts)
 

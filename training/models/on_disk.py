@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -172,7 +173,9 @@ def load_model(url: str, name: str) -> keras.Model:
     """
     if ":" in name and not name.startswith(f"{models.SENT}:"):
         models.function_of(name)  # importing it registers its layers and metrics
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # A column's name is the key of its input, but not always the name of the layer (inputs.py).
+        warnings.filterwarnings("ignore", message="When providing `inputs` as a dict")
         path_of_model = Path(folder, MODEL_FILE)
         path_of_model.write_bytes(checked_model(url))
         try:

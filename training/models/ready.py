@@ -145,6 +145,9 @@ READY: dict[str, Ready] = {
         has_schedule=True,
     ),
 }
+# What others call a setting.
+_ALSO = {"depth": "layers", "num_layers": "layers", "units": "width", "hidden": "width", "neurons": "width"}
+_ALSO |= {"l2": "decay", "weight_decay": "decay", "rate": "dropout", "dim": "embedding", "embedding_dim": "embedding"}
 NAMES = (*READY, "module:function")
 
 
@@ -178,9 +181,11 @@ def settings_of(name: str, given: Mapping[str, Value]) -> dict[str, Any]:
     known = {} if model is None else model.settings
     for setting, value in given.items():
         if setting not in known:
+            meant = _ALSO.get(setting.lower(), "")
+            hint = f" (perhaps `{meant}`)" if meant in known else nearest(setting, known)
             raise ConfigError(
                 f"the model {name} has no setting `{setting}`",
-                got=f"--set {setting}={value}{nearest(setting, known)}",
+                got=f"--set {setting}={value}{hint}",
                 allowed=", ".join(known),
                 next_step="Correct --set; `lockstep models` lists the settings of each model.",
             )

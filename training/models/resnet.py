@@ -9,7 +9,7 @@ import keras
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
 from lockstep.training.models import ModelOptions
-from lockstep.training.models.inputs import penalty_of
+from lockstep.training.models.inputs import input_of, penalty_of
 from lockstep.training.models.outputs import CLASSES, compile_for, output_of
 from lockstep.training.models.ready import settings_of
 from lockstep.training.steps.batchnorm import GhostBatchNormalization
@@ -41,7 +41,7 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
         )
     chosen = settings_of(f"resnet{depth}", options.extra)
     penalty = penalty_of(chosen["decay"])
-    inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
+    inputs = input_of(name, image)
     x = inputs if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(inputs)
     x = _activated(_conv(x, 16, 1, penalty), options)
     for stage, filters in enumerate((16, 32, 64)):

@@ -13,7 +13,15 @@ from keras.config import floatx
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
 from lockstep.training.models import ModelOptions
-from lockstep.training.models.inputs import Sharding, column_of, ids_and_any_of, inputs_of, table_of, vectors
+from lockstep.training.models.inputs import (
+    Sharding,
+    column_of,
+    ids_and_any_of,
+    inputs_of,
+    scope_name,
+    table_of,
+    vectors,
+)
 from lockstep.training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, label_of
 from lockstep.training.models.ready import settings_of
 from lockstep.training.steps.over_ranks import gather_from
@@ -55,7 +63,7 @@ def two_tower(signature: Signature, options: ModelOptions) -> keras.Model:
     inputs, decay, sharding = inputs_of(signature), chosen["decay"], Sharding.of(options, chosen)
     towers = []
     for name in pair:
-        table = table_of(f"_{name}_vector", ids[name], chosen["embedding"], decay, START, sharding)
+        table = table_of(f"_{scope_name(name)}_vector", ids[name], chosen["embedding"], decay, START, sharding)
         towers.append(vectors(inputs[name], table)[:, 0])
     if retrieval:
         score = InBatch(axes=1, name="_score", dtype=floatx())(towers)
@@ -63,7 +71,7 @@ def two_tower(signature: Signature, options: ModelOptions) -> keras.Model:
         bias = keras.layers.Embedding(1, 1, embeddings_initializer="zeros", name="_bias")
         score = bias(ops.zeros_like(inputs[pair[0]][:, 0]))
         for name in pair:
-            biases = table_of(f"_{name}_bias", ids[name], 1, decay, "zeros", sharding)
+            biases = table_of(f"_{scope_name(name)}_bias", ids[name], 1, decay, "zeros", sharding)
             score = score + vectors(inputs[name], biases)[:, 0]
         score = score + ops.sum(towers[0] * towers[1], axis=1, keepdims=True)
     name, activation = NAMED[label]

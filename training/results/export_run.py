@@ -188,10 +188,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         model = models[0]
         model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
     else:
+        from lockstep.training.models.inputs import inputs_of
         from lockstep.training.scoring.ensemble import saved_ensemble_of
         from lockstep.training.scoring.score_split import takes_logits
 
-        model = saved_ensemble_of(models, [takes_logits(one) for one in models], signature)
+        logits = [takes_logits(one) for one in models]
+        model = saved_ensemble_of(models, logits, signature, inputs_of(signature))
     directory = context.payload["directory"]
     files = export(model, directory, config.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}
@@ -242,12 +244,11 @@ def chosen(
         return chain[0]
     found = [ref for ref in chain if ref.step == which]
     if not found:
-        raise _no_such(paths, f"step {which}", chain)
+        raise _no_such(paths, f"step {which}", chain, best=find_best(fs, paths, config.keep) is not None)
     return found[0]
 
 
-def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef]) -> ConfigError:
+def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef], *, best: bool = False) -> ConfigError:
     steps = ", ".join(str(ref.step) for ref in chain[:20])
-    return ConfigError(
-        f"{paths.root} has no such checkpoint", got=got, allowed=f"last, or a step: {steps}", next_step="Choose one."
-    )
+    allowed = f"last, {'best, ' if best else ''}or a step: {steps}"
+    return ConfigError(f"{paths.root} has no such checkpoint", got=got, allowed=allowed, next_step="Choose one.")

@@ -264,6 +264,13 @@ def _arrow(field: Field, values: Any) -> pa.Array:
             allowed=f"{field.dtype}, shape {field.shape}",
             next_step="Cast the column.",
         ) from None
+    if (field.encoding or {}).get("kind") == "standardise" and _infinities(array):
+        raise DataError(
+            f"the column `{field.name}` holds a value that is infinite",
+            got=f"{_infinities(array)} infinite values",
+            allowed="finite numbers, NaN and null (which count as missing), where a mean was fitted",
+            next_step="Drop or cap such values, as the dataset that the model was trained on needed it.",
+        )
     if not field.nullable and (array.null_count or (field.is_list and array.flatten().null_count)):
         raise DataError(
             f"the column `{field.name}` is null",

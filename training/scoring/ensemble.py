@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -56,17 +56,17 @@ def ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signatur
     return model
 
 
-def saved_ensemble_of(members: Sequence[keras.Model], logits: Sequence[bool], signature: Signature) -> keras.Model:
-    """Return the ensemble as a model of Keras' own layers, which can be saved and loads without Lockstep; without a
-    loss.
+def saved_ensemble_of(
+    members: Sequence[keras.Model], logits: Sequence[bool], signature: Signature, inputs: Mapping[str, Any]
+) -> keras.Model:
+    """Return the mean as a model of Keras' own layers over `inputs`, which can be saved and loads without Lockstep.
 
-    The members become its layers `member_0`, `member_1` ... Raises ConfigError as ensemble_of does.
+    It has no loss. The members become its layers `_member_0`, `_member_1` ... Raises ConfigError as ensemble_of does.
     """
     _check_shapes(members, signature)
     for number, member in enumerate(members):
-        member.name = f"member_{number}"  # a model's layers have different names
-    inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
-    return keras.Model(inputs, _average(members, logits, inputs))
+        member.name = f"_member_{number}"  # a model's layers have different names
+    return keras.Model(dict(inputs), _average(members, logits, inputs))
 
 
 def _average(members: Sequence[keras.Model], logits: Sequence[bool], inputs: Any) -> Any:

@@ -35,6 +35,14 @@ def test_the_widest_ranges_have_bars() -> None:
     assert len(far) == BINS and far[0][0].startswith("-1.7e+308")
 
 
+@given(st.floats(-1e300, 1e300), st.integers(1, 200))
+def test_equal_values_have_no_deviation(value: float, rows: int) -> None:
+    found = NumberStats()
+    for _ in range(3):
+        found.add(np.full(rows, value))
+    assert found.deviation == 0 == np.ptp(np.full(rows, value))
+
+
 def test_numbers_with_nulls_nan_and_infinity() -> None:
     found = stats("float64", pa.array([1.0, None, float("nan")]), pa.array([3.0, float("inf"), 0.0]))
     assert (found.rows, found.nulls) == (6, 1)

@@ -74,6 +74,9 @@ def test_what_json_cannot_hold_is_refused(extra: dict[str, Any]) -> None:
     ("model", "extra", "words"),
     [
         ("mlp", {"widht": 64}, "perhaps `width`"),
+        ("mlp", {"depth": 3}, "perhaps `layers`"),
+        ("wide-deep", {"embedding_dim": 3}, "perhaps `embedding`"),
+        ("linear", {"weight_decay": 0.1}, "perhaps `decay`"),
         ("mlp", {"width": 0}, "an integer from 1 up"),
         ("mlp", {"width": 2.5}, "an integer from 1 up"),
         ("mlp", {"width": True}, "an integer from 1 up"),

@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.signature import Signature
@@ -147,3 +149,16 @@ def test_the_fitted_file_is_that_of_the_fold_that_the_run_left_out() -> None:
     assert exported.fitted_name("bytes.json") == "bytes.json"
     with pytest.raises(DataError, match="several fitted files"):
         replace(exported, split="").fitted_name("page.json")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@given(st.lists(st.floats(width=32), min_size=1, max_size=6))
+def test_an_infinite_value_of_a_fitted_mean_is_refused(dtype: str, values: list[float]) -> None:
+    field = Field(name="x", dtype=dtype, encoding={"kind": "standardise", "file": "x.json"})
+    plain = Field(name="x", dtype=dtype)
+    assert len(raw_batch({"x": values}, (plain,))) == len(values)
+    if not np.isinf(values).any():
+        raw_batch({"x": values}, (field,))
+        return
+    with pytest.raises(DataError, match="`x` holds a value that is infinite"):
+        raw_batch({"x": values}, (field,))
