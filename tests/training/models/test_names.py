@@ -143,7 +143,11 @@ def test_a_run_with_odd_names_is_trained_exported_evaluated_and_predicts(tmp_pat
         )
     )
     rng, total = np.random.default_rng(0), 72
-    raw = {ratio: rng.random(total, np.float32), size: rng.integers(0, 6, total), town: rng.integers(0, 6, total)}
+    raw: dict[str, Any] = {
+        ratio: rng.random(total, np.float32),
+        size: rng.integers(0, 6, total),
+        town: rng.integers(0, 6, total),
+    }
     sample_ids = [sample_id([str(row).encode()], 0) for row in range(total)]
     columns = [pa.array(values) for values in [sample_ids, *raw.values(), raw[size] > 3]]
     rows = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
@@ -158,7 +162,7 @@ def test_a_run_with_odd_names_is_trained_exported_evaluated_and_predicts(tmp_pat
     export_run(out, str(tmp_path / "model"), run_threads, form="savedmodel")
     test = {name: values[48:] for name, values in raw.items()}
     loaded = ExportedModel.at(str(tmp_path / "model")).predictor()
-    expected = loaded(test)
+    expected: Any = loaded(test)
     signature = tf.saved_model.load(str(tmp_path / "model")).signatures["raw"]
     names = dict(zip(("a_b", "gr__e", "home_town"), test.values(), strict=True))
     given = {name: tf.constant(values) for name, values in names.items()}
