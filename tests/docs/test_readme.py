@@ -44,7 +44,11 @@ def steps(page: str) -> list[Step]:
 
 
 def test_each_page_with_commands_is_in_one_story() -> None:
-    pages = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    pages = [
+        "README.md",
+        "examples/README.md",
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    ]
     assert sorted(page for page in pages if steps(page)) == sorted(WITH_COMMANDS)
 
 

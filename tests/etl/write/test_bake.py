@@ -148,7 +148,7 @@ def test_an_append_has_its_parents_form_of_features(tmp_path: Path) -> None:
     for name, schema, batch in (("raw", HASHED, rows), ("baked", baker.schema, baked)):
         write_rows(str(tmp_path / name), schema, batch, {"train": 2}, "tfrecord", 1, 8, 0)
         manifest = load_dataset(str(tmp_path / name))
-        own = {**manifest.created_by, "config": {"split": "80/20"}}
+        own = {**manifest.created_by, "config": {"split": "80/20", "weights": "none"}}
         (tmp_path / name / "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
         for bake in (True, False):
             config = WriteConfig(output=str(tmp_path / "d"), bake=bake, append_to=str(tmp_path / name))

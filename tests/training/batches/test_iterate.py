@@ -290,16 +290,6 @@ def test_a_damaged_state_is_refused(root: str, torch_data: Any) -> None:
             torch_data.loader(planned, damaged)
 
 
-def test_the_state_of_batches_with_a_rotation_is_refused(root: str, pair: list[str]) -> None:
-    for urls, options in ((root, OPTIONS), (pair, MIXED)):
-        planned = PlannedBatches.open(urls, **options)
-        stored = planned.identity()
-        old = stored.get("parts", [stored])[0]
-        old["cache_rotation"] = 2  # as an older version stored it
-        with pytest.raises(ConfigError, match="--cache-rotation was removed"):
-            planned.check(stored)
-
-
 def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_path: Path, torch_data: Any) -> None:
     whole = [content(batch) for batch in numpy_batches(pair, **MIXED)]
     loader = torch_data.loader(PlannedBatches.open(pair, **MIXED))

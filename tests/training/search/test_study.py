@@ -104,12 +104,12 @@ def test_the_page_marks_the_best_links_trials_and_says_how_to_continue(tmp_path:
     assert [f'<a href="trials/{trial:04d}">' in page for trial in range(4)] == [True] * 4
     assert "<b>" not in page and "<script" not in page and 'class="card whole"' in page
     trained, more = (html.unescape(text) for text in re.findall("<pre><code>(.*?)</code></pre>", page, re.DOTALL))
-    flags = _train.config_of(_train.parser("", "train").parse(shlex.split(trained)[3:]))
+    flags = _train.config_of(_train.parser("", "train").parse(shlex.split(trained)[2:]))
     assert (flags.learning_rate, flags.epochs) == (best.parameters["learning_rate"], 8)
     assert flags.run == f"{config.root}-best" and flags.extra == {"name": best.parameters["set.name"]}
     declared, call = more.removeprefix("cat > space.toml <<'EOF'\n").split("\nEOF\n")
     (tmp_path / "space.toml").write_text(declared)
-    again = config_of(parser_of_tune().parse(shlex.split(call.replace("space.toml", f"{tmp_path}/space.toml"))[3:]))
+    again = config_of(parser_of_tune().parse(shlex.split(call.replace("space.toml", f"{tmp_path}/space.toml"))[2:]))
     assert again == replace(config, trials=8), "the same search, with more trials"
 
 
