@@ -189,7 +189,7 @@ def frame(
             return read_files(spark, config.inputs, config.input_format.lower(), partial(_is_used, config, fields))
         return spark.read.format(config.input_format).load(list(config.inputs)), frozenset()
     except PySparkException as error:
-        if not isinstance(error, AnalysisException | ParseException) and not any(one in str(error) for one in _LAYOUTS):
+        if not isinstance(error, AnalysisException | ParseException) and not any(map(_said(error).count, _LAYOUTS)):
             raise
         raise _unreadable(config, error) from None
     except Py4JJavaError as error:  # pyspark has no class for this one
@@ -211,14 +211,24 @@ def _is_used(config: TableConfig, fields: Sequence[str] | None, name: str) -> bo
     return name not in config.exclude if fields is None else name in fields
 
 
+def _said(error: BaseException | None) -> str:
+    """What an error of Spark says, and what it says of its causes: of a query on files only these name the layout."""
+    texts = []
+    while error is not None:
+        texts.append(str(error).partition("JVM stacktrace")[0])
+        error = getattr(error, "_cause", None) or error.__cause__
+    return "\n".join(texts)
+
+
 def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
     first = str(error).strip().splitlines()[0][:500]
     missing = "NOT_FOUND" in first.upper() or "PATH_DOES_NOT_EXIST" in first.upper()
     name = config.table or config.query or ", ".join(config.inputs)
     kind = NotFoundError if missing else ConfigError
+    said = _said(error)
     for condition, (allowed, step) in _LAYOUTS.items():
-        if condition in str(error):
-            folders = re.findall(r"\b(?:\w+:)?/[^\s,]+", str(error).partition("JVM stacktrace")[0])
+        if condition in said:
+            folders = re.findall(r"\b(?:\w+:)?/[^\s,`]+", said)
             got = f"{condition}: {', '.join(folders)}" if folders else condition
             return kind(f"the input cannot be read: {name[:200]}", got=got[:500], allowed=allowed, next_step=step)
     return kind(

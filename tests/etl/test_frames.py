@@ -125,8 +125,9 @@ def test_what_a_label_is_taken_for_is_said(
 ) -> None:
     propose_schema(pd.DataFrame({"x": [1.0, 2, 3, 4], "y": values}), label="y", output=tmp_path / "s.toml")
     comment = (tmp_path / "s.toml").read_text().split('name = "y"')[0].splitlines()[-2]
-    assert comment.endswith(words) and words in caplog.text
-    assert bool(words) == ("label y: " in caplog.text)
+    said = "\n".join(caplog.messages)
+    assert comment.endswith(words) and words in said
+    assert bool(words) == ("label y: " in said)
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,12 @@ def saved_ensemble_of(
 ) -> keras.Model:
     """Return the mean as a model of Keras' own layers over `inputs`, which can be saved and loads without Lockstep.
 
-    It has no loss. The members become its layers `_member_0`, `_member_1` ... Raises ConfigError as ensemble_of does.
+    It has no loss. The members become its layers `member>0`, `member>1` ..., which no
+    column is called (lockstep.training.models.inputs.scope_name). Raises ConfigError as ensemble_of does.
     """
     _check_shapes(members, signature)
     for number, member in enumerate(members):
-        member.name = f"_member_{number}"  # a model's layers have different names
+        member.name = f"member>{number}"  # a model's layers have different names
     return keras.Model(dict(inputs), _average(members, logits, inputs))
 
 

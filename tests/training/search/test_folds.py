@@ -141,7 +141,7 @@ class Launches:
     def __call__(self, task: RankTask, num_ranks: int, **more: Any) -> list[dict[str, Any]]:
         if len(self.entries) == self.fail_at:
             raise Interrupted
-        self.entries.append(task.entry.split(":")[0].split(".")[1])
+        self.entries.append(task.entry.split(":")[0].split(".")[2])
         return run_threads(task, num_ranks, **more)
 
 
