@@ -23,6 +23,7 @@ docs/schema.md lists every key. The manifest stores the same schema with all def
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from lockstep.features.schema.encodings import BAKED, MAX_FILE_STEM, Encoding
 from lockstep.features.schema.fields import Field, check_name, sample_id_field
 from lockstep.features.schema.schema import EXAMPLE, Schema
 from lockstep.storage.documents import sha256_hex
-from lockstep.storage.errors import ConfigError, NotFoundError, nearest
+from lockstep.storage.errors import ConfigError, NotFoundError, nearest, require
 from lockstep.storage.fs import filesystem
 
 # With seed 42 the hash equals Spark SQL's xxhash64: lockstep/features/encode/hashing.py.
@@ -49,7 +50,7 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes", "class_names")
 
 
-def load_schema(text_or_path: str) -> Schema:
+def load_schema(text_or_path: str | os.PathLike[str]) -> Schema:
     """Read a declared schema from its text (with a newline, or beginning with `{`) or from the URL of a .toml or .json.
 
     If no field of kind `id` is declared, the sample id comes first. Raises ConfigError, naming file, entry and line,
@@ -60,6 +61,10 @@ def load_schema(text_or_path: str) -> Schema:
     >>> [(field.name, field.dtype) for field in schema.fields]
     [('sample_id', 'int64'), ('hour', 'int64')]
     """
+    if isinstance(text_or_path, os.PathLike):
+        text_or_path = os.fspath(text_or_path)
+    allowed = "the text of a schema, or the path or URL of a .toml or .json file"
+    require(isinstance(text_or_path, str), "a declared schema", repr(text_or_path)[:100], allowed)
     text = text_or_path.lstrip()
     if "\n" in text or text.startswith("{"):
         return _parsed(text_or_path, "the schema's text", as_json=text.startswith("{"))

@@ -302,3 +302,13 @@ def test_any_document_is_a_schema_or_one_error(document: object) -> None:
         with contextlib.suppress(ConfigError):
             schema = load_schema(json.dumps(document))
             assert Schema.from_json(schema.to_json()) == schema
+
+
+@pytest.mark.parametrize("asked", [3, {"fields": []}, None, b"{}"])
+def test_what_is_no_schema_is_refused_by_name(asked: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a declared schema") as caught:
+        load_schema(asked)
+    assert repr(asked) in caught.value.got
+    path = tmp_path / "s.json"
+    path.write_text('{"fields": [{"name": "hour", "dtype": "int64"}]}')
+    assert load_schema(path) == load_schema(str(path))
