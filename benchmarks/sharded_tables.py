@@ -29,9 +29,9 @@ import numpy as np
 import psutil
 
 from lockstep.training.comm import CommOptions, Communicator, connect
+from lockstep.training.embeddings.sharded_table import EPSILON, ShardedTable, TableOptions
+from lockstep.training.embeddings.table_kernels import adagrad, add_by_place, gather
 from lockstep.training.exchange.sparse import Table, sum_rows
-from lockstep.training.strategies.sharded_table import EPSILON, ShardedTable, TableOptions
-from lockstep.training.strategies.table_kernels import adagrad, add_by_place, gather
 from lockstep.training.world import World
 
 HERE = Path(__file__).parent

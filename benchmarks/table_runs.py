@@ -44,7 +44,7 @@ def large(signature: Any, options: Any) -> Any:
     import keras
     from keras import ops
 
-    from lockstep.training.strategies import sharded_embedding
+    from lockstep.training.embeddings import sharded_embedding
 
     sharded_embedding.COPIES = 1 << 40  # no export at the end: it is not measured
     rows = int(options.extra["gb"] * 1e9 / (WIDTH + 1) / 4)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from lockstep.process.faces import face
 
 if TYPE_CHECKING:
-    from lockstep.training.strategies.sharded_embedding import ShardedEmbedding
+    from lockstep.training.embeddings.sharded_embedding import ShardedEmbedding
 
 __all__ = ["ShardedEmbedding"]
 
 if not TYPE_CHECKING:  # a type checker would assume that every name exists
     __getattr__, __dir__ = face(
-        __name__, dict.fromkeys(__all__, "lockstep.training.strategies.sharded_embedding"), __all__
+        __name__, dict.fromkeys(__all__, "lockstep.training.embeddings.sharded_embedding"), __all__
     )

@@ -17,9 +17,9 @@ from keras.src.utils.naming import to_snake_case
 
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
+from lockstep.training.embeddings.sharded_embedding import ShardedEmbedding
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.outputs import NAMED
-from lockstep.training.strategies.sharded_embedding import ShardedEmbedding
 
 
 @dataclass(frozen=True, slots=True)

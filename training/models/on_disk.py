@@ -31,6 +31,7 @@ from lockstep.storage.publish import MANIFEST_NAME, file_digest, lost_write, rea
 from lockstep.storage.urls import join, parent
 from lockstep.training import models
 from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.embeddings.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.two_tower import InBatch
 from lockstep.training.plan.datasets import what_differs
@@ -51,7 +52,6 @@ from lockstep.training.steps.batchnorm import GhostBatchNormalization
 from lockstep.training.steps.distribute import own_class
 from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp
 from lockstep.training.steps.patching import swapped
-from lockstep.training.strategies.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20

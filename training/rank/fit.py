@@ -26,6 +26,7 @@ from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import RankResult, TrainOrder
 from lockstep.training.control.protocol import OPENING, json_safe
+from lockstep.training.embeddings.sharded_embedding import Tables, check_fits
 from lockstep.training.exchange.agreement import Agreement, FedBatches, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from lockstep.training.models.on_disk import export, load_initial, plain_model
@@ -56,7 +57,6 @@ from lockstep.training.steps.model_state import (
 )
 from lockstep.training.steps.other_optimizers import others_of
 from lockstep.training.steps.own_fit import of_all_ranks, only_on_leader
-from lockstep.training.strategies.sharded_embedding import Tables, check_fits
 
 log = logging.getLogger(__name__)
 

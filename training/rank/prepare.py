@@ -19,6 +19,7 @@ from lockstep.training.compression.method import NONE, Compression
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import TrainOrder
+from lockstep.training.embeddings.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Exchange
@@ -45,7 +46,6 @@ from lockstep.training.steps.reduction import exchange_for
 from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
 from lockstep.training.strategies.every_step import EveryStep, exchanging
 from lockstep.training.strategies.mirrored import OfTensorflow, TensorflowExchange, TensorflowStep
-from lockstep.training.strategies.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import CheckpointReport, Restore, TrainOrder
 from lockstep.training.control.protocol import json_safe
+from lockstep.training.embeddings.sharded_embedding import TABLES, Tables
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.rank import callback_state
 from lockstep.training.rank.early_stop import EarlyStop
@@ -52,7 +53,6 @@ from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.run.paths import RunPaths, staged_checkpoint
 from lockstep.training.steps import model_state
 from lockstep.training.strategies.every_step import EveryStep
-from lockstep.training.strategies.sharded_embedding import TABLES, Tables
 
 CLASS_COUNTS = "class_counts/epoch"
 MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer

@@ -17,6 +17,7 @@ from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.client import ControlClient
+from lockstep.training.embeddings.sharded_embedding import Tables
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.rules import VALIDATION
@@ -24,7 +25,6 @@ from lockstep.training.scoring.score_split import Outputs, score
 from lockstep.training.scoring.scores import BATCH_ROWS
 from lockstep.training.steps.model_state import METRICS, SEEDS, variables_of
 from lockstep.training.steps.patching import swapped
-from lockstep.training.strategies.sharded_embedding import Tables
 
 BEAT_EVERY_S = 1.0
 

@@ -409,7 +409,7 @@ def _best_words(rule: str, best: Mapping[str, Any]) -> str:
 
 
 def _growing_tables(history: History) -> Mapping[str, Mapping[str, int]]:
-    """The last figures of each table without a number of rows (training/strategies/sharded_embedding.py)."""
+    """The last figures of each table without a number of rows (training/embeddings/sharded_embedding.py)."""
     return history.epochs[-1].get("tables", {}) if history.epochs else {}
 
 

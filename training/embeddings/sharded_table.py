@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import DataError, require
 from lockstep.training.comm.base import Communicator, part_bounds
+from lockstep.training.embeddings.table_kernels import adagrad, adam, add_by_place, draw, gather
 from lockstep.training.run.late_copy import LateCopy
-from lockstep.training.strategies.table_kernels import adagrad, adam, add_by_place, draw, gather
 
 Array = NDArray[Any]
 Positions = NDArray[np.int64]

@@ -19,6 +19,7 @@ from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
+from lockstep.training.embeddings.sharded_embedding import ShardedEmbedding, sharded_layers, with_base
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.inputs import inputs_of
 from lockstep.training.models.two_tower import two_tower
@@ -32,7 +33,6 @@ from lockstep.training.run.checkpoint_division import read_whole
 from lockstep.training.run.lineage import Checkpoint, find_tip
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
-from lockstep.training.strategies.sharded_embedding import ShardedEmbedding, sharded_layers, with_base
 from tests.training import _models
 from tests.training._threads import rows_of, run, run_threads
 from tests.training._tiny import write_rows
@@ -200,9 +200,9 @@ def by_id(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.fixture
 def differences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checkpoint but the first of a process is a difference."""
-    monkeypatch.setattr("lockstep.training.strategies.sharded_embedding.LEAST_BYTES", 0)
-    monkeypatch.setattr("lockstep.training.strategies.sharded_embedding.MOST_DIFFERENCES", 1000)
-    monkeypatch.setattr("lockstep.training.strategies.sharded_embedding._bytes_of", lambda specs: 0)
+    monkeypatch.setattr("lockstep.training.embeddings.sharded_embedding.LEAST_BYTES", 0)
+    monkeypatch.setattr("lockstep.training.embeddings.sharded_embedding.MOST_DIFFERENCES", 1000)
+    monkeypatch.setattr("lockstep.training.embeddings.sharded_embedding._bytes_of", lambda specs: 0)
 
 
 def assert_kept(paths: RunPaths) -> Checkpoint:
@@ -304,7 +304,7 @@ def test_validation_evaluation_and_export_agree(data: str, tmp_path: Path, monke
     loaded = keras.models.load_model(file)
     assert {type(layer).__module__.split(".")[0] for layer in loaded.layers} == {"keras"}
     assert len(tensors_at(url)["tables/_page_vectors/ids"]) > 20
-    monkeypatch.setattr("lockstep.training.strategies.sharded_embedding.COPIES", 1 << 40)
+    monkeypatch.setattr("lockstep.training.embeddings.sharded_embedding.COPIES", 1 << 40)
     with pytest.raises(ConfigError, match="do not fit into one process"):
         export_run(str(url), str(tmp_path / "model"), run_threads)
     assert train(data, tmp_path / "large", 2, max_steps=1).model is None

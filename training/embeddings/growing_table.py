@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import LockstepError
 from lockstep.training.comm.base import Communicator
-from lockstep.training.strategies.sharded_table import SHARDS, Positions, RowExchange, TableOptions
-from lockstep.training.strategies.table_kernels import draw_each, find, gather, insert
+from lockstep.training.embeddings.sharded_table import SHARDS, Positions, RowExchange, TableOptions
+from lockstep.training.embeddings.table_kernels import draw_each, find, gather, insert
 
 Array = NDArray[Any]
 FIRST_ROWS = 1024

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.comm import Communicator, SoloCommunicator
-from lockstep.training.strategies.sharded_table import EPSILON, SHARDS, ShardedTable, TableOptions
-from lockstep.training.strategies.table_kernels import gather
+from lockstep.training.embeddings.sharded_table import EPSILON, SHARDS, ShardedTable, TableOptions
+from lockstep.training.embeddings.table_kernels import gather
 from tests.training._ring import run_ring, run_solo
 from tests.training._shared import run_shared
 

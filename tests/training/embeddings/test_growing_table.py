@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.training.comm import Communicator, SoloCommunicator
-from lockstep.training.strategies.growing_table import FIRST_ROWS, Entries, GrowingTable, mixed, shard_of, unmixed
-from lockstep.training.strategies.sharded_table import BETAS, EPSILON, SHARDS, TableOptions
+from lockstep.training.embeddings.growing_table import FIRST_ROWS, Entries, GrowingTable, mixed, shard_of, unmixed
+from lockstep.training.embeddings.sharded_table import BETAS, EPSILON, SHARDS, TableOptions
 from tests.training._ring import run_ring, run_solo
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

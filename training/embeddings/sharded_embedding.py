@@ -25,14 +25,14 @@ from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
+from lockstep.training.embeddings.growing_table import GrowingTable
+from lockstep.training.embeddings.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
 from lockstep.training.run.checkpoint import Tensors, TensorSpec
 from lockstep.training.run.checkpoint_division import Piece, deal, held
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.steps.distribute import exchange_of, skipped_of
 from lockstep.training.steps.ordered import Calls
 from lockstep.training.steps.patching import swapped_class
-from lockstep.training.strategies.growing_table import GrowingTable
-from lockstep.training.strategies.sharded_table import CHANGED, SHARDS, ShardedTable, TableOptions
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
