@@ -55,7 +55,7 @@ class Control:
             LEAVE_AFTER.pop(step)()
             self.leaving.set()
 
-    def reads(self, what: str) -> None:
+    def reads(self, what: str | range) -> None:
         """Threads share one life."""
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class Supervisor:
             step, reading = last_words.read()
             last_words.close()
             self._stacks.close()
-            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail), "step": step, "reading": reading})
+            told = [reading.start, reading.stop] if isinstance(reading, range) else reading
+            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail), "step": step, "reading": told})
             if self._parts is not None:
                 self._parts.try_flush()
             return code
