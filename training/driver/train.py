@@ -239,7 +239,7 @@ class _Driver:
         found = find_tip(self._fs, self._paths, self._void)
         began = found.ref if found else None
         self._saved = str(began or "the start")
-        self._board.found(began)
+        self._board.resumes_from(began)
         if began is not None and self._ranks_before is None:
             self._note_earlier(began)
         try:

@@ -58,7 +58,7 @@ class ProfileOrder(Message):
     """The plan's identity."""
     comm: CommOrder
     steps: int | None
-    """Of each kind and round; None: the ranks choose."""
+    """The steps to measure of each kind in a round; None: the ranks choose."""
     rounds: int
 
 
@@ -75,7 +75,7 @@ class RankProfile(Message):
     """What a rank has measured; all but `rounds`, `cores`, `ranks_of_host`, `local` and `copy_s` is the same on all."""
 
     rounds: list[dict[str, dict[str, float]]]
-    """Of each round, what each kind of data took: {seconds, steps, cpu_s, ...}, without the first round."""
+    """What each kind of data took in each round but the first: {seconds, steps, cpu_s, ...}."""
     steps: int
     settling: int
     chunk_steps: int

@@ -55,7 +55,7 @@ class MadeModel(Message):
     files: list[dict[str, Any]]
     """{name, bytes, sha256} of each file."""
     not_raw: dict[str, str]
-    """As Exported has it."""
+    """The columns without a signature of raw columns, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
