@@ -74,7 +74,7 @@ def main() -> None:
 
 def quality(args: argparse.Namespace) -> None:
     """The table of scores."""
-    from lockstep.training.results.evaluate import evaluate
+    from lockstep.training.results.evaluate import EvaluateRequest, evaluate
     from tests.training._threads import run, run_threads
 
     for way, options in ((way, options) for way, options in WAYS.items() if args.ways in way):
@@ -84,7 +84,7 @@ def quality(args: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 config = _config(args, f"{folder}/run", seed=seed, num_ranks=args.ranks, **options)
                 steps = run(config).steps
-                found = evaluate(config.run, args.dataset, "test", run_threads, num_ranks=1, batch=1000)
+                found = evaluate(EvaluateRequest((config.run,), args.dataset, "test", batch=1000), run_threads)
             for name, value in found["metrics"].items():
                 if isinstance(value, float):
                     scores.setdefault(name, []).append(value)

@@ -32,7 +32,7 @@ from lockstep.storage.urls import join
 from lockstep.training.config import TrainConfig
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.local import run_local
-from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 from lockstep.training.run.metrics import read_history
 from tests.training._tiny import write_rows
 
@@ -130,7 +130,7 @@ def auc(root: str, file: str) -> None:
             launcher="local", shard_embeddings=0, extra={"embedding": 8, "width": 32, **extra},
         )  # fmt: skip
         train(config, run_local, hooks=Hooks(lease_watch_s=0.1))
-        found = evaluate(config.run, data, "test", run_local)
+        found = evaluate(EvaluateRequest((config.run,), data, "test"), run_local)
         metric = next(one for one in found["metrics"] if "auc" in one.lower())
         low, high = found["intervals"][metric][:2]
         tables = read_history(config.run).epochs[-1].get("tables", {})

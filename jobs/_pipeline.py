@@ -21,7 +21,7 @@ from lockstep.jobs._cli import JobParser, read_toml, refuse_idle
 from lockstep.process.own_code import imported_here
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest, require
-from lockstep.storage.urls import join
+from lockstep.storage.urls import join, several
 from lockstep.storage.verify import verify
 from lockstep.training.driver.train import Hooks
 from lockstep.training.driver.train import train as train_run
@@ -29,6 +29,7 @@ from lockstep.training.launch.barrier import OnSpark
 from lockstep.training.launch.local import run_local
 from lockstep.training.launch.session import Launch
 from lockstep.training.models import check_name
+from lockstep.training.results.evaluate import EvaluateRequest
 from lockstep.training.results.evaluate import evaluate as evaluate_run
 from lockstep.training.results.report import write_report
 from lockstep.training.run.epochs import epochs_words
@@ -197,18 +198,12 @@ class Pipeline:
     def _evaluate(self, launch: Launch) -> dict[str, Any]:
         args = self.evaluate_args
         chosen = launch if args.launcher == "barrier" else run_local
-        return evaluate_run(
-            args.run,
-            args.dataset,
-            args.split,
-            chosen,
-            num_ranks=args.num_ranks,
-            batch=args.batch,
-            baseline=args.baseline,
-            slices=args.slice,
-            earlier=args.earlier,
-            pictures=True,
-        )
+        request = EvaluateRequest(
+            several(args.run), args.dataset, args.split,
+            num_ranks=args.num_ranks, batch=args.batch, baseline=args.baseline, slices=tuple(args.slice),
+            earlier=args.earlier, pictures=True,
+        )  # fmt: skip
+        return evaluate_run(request, chosen)
 
     def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:
         if self.at_least != "baseline":

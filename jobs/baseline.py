@@ -20,7 +20,7 @@ from lockstep.storage.urls import absolute
 from lockstep.training.launch.barrier import OnSpark
 from lockstep.training.launch.local import run_local
 from lockstep.training.results import baselines
-from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 
 
 def parser() -> JobParser:
@@ -63,11 +63,11 @@ def main(argv: Sequence[str]) -> int:
     if output is not None and filesystem(output).exists(output):
         raise occupied(output)
     if run is not None and args.launcher == "local":  # first: a wrong --run is reported at once
-        model = evaluate(run, config.dataset, config.split, run_local)
+        model = evaluate(EvaluateRequest((run,), config.dataset, config.split), run_local)
     with spark_session("lockstep baseline", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         if run is not None and model is None:
-            model = evaluate(run, config.dataset, config.split, OnSpark(spark))
+            model = evaluate(EvaluateRequest((run,), config.dataset, config.split), OnSpark(spark))
         found = train_and_predict(spark, config, plan, show=partial(print, file=sys.stderr, flush=True))
     scores = {"metrics": dict(found.metrics), "intervals": {}, "class_counts": None}
     if found.rows is not None:

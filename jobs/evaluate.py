@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.jobs._cli import JobParser, check_master, print_result, refuse_idle, run_job, which
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
-from lockstep.storage.urls import absolute
-from lockstep.training.results.evaluate import evaluate, summary, without_pictures
+from lockstep.storage.urls import absolute, several
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary, without_pictures
 from lockstep.training.results.follow import follow
 from lockstep.training.results.report import write_report
 
@@ -63,19 +63,21 @@ def main(argv: Sequence[str]) -> int:
         for flag, given in (("--follow", args.follow), ("--report", args.report)):
             require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
     require(not (args.follow and args.earlier), "--earlier", "--earlier with --follow", "one of the two")
-    where = args.run[0] if args.follow else args.run, args.dataset, args.split
-    options: dict[str, Any] = {"num_ranks": args.num_ranks, "batch": args.batch}
-    options |= {"baseline": args.baseline, "slices": args.slice, "clusters": args.clusters}
+    request = EvaluateRequest(
+        several(args.run), args.dataset, args.split,
+        num_ranks=args.num_ranks, batch=args.batch, baseline=args.baseline, slices=tuple(args.slice),
+        clusters=args.clusters, checkpoint=args.checkpoint, earlier=args.earlier,
+        pictures=args.report and not args.follow,
+    )  # fmt: skip
     check_runs(args.launcher, *args.run)
     with launch_of(args.launcher, "evaluate", args.master, args.code) as launch:
         if args.follow:
-            options |= {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
             show = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)  # also to a pipe, at once
-            found: Any = follow(*where, launch, show=show, **options)
+            waits = {"start_delay_s": args.start_delay or 0.0, "throttle_s": args.throttle or 0.0}
+            found: Any = follow(request, launch, show=show, **waits)
             last = found[-1]["result"] if found else None
         else:
-            options |= {"checkpoint": args.checkpoint, "earlier": args.earlier, "pictures": args.report}
-            found = last = evaluate(*where, launch, **options)
+            found = last = evaluate(request, launch)
     report = f"report {write_report(absolute(args.run[0]), last)}" if args.report else ""
     text = "" if args.follow or last is None else summary(last)  # each look has been shown
     print_result("\n".join(filter(None, [text, report])), without_pictures(found), args.json)

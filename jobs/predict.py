@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lockstep.jobs._cli import JobParser, check_master, names, run_job, which
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
-from lockstep.training.results.predict import predict
+from lockstep.storage.urls import several
+from lockstep.training.results.predict import PredictRequest, predict
 
 
 def parser() -> JobParser:
@@ -33,12 +34,13 @@ def main(argv: Sequence[str]) -> int:
     """Write the predictions and print where they are; returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
-    where = (args.run, args.dataset, args.split, args.output)
+    request = PredictRequest(
+        several(args.run), args.dataset, args.split, args.output,
+        num_ranks=args.num_ranks, batch=args.batch, checkpoint=args.checkpoint, columns=several(args.columns),
+    )  # fmt: skip
     check_runs(args.launcher, *args.run)
     with launch_of(args.launcher, "predict", args.master, args.code) as launch:
-        options = {"num_ranks": args.num_ranks, "batch": args.batch, "checkpoint": args.checkpoint}
-        options["columns"] = args.columns
-        done = predict(*where, launch=launch, **options)
+        done = predict(request, launch)
     print(f"{done.output}: {done.rows} predictions of {done.model}")
     return 0
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from lockstep.jobs._cli import JobParser, check_master, print_result, run_job
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
-from lockstep.training.results.publish import publish
+from lockstep.training.results.better_model import publish_if_better
+from lockstep.training.results.evaluate import EvaluateRequest
 
 
 def parser() -> JobParser:
@@ -32,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     check_master(args)
     check_runs(args.launcher, args.run)
-    where = args.run, args.models, args.dataset, args.split, args.metric
+    request = EvaluateRequest((args.run,), args.dataset, args.split, num_ranks=args.num_ranks, batch=args.batch)
     with launch_of(args.launcher, "publish", args.master, args.code) as launch:
-        found = publish(*where, launch, num_ranks=args.num_ranks, batch=args.batch)
+        found = publish_if_better(request, args.models, args.metric, launch)
     text = f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}"
     print_result(text, found, args.json)
     return 0

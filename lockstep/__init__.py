@@ -394,15 +394,16 @@ def evaluate(
     >>> result["samples"], 0 <= result["metrics"]["auc"] <= 1
     (30, True)
     """
-    from lockstep.training.results.evaluate import evaluate, summary
+    from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary
     from lockstep.training.results.importable import check_importable
 
     for one in several(run):
         check_importable(absolute(one), here=spark is None)
-    where = several(run), os.fspath(dataset), split, _launch(spark)
-    options: dict[str, Any] = {"num_ranks": num_ranks, "batch": batch, "baseline": baseline}
-    found = evaluate(*where, slices=several(slices), clusters=clusters, checkpoint=checkpoint, **options)
-    return Shown(found, summary)
+    request = EvaluateRequest(
+        several(run), os.fspath(dataset), split, num_ranks=num_ranks, batch=batch, baseline=baseline,
+        slices=several(slices), clusters=clusters, checkpoint=checkpoint,
+    )  # fmt: skip
+    return Shown(evaluate(request, _launch(spark)), summary)
 
 
 def predict(

@@ -118,8 +118,7 @@ class Runtime:
         if context is None:
             return [Seat(socket.gethostname(), 0)]
         mine = Seat.of(context.host, self.world, os.environ)
-        options = CommOptions.from_json(context.payload.get("comm", {}).get("options", {}))
-        apart = options.backend in UNAUTHENTICATED
+        apart = context.comm.options.backend in UNAUTHENTICATED
         first = (
             context.join(CommOptions(backend="tcp", algorithm="ring")).communicator if apart else context.communicator()
         )

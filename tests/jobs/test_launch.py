@@ -18,7 +18,7 @@ from lockstep.jobs.launch import main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.training.launch.output import BATCH_BYTES, LINE_BYTES, LineBuffer, OutputPrinter, read_lines
 from lockstep.training.launch.script_driver import MAX_SCRIPT_BYTES, ScriptConfig
-from lockstep.training.launch.script_rank import Script, environment
+from lockstep.training.launch.script_rank import ScriptOrder, environment
 from lockstep.training.world import World
 
 
@@ -44,8 +44,8 @@ def test_the_script_is_the_first_word_that_is_no_flag(
 def test_arguments_reach_the_script_as_they_are(arguments: list[str]) -> None:
     flags, script, found = split_script(parser(), ["--num-ranks", "2", "a.py", *arguments])
     assert (flags, script, list(found)) == (["--num-ranks", "2"], "a.py", arguments)
-    document = Script("a.py", tuple(arguments), None, "").to_json()
-    assert Script.from_json(document).arguments == tuple(arguments)
+    order = ScriptOrder(name="a.py", arguments=tuple(arguments), path=None, text="", start_s=1.0)
+    assert ScriptOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
 
 
 @pytest.mark.parametrize("argv", [["--num-ranks", "2"], ["--num-ranks", "2", "--"], []])

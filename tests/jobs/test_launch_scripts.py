@@ -14,7 +14,7 @@ import pytest
 from lockstep.training.control.failures import RankFailedError
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.launch.local import run_local
-from lockstep.training.launch.script_rank import Script
+from lockstep.training.launch.script_rank import ScriptOrder
 from tests.training._ranks import lives, living_ranks
 
 pytestmark = pytest.mark.slow
@@ -89,10 +89,10 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
 
 
 def test_threads_of_a_failed_script_have_the_grace_and_no_more() -> None:
-    payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 300.0}
+    order = ScriptOrder(name=PLAIN, arguments=("interrupts",), path=PLAIN, text=None, start_s=300.0)
     began = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
-        run_local(RankTask("lockstep.training.launch.script_rank:main", payload), 2, limits=Limits(grace_s=1.0))
+        run_local(RankTask("lockstep.training.launch.script_rank:main", order.to_json()), 2, limits=Limits(grace_s=1.0))
     assert time.monotonic() - began < 300.0  # its thread would go on for ten minutes
     assert caught.value.got == "plain.py ended by KeyboardInterrupt()" and "KeyboardInterrupt" in caught.value.tail
 

@@ -18,6 +18,7 @@ import pytest
 from lockstep.jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.training.config import TrainConfig, flag_of
+from lockstep.training.control.task import CommOrder
 from lockstep.training.profiling import profile
 from tests.training._tiny import write_table
 
@@ -90,7 +91,8 @@ def test_sigterm_ends_driver_and_ranks_in_order(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(
         sys.modules, "lockstep.training.profiling.profile_rank", SimpleNamespace(ProfileRank=Stub)
     )  # the real one's Keras
-    context: Any = SimpleNamespace(payload={"config": config.to_json()}, world=None)
+    order = profile.ProfileOrder(config=config, plan={}, comm=CommOrder(), steps=None, rounds=1)
+    context: Any = SimpleNamespace(payload=order.to_json(), world=None)
     with pytest.raises(SystemExit):
         profile.main(context)
     assert Stub.left

@@ -22,8 +22,8 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.run.result import RunResult
+from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from lockstep.etl import tables
 from lockstep.jobs import etl_table
 from lockstep.training.config import TrainConfig
 from lockstep.training.driver.train import Hooks
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.search.folds import cross_validate
+from tests.builders.evaluations import evaluate
 from tests.training._threads import run_threads
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.training.launch.local import run_local
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate
+from tests.builders.evaluations import evaluate
 from tests.judge._sets import JudgedSet, trained, with_ids, written
 from tests.training._threads import run_threads
 from tests.training._tiny import write_clicks

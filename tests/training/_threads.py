@@ -55,7 +55,7 @@ class Control:
             LEAVE_AFTER.pop(step)()
             self.leaving.set()
 
-    def reads(self, what: str) -> None:
+    def reads(self, what: str | range) -> None:
         """Threads share one life."""
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
@@ -90,14 +90,18 @@ def run_threads(
     """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
     import keras
 
+    from lockstep.training.profiling.profile import ProfileOrder
     from lockstep.training.profiling.profile_rank import ProfileRank
     from lockstep.training.rank.runtime import fit_of
     from lockstep.training.results import evaluate_rank, export_run, predict_rank
     from lockstep.training.strategies.server import Server
 
-    config = TrainConfig.from_json(task.payload["config"])
+    about = task.payload if "config" in task.payload else task.payload["members"][0]
+    config = TrainConfig.from_json(about["config"])
     makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": fit_of(config)}
-    makers["lockstep.training.profiling.profile:main"] = ProfileRank
+    makers["lockstep.training.profiling.profile:main"] = lambda context, config: ProfileRank(
+        context, ProfileOrder.from_json(context.payload)
+    )
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
@@ -119,7 +123,7 @@ def run_threads(
                 return Server(comm, len(contexts), config.staleness or 0, lambda step, phase: None).run()
             if not fits:
                 others = {"lockstep.training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
-                return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank], config)
+                return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank])
             with fits[comm.rank] as fit:
                 return fit.run()
         except BaseException as error:

@@ -23,7 +23,6 @@ from lockstep.training.batches.decode import (
     ROWS_AT_ONCE,
     DecodedRows,
     RowDecoder,
-    decoded_steps,
     record_location,
 )
 from lockstep.training.batches.kernels import PAIR_BYTES
@@ -206,7 +205,7 @@ class Assembly:
         self, plan: EpochPlan, reader: SplitReader, encoder: Encoder, lanes: Sequence[int], chunk_steps: int
     ) -> None:
         self.at = "the first batch"
-        self.reads: Callable[[str], None] = lambda what: None
+        self.reads: Callable[[str | range], None] = lambda what: None
         self._plan, self._reader, self._encoder, self._chunk_steps = plan, reader, encoder, chunk_steps
         self._each = plan.global_batch // plan.lanes
         self._rows = self._each * len(lanes)
@@ -253,7 +252,7 @@ class Assembly:
         while self._load(stop, last_step):
             continue
         chunk, rows = self._chunks[number], slice(skip * self._rows, (skip + stop - self.step) * self._rows)
-        self.reads(decoded_steps(self.step, stop))
+        self.reads(range(self.step, stop))
         late = self._encoder.late(chunk.columns(rows))
         self.reads("")
         steps, self.step = stop - self.step, stop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -55,20 +54,6 @@ def batch_row(plan: EpochPlan, lanes: range, step: int, row: int) -> Run:
     ((epoch, positions),) = plan.lane_positions(lanes[lane], n, n + 1)
     (run,) = plan.runs(epoch, int(positions[0]), int(positions[0]) + 1)
     return run
-
-
-_STEPS = "the rows of batches {} to {}"  # counted from 0
-
-
-def decoded_steps(start: int, stop: int) -> str:
-    """Names the rows of batches start..stop-1 as what a rank decodes; `steps_decoded` is the inverse."""
-    return _STEPS.format(start, stop - 1)
-
-
-def steps_decoded(what: str) -> range | None:
-    """The batches that `decoded_steps` named; None for another text."""
-    found = re.fullmatch(_STEPS.format(r"(\d+)", r"(\d+)"), what)
-    return None if found is None else range(int(found[1]), int(found[2]) + 1)
 
 
 def ordered_row_location(reader: SplitReader, row: int) -> str:

@@ -93,7 +93,7 @@ class RankFeed:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
 
-    def watch(self, reads: Callable[[str], None], bad: Callable[[str], None]) -> None:
+    def watch(self, reads: Callable[[str | range], None], bad: Callable[[str], None]) -> None:
         """Call `reads` with what is read or decoded next, and with "" after it; it must be quick. Call `bad` once with
         the words for each image that is skipped.
         """
@@ -261,7 +261,7 @@ class MixedFeed:
         ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()
         self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def watch(self, reads: Callable[[str], None], bad: Callable[[str], None]) -> None:
+    def watch(self, reads: Callable[[str | range], None], bad: Callable[[str], None]) -> None:
         """Report what is read as RankFeed.watch does. The datasets are read at the same time: the last call counts."""
         for feed in self._feeds:
             feed.watch(reads, bad)

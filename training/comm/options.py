@@ -66,4 +66,4 @@ class CommOptions:
                 allowed=", ".join(sorted(known)),
                 next_step="Install one version on the driver and the executors.",
             )
-        return cls(**document)
+        return cls(**{**document, "plans": tuple(document.get("plans", ()))})

@@ -16,8 +16,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from lockstep.training.comm.auth import DrivenOutError, HandshakeError
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 VALID_DAYS = 7  # ranks join within minutes, but a long run may make groups of them later
 SKEW_MINUTES = 60  # the most by which hosts' clocks may differ
@@ -58,19 +62,6 @@ def issue(generation: int, num_ranks: int) -> list[Credentials]:
     def named(name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
-    def usage(*, signs_certificates: bool) -> x509.KeyUsage:
-        return x509.KeyUsage(
-            digital_signature=not signs_certificates,
-            key_cert_sign=signs_certificates,
-            crl_sign=signs_certificates,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
-
     now = datetime.datetime.now(datetime.UTC)
     authority = named(f"authority.generation-{generation}.lockstep")
     authority_key = ec.generate_private_key(ec.SECP256R1())
@@ -94,7 +85,7 @@ def issue(generation: int, num_ranks: int) -> list[Credentials]:
     root = (
         begin(authority, authority_key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage(signs_certificates=True), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
     issued = []
@@ -104,7 +95,7 @@ def issue(generation: int, num_ranks: int) -> list[Credentials]:
         certificate = (
             begin(named(name), key.public_key())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(usage(signs_certificates=False), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(purposes, critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .sign(authority_key, hashes.SHA256())
@@ -114,6 +105,18 @@ def issue(generation: int, num_ranks: int) -> list[Credentials]:
         )
         issued.append(Credentials(pem(root), pem(certificate), secret.decode()))
     return issued
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
+    )
 
 
 def name_of(rank: int, generation: int) -> str:

@@ -113,8 +113,10 @@ class ControlClient:
         if news:
             self._news.set()
 
-    def reads(self, what: str) -> None:
-        """Record what this rank reads or decodes now, "" for nothing: it is named if this kills the process."""
+    def reads(self, what: str | range) -> None:
+        """Record which records this rank reads now, "" for none, or which batches (from 0) it decodes: they are named
+        if this kills the process.
+        """
         if self.last_words is not None:
             self.last_words.reads(what)
 

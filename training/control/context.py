@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from lockstep.training.control.client import ControlClient
+from lockstep.training.control.task import CommOrder
 from lockstep.training.world import World
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ JOIN_S = 120.0  # ranks start at the same time; only the import of their modules
 
 
 class RankContext(AbstractContextManager["RankContext"]):
-    """World, control channel and payload of one rank; `host` is the address at which other ranks reach it.
+    """World, control channel and payload of one rank: its order as JSON, whose `comm`, if it has one, is a CommOrder.
 
-    `payload["comm"]`, if present, configures the communicator: `options` (lockstep.training.comm.CommOptions as JSON),
-    and `freeze`, whether rank 0 sends a newly made plan to the driver by the request `comm_plan`.
+    `host` is the address at which other ranks reach it.
     """
 
     def __init__(
@@ -41,6 +41,11 @@ class RankContext(AbstractContextManager["RankContext"]):
         self._key, self._stall_s, self._tls = key, stall_s, tls
         self._communicator: Communicator | None = None
 
+    @property
+    def comm(self) -> CommOrder:
+        """How the ranks connect."""
+        return CommOrder.from_json(self.payload.get("comm", {}))
+
     def communicator(self, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Communicator:
         """The ranks' communicator, connected at the first call and closed when the entry returns.
 
@@ -49,12 +54,9 @@ class RankContext(AbstractContextManager["RankContext"]):
         of them (None: unknown). Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
-            from lockstep.training.comm import CommOptions
-
-            comm = self.payload.get("comm", {})
-            joined = self.join(CommOptions.from_json(comm.get("options", {})), join_s, arena_bytes)
+            joined = self.join(self.comm.options, join_s, arena_bytes)
             self._communicator = joined.communicator
-            if joined.calibrated and comm.get("freeze", False) and self.world.is_leader:
+            if joined.calibrated and self.comm.freeze and self.world.is_leader:
                 assert joined.plan is not None
                 # The driver answers before this rank makes a step, so before any checkpoint depends on the plan.
                 self.control.request("comm_plan", self._stall_s, plan=joined.plan.to_json())

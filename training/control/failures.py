@@ -65,8 +65,8 @@ class RankState:
     marks: Marks = field(default_factory=Marks)
     stacks: str = ""
     """The stacks of the rank's threads, when they were last asked for."""
-    reading: str = ""
-    """What it was reading or decoding when its process ended."""
+    reading: str | range = ""
+    """The records that it was reading, or the batches that it was decoding, when its process ended."""
 
     def moves_to(self, step: int, phase: str, now: float) -> bool:
         """Record the progress that the rank reports; True at its first step, which is a step within a phase."""

@@ -10,7 +10,7 @@ import os
 import struct
 
 _SIZE = 4096
-_HEAD = struct.Struct("<qH")  # steps done, and the bytes of the text that follows
+_HEAD = struct.Struct("<qqqH")  # steps done, the batches (start, stop) that are decoded, the bytes of the text after it
 NO_STEP = -1
 
 
@@ -25,17 +25,18 @@ class LastWords:
         """Note how many optimizer steps are done."""
         struct.pack_into("<q", self._page, 0, step)
 
-    def reads(self, what: str) -> None:
-        """Note what is being read or decoded now; "" for nothing."""
-        text = what.encode()[: _SIZE - _HEAD.size]
-        struct.pack_into("<H", self._page, 8, 0)  # a death between these lines leaves no half of a text
+    def reads(self, what: str | range) -> None:
+        """Note which records are being read now, "" for none, or which batches (from 0) are being decoded."""
+        batches, text = (what, b"") if isinstance(what, range) else (range(0), what.encode()[: _SIZE - _HEAD.size])
+        struct.pack_into("<qqH", self._page, 8, batches.start, batches.stop, 0)  # a death here leaves no half of a text
         self._page[_HEAD.size : _HEAD.size + len(text)] = text
-        struct.pack_into("<H", self._page, 8, len(text))
+        struct.pack_into("<H", self._page, _HEAD.size - 2, len(text))
 
-    def read(self) -> tuple[int, str]:
-        """The steps done (NO_STEP if none was noted), and what was being read."""
-        step, size = _HEAD.unpack_from(self._page)
-        return step, self._page[_HEAD.size : _HEAD.size + size].decode(errors="replace")
+    def read(self) -> tuple[int, str | range]:
+        """The steps done (NO_STEP if none was noted), and what `reads` noted last."""
+        step, start, stop, size = _HEAD.unpack_from(self._page)
+        text = self._page[_HEAD.size : _HEAD.size + size].decode(errors="replace")
+        return step, range(start, stop) if start < stop else text
 
     def close(self) -> None:
         """Give the page back."""
@@ -46,5 +47,5 @@ def new_page() -> int:
     """A file descriptor of an empty page."""
     fd = os.memfd_create("lockstep-last-words", os.MFD_CLOEXEC)
     os.ftruncate(fd, _SIZE)
-    os.pwrite(fd, _HEAD.pack(NO_STEP, 0), 0)
+    os.pwrite(fd, _HEAD.pack(NO_STEP, 0, 0, 0), 0)
     return fd

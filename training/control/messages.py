@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
-from lockstep.storage.errors import CommunicationError
 from lockstep.training.config import TrainConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """A message; subclasses list what it says."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The message as a JSON object."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`; more keys, such as of a launcher, are ignored.
-
-        Raises CommunicationError for a missing one.
-        """
-        known = fields(cls)
-        needed = [each.name for each in known if each.default is MISSING and each.default_factory is MISSING]
-        if missing := [name for name in needed if name not in document]:
-            raise CommunicationError(
-                f"a message lacks {missing[0]}",
-                got=f"{cls.__name__} with {', '.join(sorted(document))}",
-                allowed=", ".join(each.name for each in known),
-                next_step="Ship one version to ranks and driver.",
-            )
-        return cls(**{each.name: document[each.name] for each in known if each.name in document})
+from lockstep.training.control.protocol import Message
+from lockstep.training.control.task import CommOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +18,7 @@ class TrainOrder(Message):
     config: TrainConfig
     plan: Mapping[str, Any]
     """The plan's identity."""
-    comm: Mapping[str, Any] = field(default_factory=dict)
-    """How ranks connect: `options`, and whether rank 0 `freeze`s the communication plan in the run."""
+    comm: CommOrder = field(default_factory=CommOrder)
     shares: tuple[int, ...] | None = None
     """Lanes of each rank, where they are not equal."""
     first_weights: str | None = None
@@ -56,17 +30,29 @@ class TrainOrder(Message):
     suspect: int | None = None
     """The batch in which a rank of the generation before died: its sample ids are reported."""
 
-    def to_json(self) -> dict[str, Any]:
-        shares = None if self.shares is None else list(self.shares)
-        return {**super().to_json(), "config": self.config.to_json(), "shares": shares}
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        shares = document.get("shares")
-        more: dict[str, Any] = {"shares": None if shares is None else tuple(map(int, shares))}
-        if "config" in document:
-            more["config"] = TrainConfig.from_json(document["config"])
-        return super().from_json({**document, **more})
+@dataclass(frozen=True, kw_only=True)
+class SizeOrder(Message):
+    """What a rank of a dry run is asked to build and measure."""
+
+    config: TrainConfig
+    plan: Mapping[str, Any]
+    """The plan's identity."""
+    rows: int
+    """The rows of the largest rank's batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize(Message):
+    """What a model is and needs on a rank."""
+
+    parameters: int
+    weights_bytes: int
+    gradient_bytes: int
+    checkpoint_bytes: int
+    rank_bytes: int
+    """The most resident memory of a rank, without what layers keep for the backward pass."""
+    metrics: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,13 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from lockstep.storage import errors
 from lockstep.storage.errors import CommunicationError, ConfigError, DataError, LockstepError
+from lockstep.storage.typed_json import MismatchError, fields_from_json, fields_to_json
 
 MAGIC = b"LKSTCTL1"
 NONCE_BYTES = 32
@@ -149,6 +151,31 @@ class Channel:
             allowed=allowed,
             next_step="Ship one version to ranks and driver; if they have one, someone tampers with the network.",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What driver and ranks say to each other, as a type; subclasses list what it says."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The message as a JSON object."""
+        return fields_to_json(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`.
+
+        Raises CommunicationError for a missing or an unknown part, and for one of another type.
+        """
+        try:
+            return fields_from_json(cls, document)
+        except MismatchError as error:
+            raise CommunicationError(
+                f"a message {error.what}",
+                got=error.got,
+                allowed=error.allowed,
+                next_step="Ship one version to ranks and driver.",
+            ) from None
 
 
 def try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:

@@ -441,7 +441,8 @@ class ControlServer:
                     elif tag is Tag.EXIT:
                         state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]
                         state.step = max(state.step, int(document.get("step", 0)))
-                        state.reading = str(document.get("reading", ""))
+                        reading = document.get("reading", "")
+                        state.reading = range(*reading) if isinstance(reading, list) else str(reading)
                     self._changed.notify_all()
         except CommunicationError:
             pass  # it may reconnect; if not, its rank ends too, and its own connection shows that

@@ -1,4 +1,4 @@
-"""The task of a rank, its deadlines, and how its processes are marked."""
+"""The task of a rank, how ranks connect, their deadlines, and how their processes are marked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from typing import Any
 import psutil
 
 from lockstep.storage.errors import require
+from lockstep.training.comm.options import CommOptions
+from lockstep.training.control.protocol import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOrder(Message):
+    """How ranks connect, in every order whose ranks do."""
+
+    options: CommOptions = field(default_factory=CommOptions)
+    freeze: bool = False
+    """Whether rank 0 sends a plan that was made now to the driver, which freezes it in the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +32,7 @@ class RankTask:
     entry: str
     """`module:function`, called with a RankContext, returning a JSON-able dict."""
     payload: dict[str, Any] = field(default_factory=dict)
-    """JSON object, the entry's `context.payload`; holds no secrets."""
+    """The order as a JSON object, the entry's `context.payload`; holds no secrets."""
     hadoop: dict[str, str] = field(default_factory=dict)
     """The driver's fs.* and dfs.* settings, set in each rank before the entry is called."""
     logs: str | None = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import counted
 from lockstep.training.config import TrainConfig, lane_groups
-from lockstep.training.control.messages import TrainOrder
+from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.preflight import preflight
 from lockstep.training.driver.train import limits_of, room_for
@@ -51,18 +49,18 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
         ("plan", _plan(config, plan)),
         ("ranks", _ranks(config, launch, shares)),
         ("model", _size(config, model)),
-        ("memory", f"about {model['rank_bytes'] // MIB:,} MiB a rank, and what layers keep for the backward pass"),
-        ("exchange", f"{_size_words(model['gradient_bytes'])} of gradients a step and rank"),
-        ("checkpoints", _checkpoints(config, plan, model["checkpoint_bytes"])),
+        ("memory", f"about {model.rank_bytes // MIB:,} MiB a rank, and what layers keep for the backward pass"),
+        ("exchange", f"{_size_words(model.gradient_bytes)} of gradients a step and rank"),
+        ("checkpoints", _checkpoints(config, plan, model.checkpoint_bytes)),
     ]
     return "\n".join(f"{name:<12}{text}" for name, text in lines)
 
 
-def _model(config: TrainConfig, plan: Plan, rows: int) -> dict[str, Any]:
+def _model(config: TrainConfig, plan: Plan, rows: int) -> ModelSize:
     """Build the model in a process of its own, since this one must not load TensorFlow."""
-    order = TrainOrder(config=config, plan=plan.identity())
-    (found,) = run_local(RankTask(ENTRY, {**order.to_json(), "rows": rows}), 1, limits=limits_of(config, Limits()))
-    return found
+    order = SizeOrder(config=config, plan=plan.identity(), rows=rows)
+    (found,) = run_local(RankTask(ENTRY, order.to_json()), 1, limits=limits_of(config, Limits()))
+    return ModelSize.from_json(found)
 
 
 def _run(config: TrainConfig) -> str:
@@ -108,10 +106,10 @@ def _ranks(config: TrainConfig, launch: Launch, shares: list[int]) -> str:
     return f"{config.num_ranks} of {rows} samples a step{servers}{spares}; {where}; {ahead} read ahead"
 
 
-def _size(config: TrainConfig, model: dict[str, Any]) -> str:
+def _size(config: TrainConfig, model: ModelSize) -> str:
     return (
-        f"{config.model}: {model['parameters']:,} parameters, {_size_words(model['weights_bytes'])}; "
-        f"metrics {', '.join(model['metrics'])}"
+        f"{config.model}: {model.parameters:,} parameters, {_size_words(model.weights_bytes)}; "
+        f"metrics {', '.join(model.metrics)}"
     )
 
 

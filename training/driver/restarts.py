@@ -21,7 +21,7 @@ from lockstep.storage.errors import (
     TrainingFailedError,
 )
 from lockstep.storage.urls import join
-from lockstep.training.batches.decode import batch_row, record_words, steps_decoded
+from lockstep.training.batches.decode import batch_row, record_words
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
 from lockstep.training.driver.stop import EndedByCallerError
@@ -142,8 +142,8 @@ def deaths_of(
         return []
     lanes = plan.rank_lanes(error.rank, num_ranks, groups, shares)
     found = [Death(error.rank, lanes, range(error.step, error.step + 1), "", error.got)]
-    if decoded := steps_decoded(error.reading):
-        found.append(Death(error.rank, lanes, decoded, "", error.got))
+    if isinstance(error.reading, range):
+        found.append(Death(error.rank, lanes, error.reading, "", error.got))
     elif error.reading:
         found.append(Death(error.rank, lanes, range(0), error.reading, error.got))
     return found

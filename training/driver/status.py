@@ -106,8 +106,8 @@ class Board:
 
     # What the driver reports
 
-    def found(self, tip: CheckpointRef | None) -> None:
-        """The checkpoint from which the next generation would start."""
+    def resumes_from(self, tip: CheckpointRef | None) -> None:
+        """Show the checkpoint from which the next generation would start."""
         self._tip = lambda: tip
 
     def begin(self, claim: Claim, tip: Callable[[], CheckpointRef | None]) -> None:

@@ -31,7 +31,7 @@ from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.failures import MemoryKillError, PreemptedError
 from lockstep.training.control.messages import RankResult, TrainOrder
 from lockstep.training.control.protocol import is_final
-from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.control.task import CommOrder, Limits, RankTask
 from lockstep.training.driver.balance import Balancer
 from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.elastic import Slots
@@ -239,7 +239,7 @@ class _Driver:
         found = find_tip(self._fs, self._paths, self._void)
         began = found.ref if found else None
         self._saved = str(began or "the start")
-        self._board.found(began)
+        self._board.resumes_from(began)
         if began is not None and self._ranks_before is None:
             self._note_earlier(began)
         try:
@@ -420,7 +420,7 @@ class _Driver:
         order = TrainOrder(
             config=config,
             plan=self._plan.identity(),
-            comm={"options": options.to_json(), "freeze": True},
+            comm=CommOrder(options=options, freeze=True),
             shares=claim.shares,
             first_weights=self._first_weights,
             model_function=hooks.model_function,

@@ -17,9 +17,9 @@ from lockstep.storage.urls import join, several
 from lockstep.training.comm.options import Algorithm, Backend, CommOptions
 from lockstep.training.control.failures import MemoryKillError, RankFailedError
 from lockstep.training.control.server import Handler
-from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.control.task import CommOrder, Limits, RankTask
 from lockstep.training.launch.output import OutputPrinter, Which
-from lockstep.training.launch.script_rank import Script
+from lockstep.training.launch.script_rank import ScriptOrder
 from lockstep.training.launch.session import Launch, Launches
 
 log = logging.getLogger(__name__)
@@ -141,14 +141,15 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
     here = config.launcher == "local"
     text = None if here else compile_script(config.script).decode("latin-1")
     path = str(Path(config.script).resolve()) if here else None
-    script = Script(config.script, config.arguments, path, text)
-    comm = {"options": config.comm.to_json(), "freeze": False}
-    payload = {"script": script.to_json(), "start_s": config.start_limit_s, "comm": comm}
+    order = ScriptOrder(
+        name=config.script, arguments=config.arguments, path=path, text=text,
+        start_s=config.start_limit_s, comm=CommOrder(options=config.comm),
+    ).to_json()  # fmt: skip
     with ended_in_order(), Launches(launch, config.num_ranks, config.limits) as launches:
         for generation in range(1, config.max_restarts + 2):
             logs = join(config.logs, f"g{generation:04d}") if config.logs else None
             task = RankTask(
-                "lockstep.training.launch.script_rank:main", payload, hadoop or {}, logs, True, config.tls == "on"
+                "lockstep.training.launch.script_rank:main", order, hadoop or {}, logs, True, config.tls == "on"
             )
             try:
                 with OutputPrinter(config.output) as printer:

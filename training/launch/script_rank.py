@@ -14,7 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,7 +25,8 @@ from lockstep.training.control import context
 from lockstep.training.control import context as current
 from lockstep.training.control.client import ControlClient
 from lockstep.training.control.context import RankContext
-from lockstep.training.control.protocol import SCRIPT, Tag, error_to_json
+from lockstep.training.control.protocol import SCRIPT, Message, Tag, error_to_json
+from lockstep.training.control.task import CommOrder
 from lockstep.training.launch.keras_fit import mend_keras_when_imported
 from lockstep.training.world import World
 
@@ -159,38 +160,32 @@ def _file_of(number: int) -> tuple[int, int]:
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A user's script, as it is sent to ranks."""
+@dataclass(frozen=True, kw_only=True)
+class ScriptOrder(Message):
+    """The user's script that a rank is asked to run."""
 
     name: str
     """The script's name, which is `sys.argv[0]`."""
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
     path: str | None
     """The script's path on the ranks' hosts; None if only `text` is sent."""
     text: str | None
     """The script's bytes as Latin-1, so that JSON keeps any source encoding."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Script:
-        """The inverse of `to_json`."""
-        return cls(**{**document, "arguments": tuple(document["arguments"])})
+    start_s: float
+    """The seconds that ranks wait for each other at the start."""
+    comm: CommOrder = field(default_factory=CommOrder)
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """A rank's entry: run the script of the payload.
+    """A rank's entry: run the script of a ScriptOrder.
 
     Raises the script's error, or ScriptFailedError for an exit code that is not 0.
     """
-    script = Script.from_json(context.payload["script"])
+    script = ScriptOrder.from_json(context.payload)
     control, world = context.control, context.world
     control.beat(0, SCRIPT)
     with _free_port(context.host) as port:
-        table = control.rendezvous(context.host, port, context.payload["start_s"])
+        table = control.rendezvous(context.host, port, script.start_s)
     os.environ.update(environment(world, table))
     for name, value in {**QUIET, **_threads(world), **_interface(context.host)}.items():
         os.environ.setdefault(name, value)
@@ -259,7 +254,7 @@ def _free_port(host: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _script_file(script: Script) -> Iterator[str]:
+def _script_file(script: ScriptOrder) -> Iterator[str]:
     """The path of the script as a file, so that stack traces show its lines and `__file__` exists."""
     if script.path is not None:
         yield script.path
@@ -270,7 +265,7 @@ def _script_file(script: Script) -> Iterator[str]:
         yield str(path)
 
 
-def _run(path: str, script: Script, control: ControlClient) -> None:
+def _run(path: str, script: ScriptOrder, control: ControlClient) -> None:
     sys.argv[:] = [script.name, *script.arguments]
     sys.path.insert(0, str(Path(path).parent))
     if files := os.environ.get("LOCKSTEP_FILES"):

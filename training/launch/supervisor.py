@@ -86,7 +86,9 @@ class Supervisor:
             step, reading = last_words.read()
             last_words.close()
             self._stacks.close()
-            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail), "step": step, "reading": reading})
+            batches_or_words = [reading.start, reading.stop] if isinstance(reading, range) else reading
+            last = {"tail": list(self._tail), "step": step, "reading": batches_or_words}
+            client.report(Tag.EXIT, {"code": code, **last})
             if self._parts is not None:
                 self._parts.try_flush()
             return code

@@ -13,7 +13,7 @@ import statistics
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from lockstep.storage.errors import CommunicationError, require
 from lockstep.training.comm.comm_plan import HIERARCHICAL
 from lockstep.training.comm.cost import COUNTS
 from lockstep.training.comm.options import ALGORITHMS_OF, CommOptions
+from lockstep.training.control.protocol import Message
 from lockstep.training.control.server import Handler
 from lockstep.training.control.task import Limits, RankTask
 
@@ -36,8 +37,8 @@ MAX_BYTES = 1 << 31
 MAX_CALLS = 2000  # of one round, for tiny buffers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchConfig:
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(Message):
     """What to measure."""
 
     num_ranks: int
@@ -83,8 +84,8 @@ class BenchConfig:
         require(right, f"the measurement's `{name}`", got, allowed, f"Correct {flag}.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Message):
     """The result for one size, backend and algorithm."""
 
     nbytes: int
@@ -111,6 +112,14 @@ class Row:
         return self.algorithm_bytes_per_s * 2 * (num_ranks - 1) / num_ranks
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowDone(Message):
+    """Rank 0's report of a row, and the number of all rows."""
+
+    row: Row
+    total: int
+
+
 def bench(
     config: BenchConfig, launch: Launch, on_row: Callable[[Row, int], None] = lambda row, total: None
 ) -> list[Row]:
@@ -125,11 +134,12 @@ def bench(
             raise CommunicationError(
                 f"rank {rank} asked for `{kind}`", got=kind, allowed="row", next_step="Ship one version."
             )
-        rows.append(Row(**fields["row"]))
-        on_row(rows[-1], int(fields["total"]))
+        done = RowDone.from_json(fields)
+        rows.append(done.row)
+        on_row(done.row, done.total)
         return {}
 
-    task = RankTask(ENTRY, {"bench": asdict(config)}, tls=config.tls == "on")
+    task = RankTask(ENTRY, config.to_json(), tls=config.tls == "on")
     launch(task, config.num_ranks, limits=Limits(), handler=Handler(handle))
     return rows
 
@@ -146,8 +156,8 @@ def check(rows: Sequence[Row]) -> None:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """A rank's part: the payload is {bench: BenchConfig}."""
-    config = BenchConfig(**context.payload["bench"])
+    """A rank's part of a BenchConfig."""
+    config = BenchConfig.from_json(context.payload)
     cases = _cases(context, config)
     leader = context.world.is_leader
     for number, nbytes in enumerate(config.sizes):
@@ -172,7 +182,8 @@ def main(context: RankContext) -> dict[str, Any]:
                     slowest_s=max(times[index]),
                     wrong=wrong[index],
                 )
-                context.control.request("row", 60.0, row=asdict(row), total=len(cases) * len(config.sizes))
+                done = RowDone(row=row, total=len(cases) * len(config.sizes))
+                context.control.request("row", 60.0, **done.to_json())
     for case in cases:
         case.comm.close()
     return {}
@@ -275,7 +286,7 @@ def document(rows: Sequence[Row], config: BenchConfig) -> bytes:
         "rounds": config.rounds,
         "rows": [
             {
-                **{name: getattr(row, name) for name in row.__dataclass_fields__},
+                **row.to_json(),
                 "algorithm_bytes_per_s": row.algorithm_bytes_per_s,
                 "bus_bytes_per_s": row.bus_bytes_per_s(config.num_ranks),
             }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 from lockstep.training.comm.options import UNAUTHENTICATED, CommOptions
 from lockstep.training.config import OF_TENSORFLOW, TrainConfig
+from lockstep.training.control.protocol import Message
 from lockstep.training.control.server import Handler
-from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.control.task import CommOrder, Limits, RankTask
 from lockstep.training.driver.preflight import open_and_plan
 from lockstep.training.driver.train import limits_of
 from lockstep.training.launch.session import SessionLauncher
@@ -46,6 +47,46 @@ ROUNDS = 5
 NO_RUN = "/dev/null/no-run"
 """The run of a configuration that is only measured; nothing can be written there."""
 WIDE_COLUMNS = 32  # from this many floats in one feature, advise against one-hot columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOrder(Message):
+    """What ranks are asked to measure."""
+
+    config: TrainConfig
+    plan: Mapping[str, Any]
+    """The plan's identity."""
+    comm: CommOrder
+    steps: int | None
+    """The steps to measure of each kind in a round; None: the ranks choose."""
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundDone(Message):
+    """Rank 0's notice of a finished round."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile(Message):
+    """What a rank has measured; all but `rounds`, `cores`, `ranks_of_host`, `local` and `copy_s` is the same on all."""
+
+    rounds: list[dict[str, dict[str, float]]]
+    """What each kind of data took in each round but the first: {seconds, steps, cpu_s, ...}."""
+    steps: int
+    settling: int
+    chunk_steps: int
+    local: bool
+    """Whether all shards are on the rank's disk."""
+    repeats: bool
+    cores: int
+    """The host's cores that the process may use."""
+    ranks_of_host: int
+    state_bytes: int
+    copy_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +142,28 @@ def profile(
     _, encoder, plan = open_and_plan(config)
     plan.steps(config.epochs)
     options = CommOptions(backend=config.backend, trust_network=config.trust_network)
-    payload = {
-        "config": config.to_json(),
-        "plan": plan.identity(),
-        "comm": {"options": options.to_json(), "freeze": False},
-        "steps": steps,
-        "rounds": rounds,
-    }
+    order = ProfileOrder(
+        config=config, plan=plan.identity(), comm=CommOrder(options=options), steps=steps, rounds=rounds
+    )
 
     def handle(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         if kind == "round":
-            on_round(int(fields["done"]), int(fields["total"]))
+            done = RoundDone.from_json(fields)
+            on_round(done.done, done.total)
         return {}
 
     if isinstance(launch, SessionLauncher):
         launch.ready(config.num_ranks, config.start_limit_s)
-    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+    task = RankTask(ENTRY, order.to_json(), hadoop=hadoop_settings(), tls=config.tls == "on")
     with ended_in_order():
         ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=Handler(handle))
-    return _profile(config, encoder, ranks)
+    return _profile(config, encoder, list(map(RankProfile.from_json, ranks)))
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """A rank's part: the payload is {config, plan, comm, steps, rounds}."""
-    config = TrainConfig.from_json(context.payload["config"])
+    """A rank's part of a ProfileOrder; returns a RankProfile as JSON."""
+    order = ProfileOrder.from_json(context.payload)
+    config = order.config
     runtime.configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
@@ -132,19 +171,19 @@ def main(context: RankContext) -> dict[str, Any]:
         ProfileRank,
     )  # here, since it imports TensorFlow, which is set up now
 
-    with ended_in_order(), ProfileRank(context, config) as rank:  # removes its folder on SIGTERM too
+    with ended_in_order(), ProfileRank(context, order) as rank:  # removes its folder on SIGTERM too
         return rank.run()
 
 
-def _profile(config: TrainConfig, encoder: Encoder, ranks: list[dict[str, Any]]) -> Profile:
-    measured = put_together(ranks)
+def _profile(config: TrainConfig, encoder: Encoder, ranks: Sequence[RankProfile]) -> Profile:
+    measured = put_together([rank.rounds for rank in ranks])
     verdict = judge(measured)
     wide = [name for name, spec in encoder.signature.features.items() if _is_wide(spec.shape, spec.dtype)]
     setting = Setting(
         num_ranks=config.num_ranks,
         global_batch=config.global_batch,
-        cores=min(int(rank["cores"]) // int(rank["ranks_of_host"]) or 1 for rank in ranks),
-        local=all(rank["local"] for rank in ranks),
+        cores=min(rank.cores // rank.ranks_of_host or 1 for rank in ranks),
+        local=all(rank.local for rank in ranks),
         cache=config.cache is not None,
         read_ahead_bytes=config.read_ahead_bytes,
         micro_batches=config.micro_batches,
@@ -161,13 +200,13 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: list[dict[str, Any]])
         measured=measured,
         verdict=verdict,
         advice=tuple(advice(verdict, measured, setting)),
-        steps=int(first["steps"]),
-        settling=int(first["settling"]),
-        chunk_steps=int(first["chunk_steps"]),
-        rounds=len(first["rounds"]),
-        state_bytes=int(first["state_bytes"]),
-        copy_s=max(float(rank["copy_s"]) for rank in ranks),
-        repeats=bool(first["repeats"]),
+        steps=first.steps,
+        settling=first.settling,
+        chunk_steps=first.chunk_steps,
+        rounds=len(first.rounds),
+        state_bytes=first.state_bytes,
+        copy_s=max(rank.copy_s for rank in ranks),
+        repeats=first.repeats,
     )
 
 

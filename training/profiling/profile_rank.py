@@ -7,6 +7,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
 from lockstep.training.exchange.agreement import NonFinitePolicy
 from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.profiling.profile import ProfileOrder, RankProfile, RoundDone
 from lockstep.training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.metrics import StepClock
@@ -116,10 +118,10 @@ class ProfileData(AbstractContextManager["ProfileData"]):
     """The data of one rank. `near` is a feed whose batches are read repeatedly: from the page cache if the dataset is
     on this host's disk and no --cache is set, else from a block cache in a temporary folder.
 
-    Raises ConfigError for a --cache that cannot be written, DataError if the payload's plan is of another dataset.
+    Raises ConfigError for a --cache that cannot be written, DataError if the order's plan is of another dataset.
     """
 
-    def __init__(self, config: TrainConfig, world: World, identity: dict[str, Any]) -> None:
+    def __init__(self, config: TrainConfig, world: World, identity: Mapping[str, Any]) -> None:
         self._config, self._world = config, world
         self._stack = ExitStack()
         self._folder: str | None = None
@@ -215,11 +217,12 @@ _SETTLING_STEPS = PREFETCH_BATCHES + 2
 class ProfileRank(AbstractContextManager["ProfileRank"]):
     """Every rank makes the same calls in the same order."""
 
-    def __init__(self, context: RankContext, config: TrainConfig) -> None:
-        self._context, self._config = context, config
+    def __init__(self, context: RankContext, order: ProfileOrder) -> None:
+        config = order.config
+        self._context, self._order, self._config = context, order, config
         with ExitStack() as stack:
             context.control.beat(0, OPENING)
-            self._data = stack.enter_context(ProfileData(config, context.world, context.payload["plan"]))
+            self._data = stack.enter_context(ProfileData(config, context.world, order.plan))
             plan, signature = self._data.plan, self._data.signature
             self._augmentation = augmentation_of(config, plan, signature)
             non_finite = NonFinitePolicy(config.non_finite == "skip")
@@ -238,17 +241,15 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         self._stack.close()
 
     def run(self) -> dict[str, Any]:
-        """Measure. Returns {rounds: [{kind: {seconds, steps, cpu_s, ...}}], steps, settling, chunk_steps, local,
-        repeats, cores, ranks_of_host, state_bytes, copy_s}.
-        """
-        control, payload, plan = self._context.control, self._context.payload, self._data.plan
+        """Measure; returns a RankProfile as JSON."""
+        control, plan = self._context.control, self._data.plan
         self._rank_model.install_step()
         if self._comm.num_ranks > 1:
             model_state.derive_seeds(self._model, self._config.seed, 0, self._comm.rank)
         chunk = self._largest(self._data.near.chunk_steps)
-        self._steps = int(payload["steps"] or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS))
+        self._steps = self._order.steps or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS)
         self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # for fed steps; the kept batch is ready
-        rounds = int(payload["rounds"]) + 1
+        rounds = self._order.rounds + 1
         # Cold measurements are far apart in the epoch, so that no two read the same block.
         kind_steps, epoch_steps = self._settling + self._steps, plan.total // plan.global_batch
         self._stride = self._cold_step = max(kind_steps, epoch_steps // (2 * rounds + 1))
@@ -257,20 +258,20 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         for number in range(rounds):
             found.append(self._round(kept))
             if self._context.world.is_leader:
-                control.notify("round", done=number + 1, total=rounds)
+                control.notify("round", **RoundDone(done=number + 1, total=rounds).to_json())
         state_bytes, copy_s = self._copy_of_state()
-        return {
-            "rounds": found[1:],  # the first one traces graphs and loads kernels
-            "steps": self._steps,
-            "settling": self._settling,
-            "chunk_steps": chunk,
-            "local": self._data.local,
-            "repeats": (2 * rounds + 1) * kind_steps > epoch_steps,
-            "cores": len(os.sched_getaffinity(0)),
-            "ranks_of_host": self._context.world.ranks_per_node,
-            "state_bytes": state_bytes,
-            "copy_s": copy_s,
-        }
+        return RankProfile(
+            rounds=found[1:],  # the first one traces graphs and loads kernels
+            steps=self._steps,
+            settling=self._settling,
+            chunk_steps=chunk,
+            local=self._data.local,
+            repeats=(2 * rounds + 1) * kind_steps > epoch_steps,
+            cores=len(os.sched_getaffinity(0)),
+            ranks_of_host=self._context.world.ranks_per_node,
+            state_bytes=state_bytes,
+            copy_s=copy_s,
+        ).to_json()
 
     def _round(self, kept: tf.data.Dataset) -> dict[str, dict[str, float]]:
         found, near = {SYNTHETIC: self._fit(kept, self._loop(SYNTHETIC, 0, _SETTLING_STEPS))}, self._data.near

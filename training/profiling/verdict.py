@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
 KINDS = (SYNTHETIC, CACHED, COLD)
@@ -65,11 +65,9 @@ class Measured:
     """
 
 
-def put_together(ranks: Sequence[Mapping[str, Any]]) -> Measured:
-    """Combine the results of lockstep.training.profiling.profile_rank from all ranks: {rounds: [{kind: {seconds, steps,
-    ...}}]}, with the same number of rounds on each rank.
-    """
-    rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))  # of each round, all ranks
+def put_together(ranks: Sequence[Sequence[Mapping[str, Mapping[str, float]]]]) -> Measured:
+    """Combine the rounds of all ranks, as RankProfile has them: the same number on each rank."""
+    rounds = list(zip(*ranks, strict=True))  # of each round, all ranks
 
     def each(kind: str, over: Callable[..., float] = max, part: str = "seconds") -> list[float]:
         return [over(rank[kind][part] / rank[kind]["steps"] for rank in found) for found in rounds]

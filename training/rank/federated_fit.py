@@ -34,8 +34,10 @@ twice as much."""
 class ClientModel(JoinedModel):
     """The model of a rank that trains clients; ranks meet at the ends of rounds only."""
 
-    def __init__(self, context: RankContext, config: TrainConfig, plan: RunPlan, signature: Signature) -> None:
-        super().__init__(context, config, plan, signature, min(plan.global_batch, plan.total), None)
+    def __init__(
+        self, context: RankContext, config: TrainConfig, plan: RunPlan, signature: Signature, metric: str | None
+    ) -> None:
+        super().__init__(context, config, plan, signature, min(plan.global_batch, plan.total), None, metric)
         check_normalisation(self.model, config.batchnorm)
         self.local_exchange = self.exchange = LocalExchange(self.communicator, 1.0)
         self.local_exchange.part()
@@ -75,7 +77,7 @@ class FederatedFit(Fit):
         check_client_field(self._split.encoder.schema, plan.clients)
         if config.audit:
             self._audit = AuditLog()
-        self._client_model = model = ClientModel(context, config, plan, self._signature)
+        self._client_model = model = ClientModel(context, config, plan, self._signature, self._order.metric)
         if unseen := self._callbacks_of_batches(model.callbacks):
             raise ConfigError(
                 f"a callback of the model {config.model} counts batches, which clients have on different ranks",

@@ -248,7 +248,8 @@ class Fit(AbstractContextManager["Fit"]):
         # One for all epochs: while the last steps of one are made, and its validation, the next one is read ahead.
         steps = steps_asked(plan, config.epochs, config.max_steps)
         self._pipeline = FeedPipeline(self._feed, 0, steps, self._batch_is_ready, self._augmentation)
-        self._sums_model = RankModel(context, config, plan, self._signature, self._feed.rows, non_finite)
+        rows, metric = self._feed.rows, self._order.metric
+        self._sums_model = RankModel(context, config, plan, self._signature, rows, non_finite, metric)
         return plan, self._sums_model
 
     def __exit__(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.config import lane_groups
-from lockstep.training.control.messages import TrainOrder
-from lockstep.training.models import receive
+from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rank.runtime import configure
 
@@ -18,16 +17,12 @@ if TYPE_CHECKING:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Build the model as a rank of the run would. The payload is a TrainOrder and `rows`, those of a rank's batch.
+    """Build the model of a SizeOrder as a rank of the run would, and return its ModelSize as JSON.
 
-    Returns {parameters, weights_bytes, gradient_bytes, checkpoint_bytes, rank_bytes, metrics}: `rank_bytes` is the most
-    resident memory of a rank without what layers keep for the backward pass. Raises ConfigError for a model that cannot
-    be trained so.
+    Raises ConfigError for a model that cannot be trained so.
     """
-    order = TrainOrder.from_json(context.payload)
+    order = SizeOrder.from_json(context.payload)
     config = order.config
-    if order.model_function is not None:
-        receive(config.model, order.model_function)
     configure(replace(context.world, num_ranks=1), precision=config.precision, seed=config.seed)
     from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
@@ -36,14 +31,14 @@ def main(context: RankContext) -> dict[str, Any]:
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
     plan = data.plan(order.plan)
-    model = prepare(config, plan, signature, int(context.payload["rows"]), lane_groups(config)).model
+    model = prepare(config, plan, signature, order.rows, lane_groups(config)).model
     check_metrics(model, config, None)
     state = variable_bytes([*model.weights, *model.optimizer.variables])
-    return {
-        "parameters": int(model.count_params()),
-        "weights_bytes": variable_bytes(model.weights),
-        "gradient_bytes": variable_bytes(model.trainable_variables),
-        "checkpoint_bytes": state,
-        "rank_bytes": reckoned_bytes(before_bytes, model, config.num_ranks),
-        "metrics": list(metric_names(model, config)),
-    }
+    return ModelSize(
+        parameters=int(model.count_params()),
+        weights_bytes=variable_bytes(model.weights),
+        gradient_bytes=variable_bytes(model.trainable_variables),
+        checkpoint_bytes=state,
+        rank_bytes=reckoned_bytes(before_bytes, model, config.num_ranks),
+        metrics=list(metric_names(model, config)),
+    ).to_json()

@@ -18,7 +18,6 @@ from lockstep.training.comm.tree_sums import TreeSums
 from lockstep.training.compression.method import NONE, Compression
 from lockstep.training.config import TrainConfig, lane_groups
 from lockstep.training.control.context import RankContext
-from lockstep.training.control.messages import TrainOrder
 from lockstep.training.embeddings.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
@@ -298,13 +297,15 @@ class JoinedModel:
         signature: Signature,
         rows: int,
         groups: int | None,
+        metric: str | None,
     ) -> None:
+        """`metric` is that of a search, which the model must have."""
         control, world = context.control, context.world
         self._config = config
         control.beat(0, "build the model")
         before_bytes = resident_bytes()
         self.prepared = prepared = prepare(config, plan, signature, rows, groups)
-        check_metrics(prepared.model, config, TrainOrder.from_json(context.payload).metric)
+        check_metrics(prepared.model, config, metric)
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
@@ -351,6 +352,7 @@ class RankModel(JoinedModel):
         signature: Signature,
         rows: int,
         non_finite: NonFinitePolicy,
+        metric: str | None = None,
     ) -> None:
         groups = lane_groups(config)
         self._plan, self._signature = plan, signature
@@ -358,7 +360,7 @@ class RankModel(JoinedModel):
         self._way = way = exchanging(config, context)
         rows = way.rows(rows)
         with way.scope():
-            super().__init__(context, config, plan, signature, rows, groups)
+            super().__init__(context, config, plan, signature, rows, groups, metric)
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep

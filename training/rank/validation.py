@@ -21,7 +21,7 @@ from lockstep.training.embeddings.sharded_embedding import Tables
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.rules import VALIDATION
-from lockstep.training.scoring.score_split import Outputs, score
+from lockstep.training.scoring.score_split import Outputs, ScoredModel, Scorer
 from lockstep.training.scoring.scores import BATCH_ROWS
 from lockstep.training.steps.model_state import METRICS, SEEDS, variables_of
 from lockstep.training.steps.patching import swapped
@@ -52,9 +52,12 @@ class Validation:
         callbacks: RunCallbacks,
         tables: Tables | None,
     ) -> None:
-        self._split, self._config, self._model = split, config, model
+        self._config, self._model = config, model
         self._comm, self._control, self._callbacks = communicator, control, callbacks
         self._signature = labels_of(config, split.encoder.signature)
+        self._scored = ScoredModel(
+            model=model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
+        )
         self._outputs = Outputs(model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
         self._tables = tables
         self._test_function: Any = None  # traced in the first validation, and used again
@@ -69,18 +72,8 @@ class Validation:
         beat = Beats(self._control, step)
         self._callbacks.test_begins()  # before the state is kept: what callbacks change stays changed
         with unchanged(self._model, self._test_function):
-            found = score(
-                self._model,
-                self._split,
-                self._signature,
-                self._comm,
-                beat,
-                batch=BATCH_ROWS,
-                outputs=self._outputs,
-                callbacks=self._callbacks,
-                skip_bad_images=self._config.skips_bad_images,
-                serve=self._serve,
-            )
+            scorer = Scorer(comm=self._comm, beat=beat, batch=BATCH_ROWS, callbacks=self._callbacks, serve=self._serve)
+            found = scorer.score(self._scored, self._outputs)
             self._test_function = self._model.test_function
         # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
         found = json.loads(self._comm.all_gather_bytes(json.dumps(found).encode())[0])

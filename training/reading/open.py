@@ -87,14 +87,18 @@ class OpenSplit:
         split: str,
         *,
         training: bool = False,
+        as_trained_on: str | None = None,
         options: ReadOptions | None = None,
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
-        that are made at the start. `training` chooses the statistics for training among those fitted for each fold.
+        that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
+        `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
         """
         parts, manifest = open_parts(datasets, split)
-        first = parts[0]
-        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
+        first, fold = parts[0], split
+        if as_trained_on is not None and split in as_trained_on.split(","):
+            fold, training = as_trained_on, True
+        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, fold, training=training))
         reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)

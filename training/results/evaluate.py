@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from lockstep.features.schema.sampled import Sampled, sampled_of, shares_of_classes
 from lockstep.features.schema.schema import Schema
@@ -13,16 +13,15 @@ from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_
 from lockstep.storage.documents import parse_canonical
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute, join, several
+from lockstep.storage.urls import absolute, join
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
-from lockstep.training.control.task import RankTask
+from lockstep.training.control.protocol import Message
 from lockstep.training.launch.session import Launch
 from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, rows_of
 from lockstep.training.rank import runtime
 from lockstep.training.results.chosen_on import chosen_on, chosen_words, has_rows_of
-from lockstep.training.results.export_run import Which, weights_of
+from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
@@ -37,38 +36,89 @@ SHOWN_CLASSES = 10  # in the line above the table, and of a confusion matrix
 SHOWN_METRICS = 3  # of a slice
 
 
+@dataclass(frozen=True)
+class EvaluateRequest(Message):
+    """What to evaluate, on which rows, and what to compute. Raises ConfigError without rows or ranks."""
+
+    runs: tuple[str, ...]
+    """The runs whose models are evaluated: of several the mean of their probabilities, and each."""
+    dataset: str
+    split: str
+    _: KW_ONLY
+    num_ranks: int = 1
+    batch: int = BATCH_ROWS
+    """Rows that a rank computes at a time."""
+    baseline: str | None = None
+    """`rate:COLUMN` (the mean label for each value of a column, smoothed), `majority` (the class shares), or `mean` or
+    `median` of labels that are numbers, counted on the training rows of the first run."""
+    slices: tuple[str, ...] = ()
+    """COLUMN, COLUMN:day or COLUMN:hour."""
+    clusters: str | None = None
+    """A stored column: rows of one of its values depend on each other, and intervals count the values. None: that of a
+    split by group."""
+    checkpoint: int | str | None = None
+    """`last`, `best`, a step or a URL; None: the newest model, else the weights of the last checkpoint."""
+    earlier: bool = False
+    """Whether to evaluate the rows of all datasets that `dataset` continues too."""
+    more: tuple[str, ...] = ()
+    """Datasets whose rows follow."""
+    pictures: bool = False
+    """Whether to add `misjudged` (lockstep.training.scoring.misjudged) for one run, where rows have pictures."""
+
+    def __post_init__(self) -> None:
+        got = f"{self.batch} rows, {self.num_ranks} ranks"
+        require(self.batch >= 1 and self.num_ranks >= 1, "--batch or --num-ranks", got, "1 or more")
+        for name, value in (
+            ("runs", tuple(map(absolute, self.runs))),
+            ("dataset", absolute(self.dataset)),
+            ("more", tuple(map(absolute, self.more))),
+        ):
+            object.__setattr__(self, name, value)
+
+    def checked_dataset(self) -> DatasetManifest:
+        """The manifest of the dataset, which has rows in this split, and these slices.
+
+        Raises ConfigError, or what reading it raises.
+        """
+        manifest = load_dataset(self.dataset)
+        rows_of(manifest, self.split)
+        slices_of(self.slices, Schema.from_json(manifest.schema))
+        return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOrder(Message):
+    """What ranks are asked to evaluate."""
+
+    request: EvaluateRequest
+    """Its `clusters` are a stored column, or None."""
+    members: list[StoredModel]
+    datasets: tuple[str, ...]
+    """All datasets whose rows are evaluated."""
+    pooled: tuple[str, ...] | None = None
+    """The split of each member, whose predictions are then put together; None: all have the request's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A run's model, or one of its checkpoints; `kept` is the share of each class that counts in training, `rows` that
-    of its rows.
-    """
+    """A run's model, or one of its checkpoints, and what it was trained on."""
 
-    run: str
-    config: TrainConfig
+    stored: StoredModel
     dataset_digest: str
-    model: str | None
-    checkpoint: str | None
-    kept: tuple[float, ...] | None
     document: dict[str, Any]
     """The content of run.json."""
     rows: tuple[float, ...] | None
+    """The share of the rows of each class that training kept; `stored.kept` is the share that counts."""
 
     @classmethod
     def of(cls, run: str, which: Which | str | None, evaluated: DatasetManifest) -> Self:
         """The newest model or else checkpoint of the run if no checkpoint is named."""
         document = read_run(filesystem(run), RunPaths(run))
         config, digest = TrainConfig.from_json(document["config"]), document["dataset_digest"]
-        url = isinstance(which, str) and which not in ("last", "best")
-        model, checkpoint = (None, str(which)) if url else weights_of(run, config, cast("Which | None", which))
-        sampled, label = _sampled(model, evaluated, digest), Schema.from_json(evaluated.schema).label
+        stored = StoredModel.of(run, config, which)
+        sampled, label = _sampled(stored.model, evaluated, digest), Schema.from_json(evaluated.schema).label
         rows = None if sampled is None else shares_of_classes(sampled.unweighted(), label)
-        shares = shares_of_classes(sampled, label)
-        return cls(run, config, digest, model, checkpoint, shares, document, rows)
-
-    def to_json(self) -> dict[str, Any]:
-        """What a rank needs of it."""
-        kept = {name: getattr(self, name) for name in ("run", "model", "checkpoint", "kept")}
-        return {**kept, "config": self.config.to_json()}
+        return cls(replace(stored, kept=shares_of_classes(sampled, label)), digest, document, rows)
 
     def chosen_on(self, datasets: Sequence[str], split: str) -> list[str]:
         """Return what chose the model by rows of `split` (lockstep.training.results.chosen_on); nothing for other
@@ -76,40 +126,12 @@ class Scored:
         """
         if not has_rows_of(self.document, datasets):
             return []
-        result = find_result(filesystem(self.run), RunPaths(self.run))
+        result = find_result(filesystem(self.stored.run), RunPaths(self.stored.run))
         return chosen_on(self.document, split, (result or {}).get("watching", ()))
 
 
-def evaluate(
-    run: str | Sequence[str],
-    dataset: str,
-    split: str,
-    launch: Launch,
-    *,
-    num_ranks: int = 1,
-    batch: int = BATCH_ROWS,
-    baseline: str | None = None,
-    slices: Sequence[str] = (),
-    clusters: str | None = None,
-    checkpoint: Which | str | None = None,
-    earlier: bool = False,
-    more: Sequence[str] = (),
-    pictures: bool = False,
-) -> dict[str, Any]:
-    """Evaluate the run's model (its newest claim's, else the weights of the last checkpoint; or those of `checkpoint`:
-    `last`, `best`, a step or a URL) on `split` of `dataset`; of several runs the mean of their models' probabilities,
-    and each model.
-
-    `baseline` is `rate:COLUMN` (the mean label for each value of a column, smoothed), `majority` (the class shares), or
-    `mean` or `median` of labels that are numbers,
-    counted on the training rows (of the first run) and applied to the same rows as the model. `slices` are COLUMN,
-    COLUMN:day or COLUMN:hour. Rows of one value of the stored column `clusters` (by default that of a split by group)
-    depend on each other, and intervals count the values. With `earlier`, the rows of all datasets that `dataset`
-    continues are evaluated too, and the result names them as `earlier`, nearest first. The rows of the datasets `more`
-    follow.
-
-    With `pictures`, the result of one run has `misjudged` (lockstep.training.scoring.misjudged) where rows have
-    pictures.
+def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
+    """Evaluate the model of the request's run; of several runs the mean of their models' probabilities, and each model.
 
     Returns {run, dataset, split, model, chosen_on (what chose the model, or its length, by these rows:
     lockstep.training.results.chosen_on), samples, weighted (the metrics in which the rows' weights count, None if rows
@@ -118,50 +140,38 @@ def evaluate(
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
-    lockstep.training.scoring.slices.metrics_of_slices})}; of several runs, run and model are lists, `members` has such
+    lockstep.training.scoring.slices.metrics_of_slices}), earlier (if it was asked for: the datasets that this one
+    continues, nearest first)}; of several runs, run and model are lists, `members` has such
     a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
     and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
     error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """
-    require(batch >= 1 and num_ranks >= 1, "--batch or --num-ranks", f"{batch} rows, {num_ranks} ranks", "1 or more")
-    dataset = absolute(dataset)
-    manifest = checked_dataset(dataset, split, slices)
-    grouped, stored = clusters_of(manifest, clusters)
-    datasets = [url for url, _ in load_chain(dataset)] if earlier else [dataset]
-    datasets += [absolute(url) for url in more]
-    models = [Scored.of(absolute(one), checkpoint, manifest) for one in several(run)]
+    split = request.split
+    manifest = request.checked_dataset()
+    grouped, clusters = clusters_of(manifest, request.clusters)
+    chain = [url for url, _ in load_chain(request.dataset)] if request.earlier else [request.dataset]
+    datasets = (*chain, *request.more)
+    models = [Scored.of(run, request.checkpoint, manifest) for run in request.runs]
     require(bool(models), "--run", "no run", "one run, or several whose models are averaged")
-    first = models[0]
-    if baseline is not None:
-        check_baseline(baseline, Schema.from_json(manifest.schema))
-        _check_trained_on(first.config, first.dataset_digest, baseline)
-    check_alike(models, manifest, split)
-    payload = {
-        "config": first.config.to_json(),
-        "members": [one.to_json() for one in models],
-        "datasets": datasets,
-        "split": split,
-        "batch": batch,
-        "baseline": baseline,
-        "slices": list(slices),
-        "clusters": stored,
-        "pictures": pictures,
-    }
-    tls = any(model.config.tls == "on" for model in models)  # as the runs were trained
-    found = launch(RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls), num_ranks)[0]
-    where = [{"run": one.run, "model": one.model or one.checkpoint} for one in models]
-    if len(models) > 1:
+    first, stored = models[0], [one.stored for one in models]
+    if request.baseline is not None:
+        check_baseline(request.baseline, Schema.from_json(manifest.schema))
+        _check_trained_on(first.stored.config, first.dataset_digest, request.baseline)
+    check_alike(stored, manifest, split)
+    order = EvaluateOrder(request=replace(request, clusters=clusters), members=stored, datasets=datasets)
+    found = launch(task_of(ENTRY, order, stored), request.num_ranks)[0]
+    where = [{"run": one.run, "model": one.url} for one in stored]
+    if len(where) > 1:
         found["members"] = [{**one, **scored} for one, scored in zip(where, found["members"], strict=True)]
-    named = where[0] if len(models) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
+    named = where[0] if len(where) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
     reasons = dict.fromkeys(reason for one in models for reason in one.chosen_on(datasets, split))
-    result = {**named, "dataset": dataset, "split": split, "chosen_on": list(reasons), **found}
-    if earlier:
-        result["earlier"] = datasets[1 : len(datasets) - len(more)]
-    trained = find_result(filesystem(first.run), RunPaths(first.run))
-    thinned = thinned_of(manifest, split)
+    result = {**named, "dataset": request.dataset, "split": split, "chosen_on": list(reasons), **found}
+    if request.earlier:
+        result["earlier"] = chain[1:]
+    trained = find_result(filesystem(first.stored.run), RunPaths(first.stored.run))
     web = "role_columns" in manifest.created_by["config"]
-    lost = notes.of_groups(grouped if stored is None else None, is_web_log=web)
-    notes.show([*_doubts(result, trained, first.rows, thinned), *lost])
+    lost = notes.of_groups(grouped if clusters is None else None, is_web_log=web)
+    notes.show([*_doubts(result, trained, first.rows, thinned_of(manifest, split)), *lost])
     return result
 
 
@@ -172,32 +182,19 @@ def without_pictures(result: Any) -> Any:
     return {name: value for name, value in result.items() if name != "misjudged"}
 
 
-def evaluate_pooled(
-    runs: Mapping[str, str], dataset: str, launch: Launch, *, num_ranks: int = 1, batch: int = BATCH_ROWS
-) -> dict[str, Any]:
+def evaluate_pooled(runs: Mapping[str, str], dataset: str, launch: Launch, *, num_ranks: int = 1) -> dict[str, Any]:
     """Evaluate several runs, each on the split of `dataset` that it is the value of, and put all predictions together:
     {samples, metrics, intervals} of the metrics that rows decide. The splits have no row in common.
     """
-    dataset = absolute(dataset)
-    manifest = load_dataset(dataset)
-    _, stored = clusters_of(manifest, None)
-    models = [Scored.of(run, None, manifest) for run in runs.values()]
-    payload = {
-        "config": models[0].config.to_json(),
-        "members": [{**one.to_json(), "split": split} for split, one in zip(runs, models, strict=True)],
-        "datasets": [dataset],
-        "split": next(iter(runs)),
-        "batch": batch,
-        "baseline": None,
-        "slices": [],
-        "clusters": stored,
-        "pooled": True,
-    }
-    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=any(one.config.tls == "on" for one in models))
-    return dict(launch(task, num_ranks)[0])
+    request = EvaluateRequest(tuple(runs.values()), dataset, next(iter(runs)), num_ranks=num_ranks)
+    manifest = load_dataset(request.dataset)
+    request = replace(request, clusters=clusters_of(manifest, None)[1])
+    members = [Scored.of(run, None, manifest).stored for run in request.runs]
+    order = EvaluateOrder(request=request, members=members, datasets=(request.dataset,), pooled=tuple(runs))
+    return dict(launch(task_of(ENTRY, order, members), num_ranks)[0])
 
 
-def check_alike(models: Sequence[Scored], manifest: DatasetManifest, split: str) -> None:
+def check_alike(models: Sequence[StoredModel], manifest: DatasetManifest, split: str) -> None:
     """Raise ConfigError for models that are fed other inputs, or were trained on other shares of the classes."""
     trained_on = [one.config.split for one in models if split in one.config.split.split(",")]
     folds = {held_out(manifest, names, training=True) for names in trained_on}
@@ -209,16 +206,6 @@ def check_alike(models: Sequence[Scored], manifest: DatasetManifest, split: str)
             allowed=f"all trained on the same folds, or none of them on `{split}`; with the same --sample",
             next_step="Choose another --split, or evaluate these runs one by one.",
         )
-
-
-def checked_dataset(dataset: str, split: str, slices: Sequence[str]) -> DatasetManifest:
-    """The manifest of a dataset that has rows in this split, and these slices. Raises ConfigError, or what reading it
-    raises.
-    """
-    manifest = load_dataset(dataset)
-    rows_of(manifest, split)
-    slices_of(slices, Schema.from_json(manifest.schema))
-    return manifest
 
 
 def clusters_of(manifest: DatasetManifest, asked: str | None) -> tuple[str | None, str | None]:
@@ -389,11 +376,11 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 def main(context: RankContext) -> dict[str, Any]:
     """Evaluate this rank's share; rank 0 returns a result of `evaluate` from `samples` on, other ranks {}."""
-    config = TrainConfig.from_json(context.payload["config"])
+    config = EvaluateOrder.from_json(context.payload).members[0].config
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     from lockstep.training.results.evaluate_rank import run  # here, since it imports TensorFlow, which is set up now
 
-    return run(context, config)
+    return run(context)
 
 
 def number(value: Any) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -12,15 +11,17 @@ from lockstep.features.schema.schema import class_names_of
 from lockstep.features.schema.signature import Signature
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
-from lockstep.training.models.on_disk import load_checkpoint, load_export
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.evaluate import EvaluateOrder
+from lockstep.training.results.stored_model import StoredModel
 from lockstep.training.scoring.baseline import Baseline, NumberBaseline, baseline_of
 from lockstep.training.scoring.ensemble import ensemble_of
 from lockstep.training.scoring.misjudged import misjudged
-from lockstep.training.scoring.score_split import Details, Outputs, Pool, open_split, score, takes_logits
+from lockstep.training.scoring.score_split import Details, Outputs, Pool, ScoredModel, Scorer, takes_logits
 from lockstep.training.scoring.slices import slices_of
 from lockstep.training.steps import model_state
 from lockstep.training.steps.losses import weigh_tests
@@ -28,91 +29,73 @@ from lockstep.training.steps.losses import weigh_tests
 SHOWN_BATCH_ROWS = 8  # rows of the batch of zeros that builds the metrics
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A run's model, and the split as this model is fed."""
-
-    model: keras.Model
-    split: OpenSplit
-    signature: Signature
-    kept: tuple[float, ...] | None
-    skip_bad_images: bool
-
-
-def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+def run(context: RankContext) -> dict[str, Any]:
     """Evaluate each model without any collective, then combine the states and rows of all ranks.
 
     Returns a result of lockstep.training.results.evaluate from `samples` on, of several models that of their mean, with
-    `members`, or of a payload with `pooled` what Pool.result returns; {} on other ranks than 0.
+    `members`, or of an order that is `pooled` what Pool.result returns; {} on other ranks than 0.
     """
-    payload, beat = context.payload, context.control.beat
-    members = [_opened(context, member) for member in payload["members"]]
-    first = members[0]
+    order, beat = EvaluateOrder.from_json(context.payload), context.control.beat
+    request, config = order.request, order.members[0].config
+    splits = order.pooled or [request.split] * len(order.members)
+    models = [_opened(context, order, member, split) for member, split in zip(order.members, splits, strict=True)]
+    first = models[0]
     comm = context.communicator()
     comm.deadline_s = config.stall_limit_s
     baseline: Baseline | NumberBaseline | None = None
-    if payload["baseline"] is not None:
+    if request.baseline is not None:
         beat(0, "count the baseline")
-        trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
-        if config.on_bad_record == "skip":
-            trained_on = trained_on.skipping_bad_records(lambda bad: None)
-        baseline = baseline_of(payload["baseline"], trained_on.encoder.schema)
-        baseline.fit(trained_on.readers, config.mix, comm)
-    slices = slices_of(payload["slices"], first.split.encoder.schema)
-    details = Details(slices, class_names_of(first.split.manifest), payload["clusters"])
-
-    def scored(
-        model: keras.Model,
-        of: _Member,
-        outputs: Outputs | None = None,
-        members: Sequence[tuple[str, Outputs]] = (),
-        pool: Pool | None = None,
-    ) -> dict[str, Any]:
-        return score(
-            model, of.split, of.signature, comm, beat,
-            batch=payload["batch"], kept=of.kept, baseline=baseline, details=details,
-            skip_bad_images=of.skip_bad_images, outputs=outputs, members=members, pool=pool,
-        )  # fmt: skip
-
-    if payload.get("pooled"):
+        baseline = _fitted(request.baseline, config, comm)
+    slices = slices_of(request.slices, first.split.encoder.schema)
+    details = Details(slices, class_names_of(first.split.manifest), request.clusters)
+    scorer = Scorer(comm=comm, beat=beat, batch=request.batch, baseline=baseline, details=details)
+    if order.pooled is not None:
         pool = Pool()
-        for member in members:
-            scored(member.model, member, pool=pool)
+        for one in models:
+            scorer.score(one, pool=pool)
         return pool.result()
-    outputs = [Outputs(member.model, member.kept, detailed=True) for member in members]
-    found = [scored(member.model, member, one) for member, one in zip(members, outputs, strict=True)]
-    if len(members) == 1:
-        if payload["pictures"]:
+    outputs = [Outputs(one.model, one.kept, detailed=True) for one in models]
+    found = [scorer.score(one, its) for one, its in zip(models, outputs, strict=True)]
+    if len(models) == 1:
+        if request.pictures:
             wrong = misjudged(
                 first.split, outputs[0], comm,
-                batch=payload["batch"], names=details.class_names, skip_bad_images=first.skip_bad_images,
+                batch=request.batch, names=details.class_names, skip_bad_images=first.skip_bad_images,
             )  # fmt: skip
             found[0] |= {"misjudged": wrong} if wrong else {}
         return found[0]
-    models = [member.model for member in members]
-    together = ensemble_of(models, [takes_logits(model) for model in models], first.signature)
+    each = [one.model for one in models]
+    together = ensemble_of(each, list(map(takes_logits, each)), first.signature)
     _build(together, first.signature)
-    names = [member["run"] for member in payload["members"]]
-    result = scored(together, first, members=list(zip(names, outputs, strict=True)))
+    names = [member.run for member in order.members]
+    result = scorer.score(replace(first, model=together), members=list(zip(names, outputs, strict=True)))
     return {**result, "members": found} if result else {}
 
 
-def _opened(context: RankContext, member: dict[str, Any]) -> _Member:
-    payload, config = context.payload, TrainConfig.from_json(member["config"])
+def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | NumberBaseline:
+    """The baseline, counted on the run's training rows. A collective."""
+    trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
+    if config.on_bad_record == "skip":
+        trained_on = trained_on.skipping_bad_records(lambda bad: None)
+    baseline = baseline_of(name, trained_on.encoder.schema)
+    baseline.fit(trained_on.readers, config.mix, comm)
+    return baseline
+
+
+def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
+    config = member.config
     context.control.beat(0, OPENING)
-    split = open_split(payload["datasets"], member.get("split", payload["split"]), config)
+    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.split)
     if config.on_bad_record == "skip":
         split.leave_out_bad_records()
-    signature = labels_of(config, split.encoder.signature)
     context.control.beat(0, "load the model")
-    if member["model"] is not None:
-        model = load_export(member["model"], config, split.manifest)
-    else:
-        model = load_checkpoint(member["checkpoint"], config, split.manifest, signature)
+    model = member.load(split.manifest, split.encoder.signature)
     model.jit_compile = False
+    signature = labels_of(config, split.encoder.signature)
     _build(model, signature)
-    kept = member["kept"] and tuple(member["kept"])
-    return _Member(model, split, signature, kept, config.skips_bad_images)
+    return ScoredModel(
+        model=model, split=split, signature=signature, kept=member.kept, skip_bad_images=config.skips_bad_images
+    )
 
 
 def _build(model: keras.Model, signature: Signature) -> None:

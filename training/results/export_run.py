@@ -12,32 +12,50 @@ from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.process.signals import ended_in_order
 from lockstep.storage.documents import seal, unseal
-from lockstep.storage.errors import ConfigError, DataError, require
+from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, occupied, publish_directory, write_file
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent, several
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
-from lockstep.training.control.task import RankTask
+from lockstep.training.control.protocol import Message
 from lockstep.training.driver.ownership import staging_folder
 from lockstep.training.driver.preflight import open_dataset
 from lockstep.training.launch.session import Launch
 from lockstep.training.plan.datasets import held_out
 from lockstep.training.rank import runtime
 from lockstep.training.reading.open import load_fitted
-from lockstep.training.run.best import find_best
-from lockstep.training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
+from lockstep.training.results.stored_model import StoredModel, Which, choose_checkpoint, task_of
+from lockstep.training.run.lineage import CheckpointRef, checkpoints, read_checkpoint
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.weights_source import newest_of
 
 ENTRY = "lockstep.training.results.export_run:main"
 FORMAT_VERSION = 1
-Which = int | Literal["last", "best"]
 Format = Literal["keras", "savedmodel"]
 FORMATS: tuple[Format, ...] = ("keras", "savedmodel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOrder(Message):
+    """What a rank is asked to export."""
+
+    members: list[StoredModel]
+    """The checkpoint; several make one model of their mean."""
+    directory: str
+    """The URL of the folder for the model's files."""
+    form: Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeModel(Message):
+    """What a rank has exported."""
+
+    files: list[dict[str, Any]]
+    """{name, bytes, sha256} of each file."""
+    not_raw: dict[str, str]
+    """The columns without a signature of raw columns, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +99,34 @@ def export_run(
     staging = staging_folder(out, parent(output), "export")
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
-            payload = {
-                "config": first.config.to_json(),
-                "members": [{"config": one.config.to_json(), "checkpoint": one.url} for one in members],
-                "directory": staging, "form": form,
-            }  # fmt: skip
-            tls = any(one.config.tls == "on" for one in members)
-            task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls)
-            made = launch(task, 1)[0]
+            order = ExportOrder(members=[one.stored for one in members], directory=staging, form=form)
+            made = MadeModel.from_json(launch(task_of(ENTRY, order, order.members), 1)[0])
             document = {
                 "format_version": FORMAT_VERSION,
                 "kind": "model",
                 "generation": first.ref.generation,
                 "checkpoint": str(first.ref),
                 "plan": first.plan,
-                "model": first.config.model,
-                "split": first.config.split,
-                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in made["files"]},
+                "model": first.stored.config.model,
+                "split": first.stored.config.split,
+                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in made.files},
             }
             if len(members) > 1:
-                document["mean_of"] = [{"run": one.run, "checkpoint": str(one.ref)} for one in members]
+                document["mean_of"] = [{"run": one.stored.run, "checkpoint": str(one.ref)} for one in members]
             write_file(out, join(staging, MANIFEST_NAME), seal(document))
             publish_directory(out, staging, output)
     finally:
         if out.exists(staging):
             out.delete(staging, recursive=True)
-    return Exported(output, first.ref, made["not_raw"], tuple(one.ref for one in members[1:]))
+    return Exported(output, first.ref, made.not_raw, tuple(one.ref for one in members[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     """A checkpoint of a run; `plan` is what it was trained by."""
 
-    run: str
-    config: TrainConfig
+    stored: StoredModel
     ref: CheckpointRef
-    url: str
     plan: dict[str, Any]
 
     @classmethod
@@ -124,20 +134,22 @@ class _Member:
         fs, paths = filesystem(run), RunPaths(run)
         config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
         urls = checkpoints(fs, paths)
-        ref = chosen(fs, paths, config, urls, which)
-        return cls(run, config, ref, urls[ref], read_checkpoint(fs, urls[ref], ref)["plan"])
+        ref = choose_checkpoint(fs, paths, config, urls, which)
+        stored = StoredModel(run=run, config=config, checkpoint=urls[ref])
+        return cls(stored, ref, read_checkpoint(fs, urls[ref], ref)["plan"])
 
 
 def _check_alike(members: Sequence[_Member]) -> None:
     """Raise ConfigError for runs on other splits, or whose models are of several modules: who loads the mean imports
     one. That all have seen the same data is checked where the checkpoints are read.
     """
-    names = {one.config.model for one in members if ":" in one.config.model}
-    splits = {one.config.split for one in members}
+    configs = [one.stored.config for one in members]
+    names = {config.model for config in configs if ":" in config.model}
+    splits = {config.split for config in configs}
     if len(splits) > 1 or len(names) > 1:
         raise ConfigError(
             "these models cannot be exported as their mean",
-            got="; ".join(f"{one.config.model} trained on {one.config.split}" for one in members),
+            got="; ".join(f"{config.model} trained on {config.split}" for config in configs),
             allowed="runs with one --split, and one MODULE:FUNCTION or ready models",
             next_step="Leave the other runs out of --run.",
         )
@@ -167,23 +179,21 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Write the model of the payload's {members} to its {directory} in its {form}; returns {files, not_raw}."""
-    config = TrainConfig.from_json(context.payload["config"])
+    """Write the model of an ExportOrder; returns a MadeModel as JSON."""
+    config = ExportOrder.from_json(context.payload).members[0].config
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    return run(context, config)
+    return run(context)
 
 
-def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+def run(context: RankContext) -> dict[str, Any]:
     """The part of `main` that uses TensorFlow, which is set up now."""
-    from lockstep.training.models.on_disk import export, load_checkpoint
+    from lockstep.training.models.on_disk import export
 
+    order = ExportOrder.from_json(context.payload)
+    config, directory = order.members[0].config, order.directory
     manifest, encoder = open_dataset(config)
     signature = labels_of(config, encoder.signature)
-    members = context.payload["members"]
-    models = []
-    for member in members:
-        own = TrainConfig.from_json(member["config"])
-        models.append(load_checkpoint(member["checkpoint"], own, manifest, labels_of(own, encoder.signature)))
+    models = [member.load(manifest, encoder.signature) for member in order.members]
     if len(models) == 1:
         model = models[0]
         model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
@@ -194,10 +204,9 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
 
         logits = [takes_logits(one) for one in models]
         model = saved_ensemble_of(models, logits, signature, inputs_of(signature))
-    directory = context.payload["directory"]
     files = export(model, directory, config.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}
-    if context.payload["form"] == "savedmodel":
+    if order.form == "savedmodel":
         from lockstep.training.models.saved_model import export_saved_model
 
         schema = raw_schema(Schema.from_json(manifest.schema))
@@ -205,50 +214,4 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         fitted = load_fitted(schema, config.datasets[0], manifest, fold)
         more, not_raw = export_saved_model(model, directory, signature, schema, fitted)
         files += more
-    return {"files": files, "not_raw": not_raw}
-
-
-def weights_of(run: str, config: TrainConfig, which: Which | None) -> tuple[str | None, str | None]:
-    """A run's (model, checkpoint), one of them None: the checkpoint that `which` names; without, the newest model, else
-    the checkpoint that stands for the run. Raises what `chosen` raises.
-    """
-    if which is None:
-        return newest_of(run)
-    fs, paths = filesystem(run), RunPaths(run)
-    urls = checkpoints(fs, paths)
-    return None, urls[chosen(fs, paths, config, urls, which)]
-
-
-def chosen(
-    fs: FileSystem, paths: RunPaths, config: TrainConfig, urls: dict[CheckpointRef, str], which: Which | None
-) -> CheckpointRef:
-    """The checkpoint of the run's chain that `which` names; for None the best of a run that keeps it, else the last.
-
-    Raises ConfigError, and DataError if there is none.
-    """
-    chain = lineage(read_claims(fs, paths), urls)
-    if not chain:
-        raise DataError(
-            f"{paths.root} has no checkpoint",
-            got="none",
-            allowed="a run that has written one",
-            next_step="Resume the run: `lockstep train` with the same flags.",
-        )
-    if which in ("best", None):
-        best = find_best(fs, paths, config.keep)
-        if best is not None:
-            return best.ref
-        if which == "best":
-            raise _no_such(paths, f"--keep-best {config.keep_best}, and no checkpoint with that metric", chain)
-    if which in ("last", None):
-        return chain[0]
-    found = [ref for ref in chain if ref.step == which]
-    if not found:
-        raise _no_such(paths, f"step {which}", chain, best=find_best(fs, paths, config.keep) is not None)
-    return found[0]
-
-
-def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef], *, best: bool = False) -> ConfigError:
-    steps = ", ".join(str(ref.step) for ref in chain[:20])
-    allowed = f"last, {'best, ' if best else ''}or a step: {steps}"
-    return ConfigError(f"{paths.root} has no such checkpoint", got=got, allowed=allowed, next_step="Choose one.")
+    return MadeModel(files=files, not_raw=not_raw).to_json()

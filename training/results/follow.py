@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal_as
@@ -20,9 +21,9 @@ from lockstep.storage.errors import (
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import read_replaced, write_file
-from lockstep.storage.urls import absolute, basename, join
+from lockstep.storage.urls import basename, join
 from lockstep.training.launch.session import Launch
-from lockstep.training.results.evaluate import checked_dataset, evaluate, number
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate, number
 from lockstep.training.run.lineage import CheckpointRef, chain_of, newest_claimed
 from lockstep.training.run.paths import RunPaths, checkpoint_of
 
@@ -32,25 +33,19 @@ IDLE_S = 600.0  # without a sign of the run's driver: it has ended without a res
 
 
 def follow(
-    run: str,
-    dataset: str,
-    split: str,
+    request: EvaluateRequest,
     launch: Launch,
     *,
-    num_ranks: int = 1,
-    batch: int = 512,
-    baseline: str | None = None,
-    slices: Sequence[str] = (),
-    clusters: str | None = None,
     start_delay_s: float = 0.0,
     throttle_s: float = 0.0,
     look_s: float = LOOK_S,
     idle_s: float = IDLE_S,
     show: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Evaluate each checkpoint of the run as it is committed, until the run has ended and its last one is scored.
+    """Evaluate each checkpoint of the request's one run as it is committed, until the run has ended and its last one is
+    scored.
 
-    Options are those of `evaluate`. The first look is after `start_delay_s`, and while the run trains an evaluation
+    The first look is after `start_delay_s`, and while the run trains an evaluation
     begins `throttle_s` or more after the one before it. Each result is published in RUN/evaluations, in a directory of
     this dataset, split, baseline, slices and clusters: another call continues there. A checkpoint that retention
     removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint, by step;
@@ -59,11 +54,9 @@ def follow(
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):
         require(0 <= seconds <= MAX_WAIT_S, name, f"{seconds} s", f"0 to {MAX_WAIT_S:.0f} s")
-    run, dataset = absolute(run), absolute(dataset)
+    (run,) = request.runs
     fs, paths = filesystem(run), RunPaths(run)
-    digest = checked_dataset(dataset, split, slices).digest
-    key = {"dataset": digest, "split": split, "baseline": baseline, "slices": list(slices), "clusters": clusters}
-    folder = paths.evaluations(f"{split}-{sha256_hex(canonical_bytes(key))[:12]}")
+    folder = paths.evaluations(_name_of(request))
     skipped: set[CheckpointRef] = set()
     driver, begun = _Driver(fs, paths, idle_s), -math.inf
     time.sleep(start_delay_s)
@@ -82,10 +75,7 @@ def follow(
         begun, ref = time.monotonic(), waiting[0]
         url = paths.checkpoint(ref.step, ref.generation)
         try:
-            result = evaluate(
-                run, dataset, split, launch,
-                num_ranks=num_ranks, batch=batch, baseline=baseline, slices=slices, clusters=clusters, checkpoint=url,
-            )  # fmt: skip
+            result = evaluate(replace(request, checkpoint=url), launch)
         except LockstepError:
             if fs.exists(url):
                 raise
@@ -95,6 +85,13 @@ def follow(
         _write(fs, folder, ref, result)
         numbers = ", ".join(f"{name} {number(value)}" for name, value in sorted(result["metrics"].items()))
         show(f"{ref}: {result['samples']} samples, {numbers}")
+
+
+def _name_of(request: EvaluateRequest) -> str:
+    """The name of what the request asks of each checkpoint."""
+    names = ("split", "baseline", "slices", "clusters")
+    key = {"dataset": request.checked_dataset().digest} | {name: getattr(request, name) for name in names}
+    return f"{request.split}-{sha256_hex(canonical_bytes(key))[:12]}"
 
 
 class _Driver:

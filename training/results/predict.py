@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -19,20 +19,19 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
-from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute, join, parent, several
-from lockstep.training.config import TrainConfig
+from lockstep.storage.urls import absolute, join, parent
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.failures import LauncherGoneError, RankFailedError
-from lockstep.training.control.protocol import is_final
+from lockstep.training.control.protocol import Message, is_final
 from lockstep.training.control.server import Handler
-from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.control.task import Limits
 from lockstep.training.driver.ownership import staging_folder
 from lockstep.training.launch.session import Launch, Launches
 from lockstep.training.plan.datasets import rows_of
 from lockstep.training.rank import runtime
 from lockstep.training.results.evaluate import Scored, check_alike
-from lockstep.training.results.export_run import Which, check_output
+from lockstep.training.results.export_run import check_output
+from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
 from lockstep.training.run.paths import RunPaths
 
@@ -55,93 +54,132 @@ class Predicted:
     """{samples, first}: of a run with --bad-images skip, rows without a prediction, and the names of the first 20."""
 
 
-def predict(
-    run: str | Sequence[str],
-    dataset: str,
-    split: str,
-    output: str,
-    launch: Launch,
-    *,
-    num_ranks: int = 1,
-    batch: int = 512,
-    checkpoint: Which | None = None,
-    columns: str | Sequence[str] = (),
-) -> Predicted:
-    """Write predictions of the run's model (its newest claim's, else the weights of the last checkpoint; or those of
-    `checkpoint`) for every row of `split` of `dataset` to the directory `output`, as Parquet; of several runs, the mean
-    of their models' probabilities, as evaluate computes it.
+@dataclass(frozen=True)
+class PredictRequest(Message):
+    """What to predict, and where the predictions go. Raises ConfigError without rows or ranks."""
+
+    runs: tuple[str, ...]
+    """The runs whose models predict; of several, the mean of their models' probabilities, as evaluate computes it."""
+    dataset: str
+    split: str
+    output: str
+    """The directory of the predictions, which must not exist."""
+    _: KW_ONLY
+    num_ranks: int = 1
+    batch: int = 512
+    """Rows that a rank computes at a time."""
+    checkpoint: Which | None = None
+    """None: the newest model, else the weights of the last checkpoint."""
+    columns: tuple[str, ...] = ()
+    """Stored columns that travel into the predictions."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.num_ranks < 1:
+            raise ConfigError(
+                "predictions need rows and ranks",
+                got=f"batch={self.batch}, num_ranks={self.num_ranks}",
+                allowed="integers from 1 up",
+                next_step="Correct --batch or --num-ranks.",
+            )
+        require(bool(self.runs), "--run", "no run", "one run, or several whose models are averaged")
+        object.__setattr__(self, "runs", tuple(map(absolute, self.runs)))
+        for name in ("dataset", "output"):
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOrder(Message):
+    """What ranks are asked to predict."""
+
+    request: PredictRequest
+    """Its `columns` are all that travel."""
+    members: list[StoredModel]
+    parts: int
+    """The number of files."""
+    directory: str
+    """The URL of the folder for the files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartFile(Message):
+    """A complete file of predictions."""
+
+    name: str
+    bytes: int
+    sha256: str
+    rows: int
+    not_finite: int
+    """Rows whose prediction has NaN or an infinity."""
+    left_out: int
+    """Rows without a prediction, whose image cannot be decoded."""
+    first_left_out: list[str]
+    """The names of the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPredictions(Message):
+    """What a rank has written."""
+
+    files: list[PartFile]
+
+
+def predict(request: PredictRequest, launch: Launch) -> Predicted:
+    """Write a prediction for every row of the request's split, as Parquet.
 
     Columns: `sample_id` int64; `file` of pictures that came from folders or archives; the dataset's id columns that
     are stored, and the stored `columns`; `label` if the dataset has one; `prediction`, a double, or a list of
     floats for a model with several numbers a row; and `class` int64, the index of the largest, if the label is a
     class. If classes have names, `label_name` and `class_name` have them. Of a run with --bad-images skip, rows
     whose image cannot be decoded have null there. Rows are in the order of the dataset; files and bytes do not
-    depend on `num_ranks`. `batch` is the rows that a rank computes at a time. A failed rank is started again, and
+    depend on `num_ranks`. A failed rank is started again, and
     repeats the file that it was writing. Nothing appears at `output` before all files are complete. Prints a note
     if predictions are not finite. Raises ConfigError, NotFoundError and ExistsError, where possible before a rank
     is started.
     """
-    runs, dataset, output = tuple(map(absolute, several(run))), absolute(dataset), absolute(output)
-    if batch < 1 or num_ranks < 1:
-        raise ConfigError(
-            "predictions need rows and ranks",
-            got=f"batch={batch}, num_ranks={num_ranks}",
-            allowed="integers from 1 up",
-            next_step="Correct --batch or --num-ranks.",
-        )
-    require(bool(runs), "--run", "no run", "one run, or several whose models are averaged")
+    split, output = request.split, request.output
     fs = filesystem(output)
-    for one in runs:
-        check_output(fs, RunPaths(one), output)
-    manifest = load_dataset(dataset)
+    for run in request.runs:
+        check_output(fs, RunPaths(run), output)
+    manifest = load_dataset(request.dataset)
     rows = rows_of(manifest, split)
-    carried = columns_to_carry(manifest, several(columns))
-    models = [Scored.of(one, checkpoint, manifest) for one in runs]
-    check_alike(models, manifest, split)
-    parts = min(-(-rows // batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
-    config, made_by = models[0].config, [str(one.model or one.checkpoint) for one in models]
+    request = replace(request, columns=columns_to_carry(manifest, request.columns))
+    members = [Scored.of(run, request.checkpoint, manifest).stored for run in request.runs]
+    check_alike(members, manifest, split)
+    parts = min(-(-rows // request.batch), max(MIN_PARTS, -(-rows // PART_ROWS)))
     staging = staging_folder(fs, parent(output), "predict")
-    payload = {
-        "config": config.to_json(), "dataset": dataset, "split": split, "batch": batch, "parts": parts,
-        "members": [
-            {"config": one.config.to_json(), "model": one.model, "checkpoint": one.checkpoint} for one in models
-        ],
-        "columns": carried, "directory": staging,
-    }  # fmt: skip
-    tls = any(one.config.tls == "on" for one in models)  # as the runs were trained
-    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=tls)
+    order = PredictOrder(request=request, members=members, parts=parts, directory=staging)
+    made_by = [one.url for one in members]
     try:
         with ended_in_order():  # so that the staging directory is removed on SIGTERM too
             fs.mkdirs(staging)
             with Progress("predicting", parts, "files") as progress:
-                files = _run(task, launch, num_ranks, fs, staging, progress)
-            if (found := sum(file["rows"] for file in files)) != rows:
+                files = _run(order, launch, fs, progress)
+            if (found := sum(file.rows for file in files)) != rows:
                 raise CorruptionError("predictions of other rows", file=staging, got=f"{found}", allowed=f"{rows}")
-            bad = [file["bad_images"] for file in files]
-            names = [name for each in bad for name in each["first"]]
-            left_out = {"samples": sum(each["samples"] for each in bad), "first": names[: notes.NAMED]}
+            names = [name for file in files for name in file.first_left_out]
+            left_out = {"samples": sum(file.left_out for file in files), "first": names[: notes.NAMED]}
             document = {
                 "format_version": FORMAT_VERSION,
                 "kind": "predictions",
-                "dataset": dataset,
+                "dataset": request.dataset,
                 "dataset_digest": manifest.digest,
                 "split": split,
                 "model": made_by[0] if len(made_by) == 1 else made_by,
-                "batch": batch,
+                "batch": request.batch,
                 "rows": rows,
                 "left_out": left_out,
-                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
+                "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
             }
             write_file(fs, join(staging, MANIFEST_NAME), seal(document))
             publish_directory(fs, staging, output)
     finally:
         fs.discard(staging)
-    notes.show(notes.of_predictions(sum(file["not_finite"] for file in files), rows))
+    notes.show(notes.of_predictions(sum(file.not_finite for file in files), rows))
     notes.show(notes.of_left_out(left_out, split, "have no prediction"))
     return Predicted(output, rows, ", ".join(made_by), left_out)
 
 
-def columns_to_carry(manifest: DatasetManifest, asked: Sequence[str]) -> list[str]:
+def columns_to_carry(manifest: DatasetManifest, asked: Sequence[str]) -> tuple[str, ...]:
     """The stored columns that travel into predictions: the dataset's id columns, and those `asked` for.
 
     Raises ConfigError for a column that is not stored, or that has the name of a column of predictions.
@@ -158,7 +196,7 @@ def columns_to_carry(manifest: DatasetManifest, asked: Sequence[str]) -> list[st
                 next_step="Correct --columns; a column must be in the dataset's schema, such as with encoding ignore.",
             )
     ids = manifest.created_by["config"].get("id_columns") or ()
-    return list(dict.fromkeys([*(name for name in ids if name in usable), *asked]))
+    return tuple(dict.fromkeys([*(name for name in ids if name in usable), *asked]))
 
 
 class _Shown(Handler):
@@ -177,25 +215,20 @@ class _Shown(Handler):
         return {}
 
 
-def _run(
-    task: RankTask, launch: Launch, num_ranks: int, fs: FileSystem, staging: str, progress: Progress
-) -> list[dict[str, Any]]:
-    """Run the task until all files are complete; returns {name, rows, not_finite, bad_images, bytes, sha256} of
-    each, in
-    order.
-    """
-    failures = 0
-    with Launches(launch, num_ranks, Limits()) as launches:
+def _run(order: PredictOrder, launch: Launch, fs: FileSystem, progress: Progress) -> list[PartFile]:
+    """Start ranks until all files are complete; returns them in order."""
+    failures, task = 0, task_of(ENTRY, order, order.members)
+    with Launches(launch, order.request.num_ranks, Limits()) as launches:
         for generation in count(1):
-            before = len(fs.list(staging))
+            before = len(fs.list(order.directory))
             progress.set(0)
             try:
                 results = launches.run(task, generation, _Shown(progress))
-                return [file for result in results for file in result["files"]]
+                return [file for result in results for file in RankPredictions.from_json(result).files]
             except LockstepError as error:
                 if is_final(error) or isinstance(error, LauncherGoneError):
                     raise
-                failures = 1 if len(fs.list(staging)) > before else failures + 1
+                failures = 1 if len(fs.list(order.directory)) > before else failures + 1
                 if failures > MAX_FAILURES or (isinstance(error, RankFailedError) and error.alike):
                     raise
                 print(f"starting the ranks again: {error}", file=sys.stderr, flush=True)
@@ -203,9 +236,9 @@ def _run(
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Write this rank's files; returns {files}."""
-    config = TrainConfig.from_json(context.payload["config"])
+    """Write this rank's files; returns RankPredictions as JSON."""
+    config = PredictOrder.from_json(context.payload).members[0].config
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
     from lockstep.training.results.predict_rank import run  # here, since it imports TensorFlow, which is set up now
 
-    return run(context, config)
+    return run(context)

@@ -20,51 +20,50 @@ from numpy.typing import NDArray
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.schema.schema import class_names_of
-from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.layout import FILES_FOLDER, files_of_shard
 from lockstep.storage.dataset.manifest import DatasetManifest, has_files, read_checked
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
-from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.feed import eval_batches, eval_rows
-from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
-from lockstep.training.models.on_disk import load_checkpoint, load_export, upload
+from lockstep.training.models.on_disk import upload
 from lockstep.training.plan.datasets import split_of
 from lockstep.training.reading.background import ReadAhead
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.results.predict import PartFile, PredictOrder, RankPredictions
 from lockstep.training.results.predictor import ExportedModel, prediction_column
+from lockstep.training.results.stored_model import StoredModel
 from lockstep.training.run.notes import NAMED
 from lockstep.training.scoring.ensemble import ensemble_of
-from lockstep.training.scoring.score_split import open_split, takes_logits
+from lockstep.training.scoring.score_split import takes_logits
 
 GROUP_BYTES = 8 << 20  # of a row group
 BAD_IMAGES = b"lockstep.bad_images"  # key in a file's footer
 
 
-def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+def run(context: RankContext) -> dict[str, Any]:
     """Write the files of this rank's consecutive share of `parts`, except those that an earlier generation has written.
 
-    Each part has the same batches at any number of ranks. Returns {files: [{name, rows, not_finite, bad_images, bytes,
-    sha256}]}; bad_images are {samples, first} of a run with --bad-images skip.
+    Each part has the same batches at any number of ranks. Returns RankPredictions as JSON.
     """
-    payload, world, beat = context.payload, context.world, context.control.beat
-    directory, parts, batch = payload["directory"], payload["parts"], payload["batch"]
+    order = PredictOrder.from_json(context.payload)
+    request, config, directory, parts = order.request, order.members[0].config, order.directory, order.parts
+    world, beat, batch = context.world, context.control.beat, request.batch
     beat(0, OPENING)
-    split = open_split(payload["dataset"], payload["split"], config)
+    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.split)
     beat(0, "load the model")
-    model = model_of(payload["members"], split.manifest, split.encoder.signature)
+    model = _mean_of(order.members, split)
     form = Form.of(model, split)
     steps, encoder = 0, split.encoder
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
-    encoder = _Carrying(encoder, payload["columns"])
+    encoder = _Carrying(encoder, request.columns)
     files_of = None
     if has_files(split.manifest):
-        files_of = FilesOf(payload["dataset"], split.manifest, payload["split"])
+        files_of = FilesOf(request.dataset, split.manifest, request.split)
 
     def predicted(part: int, bad: list[str]) -> Iterator[pa.RecordBatch]:
         nonlocal steps
@@ -80,12 +79,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
                 at += len(rows.sample_id)
                 yield columns_of(rows, outputs, form, named)
 
-    fs, files = filesystem(directory), []
+    fs, files = filesystem(directory), list[PartFile]()
     for part in range(world.rank * parts // world.num_ranks, (world.rank + 1) * parts // world.num_ranks):
         name = f"part-{part:05d}.parquet"
         if fs.exists(join(directory, name)):
             size, digest = file_digest(fs, join(directory, name))
-            file = {"name": name, "bytes": size, "sha256": digest}
+            file: dict[str, Any] = {"name": name, "bytes": size, "sha256": digest}
             found = doubts_in(BytesIO(fs.read_bytes(join(directory, name))))
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -96,23 +95,16 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
                 # Not exclusive: a rank that its driver has lost may still write the same bytes.
                 file = upload(path, directory, name, exclusive=False)
         start, stop = eval_rows(split.reader, part, parts, batch)
-        files.append({**file, "rows": stop - start, **found})
+        files.append(PartFile(**file, rows=stop - start, **found))
         context.control.notify("predicted")
-    return {"files": files}
+    return RankPredictions(files=files).to_json()
 
 
-def model_of(members: Sequence[dict[str, Any]], manifest: DatasetManifest, signature: Signature) -> keras.Model:
-    """The model of the one of `members` ({config, model, checkpoint}), or the mean of several."""
-    models = []
-    for member in members:
-        config = TrainConfig.from_json(member["config"])
-        if member["model"] is not None:
-            models.append(load_export(member["model"], config, manifest))
-        else:
-            models.append(load_checkpoint(member["checkpoint"], config, manifest, labels_of(config, signature)))
-    if len(models) == 1:
-        return models[0]
-    return ensemble_of(models, [takes_logits(model) for model in models], signature)
+def _mean_of(members: Sequence[StoredModel], split: OpenSplit) -> keras.Model:
+    """The model of the one of `members`, or the mean of several."""
+    signature = split.encoder.signature
+    models = [member.load(split.manifest, signature) for member in members]
+    return models[0] if len(models) == 1 else ensemble_of(models, list(map(takes_logits, models)), signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +239,7 @@ def _named(numbers: NDArray[np.int64], names: Sequence[str]) -> pa.Array:
 
 
 def doubts_in(file: Path | BytesIO) -> dict[str, Any]:
-    """Return {not_finite, bad_images} of a file of predictions: rows that hold NaN or an infinity, and {samples, first}
-    of those without a prediction.
-    """
+    """Return {not_finite, left_out, first_left_out} of a file of predictions, as PartFile has them."""
     parquet = pq.ParquetFile(file)
     first = json.loads((parquet.metadata.metadata or {}).get(BAD_IMAGES, b"[]"))
     column = parquet.read(columns=["prediction"]).column(0).combine_chunks()
@@ -258,7 +248,8 @@ def doubts_in(file: Path | BytesIO) -> dict[str, Any]:
     a_row = max(1, numbers.size // max(1, len(present)))
     return {
         "not_finite": int((~np.isfinite(numbers.reshape(-1, a_row))).any(axis=1).sum()),
-        "bad_images": {"samples": column.null_count, "first": first},
+        "left_out": column.null_count,
+        "first_left_out": first,
     }
 
 

@@ -9,7 +9,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import Shown, short
 from lockstep.training.launch.session import Launch
-from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary
 from lockstep.training.results.pictures import Images, predict_raw
 from lockstep.training.results.predictor import BATCH
 from lockstep.training.run.paths import RunPaths
@@ -55,8 +55,8 @@ class TrainedRun(RunResult):
                     next_step="Pass dataset=...",
                 )
             dataset = str(trained_on[0])
-        found = evaluate(self.run, dataset, split, self.launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
-        return Shown(found, summary)
+        request = EvaluateRequest((self.run,), dataset, split, num_ranks=num_ranks, batch=batch, baseline=baseline)
+        return Shown(evaluate(request, self.launch), summary)
 
     def predict(self, rows: Any = None, *, images: Images | None = None, batch: int = BATCH) -> Any:
         """The newest model's outputs for raw rows or picture files, as `lockstep.predict` returns them."""

@@ -34,7 +34,7 @@ def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
 
 
 def of_left_out(left_out: Mapping[str, Any], split: str, what: str = "are left out") -> list[str]:
-    """Rows of `split` that cannot be decoded; `left_out` as in lockstep.training.scoring.score_split.score."""
+    """Rows of `split` that cannot be decoded; `left_out` as in lockstep.training.scoring.score_split.Scorer.score."""
     if not left_out["samples"]:
         return []
     return [

@@ -16,7 +16,7 @@ KIND = "published"
 
 
 def read_published(fs: FileSystem, models: str) -> dict[str, Any] | None:
-    """What is published in the folder `models` (lockstep.training.results.publish); None before the first.
+    """What is published in the folder `models` (lockstep.training.results.better_model); None before the first.
 
     Raises CorruptionError or DataError for a file that was changed.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -23,11 +23,8 @@ from lockstep.training.batches.augmenting import soft_labels
 from lockstep.training.batches.feed import eval_batches, eval_rows
 from lockstep.training.batches.tf_dataset import ArrayPipeline, Arrays
 from lockstep.training.comm.base import Communicator
-from lockstep.training.config import TrainConfig
 from lockstep.training.control.protocol import json_safe
-from lockstep.training.plan.datasets import held_out, open_parts
-from lockstep.training.reading.open import OpenSplit, load_encoder
-from lockstep.training.reading.reader import SplitReader
+from lockstep.training.reading.open import OpenSplit
 from lockstep.training.run.notes import NAMED
 from lockstep.training.scoring.baseline import Baseline, NumberBaseline
 from lockstep.training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
@@ -57,105 +54,163 @@ _KINDS: dict[type, Kind] = {
 }
 
 
-def open_split(datasets: str | Sequence[str], split: str, config: TrainConfig) -> OpenSplit:
-    """A split, of several datasets end to end, to evaluate a run of `config` on. If the run was
-    trained on it, it is encoded as in training: with the fitted files that leave out the run's held-out fold.
+@dataclass(frozen=True, kw_only=True)
+class ScoredModel:
+    """A built model, and the rows of a split as this model is fed."""
+
+    model: keras.Model
+    split: OpenSplit
+    signature: Signature
+    kept: tuple[float, ...] | None = None
+    """The share of each class that training kept."""
+    skip_bad_images: bool = False
+    """Whether to leave out rows of images that cannot be decoded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores models on splits: each rank evaluates its share without any collective, then states and rows of all ranks
+    are put together.
     """
-    if split not in config.split.split(","):
-        return OpenSplit.at(datasets, split)
-    parts, manifest = open_parts(datasets, split)
-    first = parts[0]
-    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
-    reader = SplitReader(first.url, first.manifest, split, encoder)
-    for part in parts[1:]:
-        reader.add(part.url, part.manifest, split)
-    return OpenSplit(manifest, encoder, reader)
 
+    comm: Communicator
+    beat: Callable[[int, str], None]
+    batch: int
+    """Rows computed at a time."""
+    baseline: Baseline | NumberBaseline | None = None
+    """A fitted one."""
+    details: Details | None = None
+    callbacks: keras.callbacks.CallbackList | None = None
+    """They get the test hooks of this rank's part."""
+    serve: Callable[[], None] = lambda: None
+    """Called after this rank's last batch: a model whose ranks need each other answers the others until theirs."""
 
-def score(
-    model: keras.Model,
-    split: OpenSplit,
-    signature: Signature,
-    comm: Communicator,
-    beat: Callable[[int, str], None],
-    *,
-    batch: int,
-    kept: tuple[float, ...] | None = None,
-    baseline: Baseline | NumberBaseline | None = None,
-    details: Details | None = None,
-    outputs: Outputs | None = None,
-    members: Sequence[tuple[str, Outputs]] = (),
-    callbacks: keras.callbacks.CallbackList | None = None,
-    skip_bad_images: bool = False,
-    serve: Callable[[], None] = lambda: None,
-    pool: Pool | None = None,
-) -> dict[str, Any]:
-    """Evaluate this rank's share of `split` without any collective, then combine the states and rows of all ranks.
+    def score(
+        self,
+        scored: ScoredModel,
+        outputs: Outputs | None = None,
+        members: Sequence[tuple[str, Outputs]] = (),
+        pool: Pool | None = None,
+    ) -> dict[str, Any]:
+        """Score a model. A collective.
 
-    `model` is built; `batch` is the rows computed at a time, `kept` the share of each class that training kept; a
-    `baseline` is fitted. Returns samples, left_out ({samples, first}: with `skip_bad_images`, rows of images that
-    cannot be decoded), metrics, intervals, class_counts, baseline, difference and compared_by, with `details` also
-    calibration, roc, confusion and slices, and the names of `weighted` metrics (None without weights); {} on other
-    ranks than 0. A collective. `outputs` collect this model's, in detail if there are `details`: those of an
-    earlier score save tracing its test step again. `members` are names and outputs of the models that `model`
-    averages, from their own scores: then `comparisons` are those of lockstep.training.scoring.scores.compared, of
-    `mean` and `members`. `callbacks` get the test hooks of this rank's part. `serve` is called after this rank's last
-    batch: a model whose ranks need each other answers the others until theirs. `pool` takes the
-    rows on rank 0.
-    """
-    beat(0, "evaluate")
-    watched = Watched(split, skip_bad_images)
-    batches = eval_batches(split.reader, watched, comm.rank, comm.num_ranks, batch)
-    slices = [SliceColumn(by) for by in details.slices] if details is not None else []
-    together = ClusterColumn(details.clusters) if details is not None and details.clusters is not None else None
-    share = _Share(batches, watched, baseline, signature, slices if together is None else [*slices, together])
-    outputs = outputs or Outputs(model, kept, details is not None)
-    _evaluate(model, split, signature, comm, beat, batch, share, outputs, callbacks)
-    serve()
-    beat(1, "put the ranks' rows together")
-    result, of_loss = _of_states(model, split, comm, share, outputs)
-    form = replace(outputs.agreed_form(comm, share.samples), thinned=_thinned(split))
-    columns = [share.labels_and_weights()]
-    if form.width is not None:
-        columns.append(outputs.columns(form))
-    if baseline is not None:
+        Returns samples, left_out ({samples, first}: rows of images that cannot be decoded), metrics, intervals,
+        class_counts, baseline, difference and compared_by, with `details` also calibration, roc, confusion and slices,
+        and the names of `weighted` metrics (None without weights); {} on other ranks than 0. `outputs` collect this
+        model's, in detail if there are `details`: those of an earlier score save tracing its test step again.
+        `members` are names and outputs of the models that this one averages, from their own scores: then `comparisons`
+        are those of lockstep.training.scoring.scores.compared, of `mean` and `members`. `pool` takes
+        the rows on rank 0.
+        """
+        self.beat(0, "evaluate")
+        outputs = outputs or Outputs(scored.model, scored.kept, self.details is not None)
+        share = self._share(scored)
+        self._evaluate(scored, share, outputs)
+        self.serve()
+        self.beat(1, "put the ranks' rows together")
+        result, of_loss = self._of_states(scored, share, outputs)
+        form = replace(outputs.agreed_form(self.comm, share.samples), thinned=_thinned(scored.split))
+        columns = [share.labels_and_weights()]
+        if form.width is not None:
+            columns.append(outputs.columns(form))
+        if self.baseline is not None:
+            result["baseline"], predicted = self._of_baseline(self.baseline, scored.model, share, form, of_loss)
+            columns.append(predicted)
+        names, rest = share.columns(self.comm)
+        rest = [outputs.details(form, len(columns[0])), *rest]
+        alike = form.width is not None and all(
+            one.agreed_form(self.comm, share.samples).width == form.width for _, one in members
+        )
+        others = [one.columns(form) for _, one in members] if alike else []
+        table = gathered_on_first(np.concatenate([*columns, *rest, *others], axis=1), self.comm, _width(columns))
+        if self.comm.rank:
+            return {}
+        rows, more, theirs = np.split(table, np.cumsum([_width(columns), _width(rest)]), axis=1)
+        judged = _Judged.of(scored, form, rows, more, clustered=share.clusters is not None)
+        if pool is not None:
+            pool.add(judged)
+        if share.clusters is not None and judged.clusters is not None:
+            result["clusters"] = {"column": share.clusters.column, "clusters": len(np.unique(judged.clusters))}
+        found = judged.metrics(result)
+        found["weighted"] = None if scored.signature.weight is None else _weighted(scored.model, found["metrics"])
+        if self.details is not None:
+            found |= self._details(self.details, scored, judged, names)
+        if members:
+            mine, of = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
+            compare = partial(compared, np.hstack([mine, theirs]), of, judged.asked, form, judged.clusters)
+            found["comparisons"] = compare() if others else []
+        return json_safe(found)
+
+    def _share(self, scored: ScoredModel) -> _Share:
+        watched = Watched(scored.split, scored.skip_bad_images)
+        batches = eval_batches(scored.split.reader, watched, self.comm.rank, self.comm.num_ranks, self.batch)
+        details = self.details or Details()
+        slices = [SliceColumn(by) for by in details.slices]
+        clusters = None if details.clusters is None else ClusterColumn(details.clusters)
+        return _Share(batches, watched, self.baseline, scored.signature, slices, clusters)
+
+    def _evaluate(self, scored: ScoredModel, share: _Share, outputs: Outputs) -> None:
+        """Run Keras' evaluate over this rank's share, whose outputs `outputs` collect."""
+        outputs.begin(scored.model)
+        scored.model.reset_metrics()
+        start, stop = eval_rows(scored.split.reader, self.comm.rank, self.comm.num_ranks, self.batch)
+        if start == stop:
+            return  # a rank without a batch waits for the sums
+        steps = -(-(stop - start) // self.batch)
+
+        def arrays(number: int) -> Arrays:
+            self.beat(number, "evaluate")  # a long evaluation is no stall
+            return share.next_arrays(number)
+
+        pipeline = ArrayPipeline(scored.signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
+        try:
+            scored.model.evaluate(pipeline.dataset, steps=steps, verbose=0, callbacks=self.callbacks)
+        except Exception as error:
+            if not isinstance(pipeline.failure, _NoBatchLeft):
+                raise pipeline.failure or error from None
+
+    def _of_states(self, scored: ScoredModel, share: _Share, outputs: Outputs) -> tuple[dict[str, Any], str]:
+        """What the states of the model's own metrics say over all ranks, and the name of its loss of rows. A
+        collective.
+
+        Raises DataError if no row was left.
+        """
+        samples = np.array([share.samples], np.int64)
+        self.comm.all_reduce(samples)
+        left_out = share.left_out(self.comm)
+        if left_out["samples"] and not samples[0]:
+            raise DataError(
+                f"no row of split `{scored.split.reader.split}` can be decoded",
+                got=left_out["first"][0],
+                allowed="a split with records and images that can be decoded",
+                next_step="Build the dataset again.",
+            )
+        model_state.summed_metrics(scored.model, self.comm)
+        metrics, of_loss = model_state.as_floats(scored.model.get_metrics_result()), LOSS
+        if regularisation := outputs.regularisation(self.comm):
+            of_loss = DATA_LOSS
+            metrics[DATA_LOSS] = metrics[LOSS] - regularisation
+        return {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}, of_loss
+
+    def _of_baseline(
+        self, baseline: Baseline | NumberBaseline, model: keras.Model, share: _Share, form: OutputForm, of_loss: str
+    ) -> tuple[dict[str, Any], Floats]:
+        """What the model's own metrics say of the baseline, and its columns of this rank's rows. A collective."""
         seen = list(share.with_baseline(form))
-        of_baseline = _metrics_of(seen, model, of_loss, comm)
-        result["baseline"] = {
-            "name": baseline.name, "metrics": of_baseline, "class_counts": baseline.class_counts,
-        }  # fmt: skip
-        columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
-    measured, sliced = sum(part.shape[1] for part in columns), [column.agreed(comm) for column in slices]
-    columns += [outputs.details(form, len(columns[0])), *(values[:, None] for values, _ in sliced)]
-    if together is not None:
-        columns.append(together.values()[:, None])
-    alike = form.width is not None and all(
-        one.agreed_form(comm, share.samples).width == form.width for _, one in members
-    )
-    others = [one.columns(form) for _, one in members] if alike else []
-    table = gathered_on_first(np.concatenate([*columns, *others], axis=1), comm, measured)
-    if comm.rank:
-        return {}
-    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
-    rows, rest, theirs = np.split(table, [measured, sum(part.shape[1] for part in columns)], axis=1)
-    clusters = None
-    if together is not None:
-        rest, clusters = rest[:, :-1], rest[:, -1]
-        result["clusters"] = {"column": together.column, "clusters": len(np.unique(clusters))}
-    judged = _Judged(rows, rest, asked, form, signature.num_classes, clusters)
-    if pool is not None:
-        pool.add(rows, asked, form, judged.classes, clusters)
-    found = with_row_metrics(result, rows, asked, form, judged.classes, clusters)
-    found["weighted"] = None if signature.weight is None else _weighted(model, found["metrics"])
-    if details is not None:
-        label = split.encoder.schema.label
-        found |= judged.details(details, None if baseline is None else baseline.name, [names for _, names in sliced])
+        metrics = _metrics_of(seen, model, of_loss, self.comm)
+        columns = _joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form)
+        return {"name": baseline.name, "metrics": metrics, "class_counts": baseline.class_counts}, columns
+
+    def _details(self, details: Details, scored: ScoredModel, judged: _Judged, names: Sequence[Any]) -> dict[str, Any]:
+        found = judged.details(details, None if self.baseline is None else self.baseline.name, names)
+        label = scored.split.encoder.schema.label
         if details.class_names is not None and label is not None:
             _name_classes(found["slices"].get(label.name, []), details.class_names)
-    if members:
-        mine, names = table[:, : OUTPUTS + form.columns], ["mean", *(name for name, _ in members)]
-        found["comparisons"] = compared(np.hstack([mine, theirs]), names, asked, form, clusters) if others else []
-    return json_safe(found)
+        return found
+
+
+def _width(columns: Iterable[Floats]) -> int:
+    return sum(part.shape[1] for part in columns)
 
 
 def _thinned(split: OpenSplit) -> tuple[float, ...] | None:
@@ -164,62 +219,6 @@ def _thinned(split: OpenSplit) -> tuple[float, ...] | None:
     if sampled is None or split.reader.split not in sampled.splits:
         return None
     return shares_of_classes(sampled.unweighted(), split.encoder.schema.label)
-
-
-def _evaluate(
-    model: keras.Model,
-    split: OpenSplit,
-    signature: Signature,
-    comm: Communicator,
-    beat: Callable[[int, str], None],
-    batch: int,
-    share: _Share,
-    outputs: Outputs,
-    callbacks: keras.callbacks.CallbackList | None,
-) -> None:
-    """Run Keras' evaluate over this rank's share, whose outputs `outputs` collect."""
-    outputs.begin(model)
-    model.reset_metrics()
-    start, stop = eval_rows(split.reader, comm.rank, comm.num_ranks, batch)
-    if start == stop:
-        return  # a rank without a batch waits for the sums
-    steps = -(-(stop - start) // batch)
-
-    def arrays(number: int) -> Arrays:
-        beat(number, "evaluate")  # a long evaluation is no stall
-        return share.next_arrays(number)
-
-    pipeline = ArrayPipeline(signature, arrays, 0, steps, rows=None)  # the split's last batch is shorter
-    try:
-        model.evaluate(pipeline.dataset, steps=steps, verbose=0, callbacks=callbacks)
-    except Exception as error:
-        if not isinstance(pipeline.failure, _NoBatchLeft):
-            raise pipeline.failure or error from None
-
-
-def _of_states(
-    model: keras.Model, split: OpenSplit, comm: Communicator, share: _Share, outputs: Outputs
-) -> tuple[dict[str, Any], str]:
-    """What the states of the model's own metrics say over all ranks, and the name of its loss of rows. A collective.
-
-    Raises DataError if no row was left.
-    """
-    samples = np.array([share.samples], np.int64)
-    comm.all_reduce(samples)
-    left_out = share.left_out(comm)
-    if left_out["samples"] and not samples[0]:
-        raise DataError(
-            f"no row of split `{split.reader.split}` can be decoded",
-            got=left_out["first"][0],
-            allowed="a split with records and images that can be decoded",
-            next_step="Build the dataset again.",
-        )
-    model_state.summed_metrics(model, comm)
-    metrics, of_loss = model_state.as_floats(model.get_metrics_result()), LOSS
-    if regularisation := outputs.regularisation(comm):
-        of_loss = DATA_LOSS
-        metrics[DATA_LOSS] = metrics[LOSS] - regularisation
-    return {"samples": int(samples[0]), "left_out": left_out, "metrics": metrics, "baseline": None}, of_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +232,17 @@ class _Judged:
     form: OutputForm
     classes: int | None
     clusters: NDArray[Any] | None
+
+    @classmethod
+    def of(cls, scored: ScoredModel, form: OutputForm, rows: Floats, rest: Floats, *, clustered: bool) -> Self:
+        """The rows of a model; the last column of `rest` has their clusters if they are `clustered`."""
+        asked = _row_metrics(scored.model, binary=form.binary, weighted=scored.signature.weight is not None)
+        rest, clusters = (rest[:, :-1], rest[:, -1]) if clustered else (rest, None)
+        return cls(rows, rest, asked, form, scored.signature.num_classes, clusters)
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, Any]:
+        """`result` with the metrics that rows decide (lockstep.training.scoring.scores.with_row_metrics)."""
+        return with_row_metrics(result, self.rows, self.asked, self.form, self.classes, self.clusters)
 
     def details(self, details: Details, baseline: str | None, values: Sequence[Any]) -> dict[str, Any]:
         """Calibration, roc, confusion and slices; `values` are the names of each slice's values."""
@@ -256,38 +266,24 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._rows: list[Floats] = []
-        self._clusters: list[Floats] = []
-        self._how: tuple[Sequence[RowMetric], OutputForm, int | None] | None = None
+        self._judged: list[_Judged] = []
 
-    def add(
-        self,
-        rows: Floats,
-        asked: Sequence[RowMetric],
-        form: OutputForm,
-        classes: int | None,
-        clusters: NDArray[Any] | None,
-    ) -> None:
-        """Add the rows of one score, as lockstep.training.scoring.scores.measure takes them."""
-        self._rows.append(rows)
-        self._clusters += [] if clusters is None else [clusters]
-        self._how = asked, form, classes
+    def add(self, judged: _Judged) -> None:
+        """Add the rows of one score."""
+        self._judged.append(judged)
 
     def result(self) -> dict[str, Any]:
         """Return {samples, metrics, intervals}: the metrics that rows decide, no other ones of the models; {} if there
         are no rows, as on other ranks than 0.
         """
-        if self._how is None:
+        if not self._judged:
             return {}
-        asked, form, classes = self._how
-        rows = np.concatenate(self._rows)
+        rows = np.concatenate([one.rows for one in self._judged])
+        clusters = [one.clusters for one in self._judged if one.clusters is not None]
         columns = rows.shape[1]
-        table = sorted_rows(
-            np.column_stack([rows, *([np.concatenate(self._clusters)] if self._clusters else [])]), columns
-        )
-        clusters = table[:, columns] if self._clusters else None
-        start: dict[str, Any] = {"metrics": {}, "baseline": None}
-        found = with_row_metrics(start, table[:, :columns], asked, form, classes, clusters)
+        table = sorted_rows(np.column_stack([rows, *([np.concatenate(clusters)] if clusters else [])]), columns)
+        together = replace(self._judged[-1], rows=table[:, :columns], clusters=table[:, columns] if clusters else None)
+        found = together.metrics({"metrics": {}, "baseline": None})
         kept = {name: found[name] for name in ("metrics", "intervals")}
         return json_safe({"samples": len(rows), **kept})
 
@@ -427,10 +423,11 @@ class _Share:
         watched: Watched,
         baseline: Baseline | NumberBaseline | None,
         signature: Signature,
-        slices: Sequence[SliceColumn | ClusterColumn],
+        slices: Sequence[SliceColumn],
+        clusters: ClusterColumn | None,
     ) -> None:
         self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
-        self._slices = slices
+        self._slices, self.clusters = slices, clusters
         self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
         self._left_out = 0
@@ -451,7 +448,7 @@ class _Share:
         if labels is not None:
             predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
             self._seen.append((labels, batch.weight, predicted))
-            for column in self._slices:
+            for column in (*self._slices, *(() if self.clusters is None else (self.clusters,))):
                 column.take(self._watched.rows)
         others = [array for array in (labels, batch.weight) if array is not None]
         return [*(batch.x[name] for name in self._signature.features), *others]
@@ -461,6 +458,14 @@ class _Share:
         mine = json.dumps([self._left_out, self._names]).encode()
         counts, names = zip(*map(json.loads, communicator.all_gather_bytes(mine)), strict=True)
         return {"samples": sum(counts), "first": [name for each in names for name in each][:NAMED]}
+
+    def columns(self, communicator: Communicator) -> tuple[list[Any], list[Floats]]:
+        """The names of each slice's values, and this rank's columns of all slices and of the clusters. A collective."""
+        agreed = [column.agreed(communicator) for column in self._slices]
+        columns = [values[:, None] for values, _ in agreed]
+        if self.clusters is not None:
+            columns.append(self.clusters.values()[:, None])
+        return [names for _, names in agreed], columns
 
     def labels_and_weights(self) -> Floats:
         """Return (n, 2): each row's label (of one-hot labels the class) and weight (1 if there is none)."""

@@ -27,7 +27,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.driver.preflight import preflight
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.session import Launch
-from lockstep.training.results.evaluate import aligned, evaluate, evaluate_pooled, number, span
+from lockstep.training.results.evaluate import EvaluateRequest, aligned, evaluate, evaluate_pooled, number, span
 from lockstep.training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
@@ -143,7 +143,7 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
     model, checkpoint = newest_of(run.run)
     if stored is not None and stored["model"] == (model or checkpoint):
         return stored
-    found = evaluate(run.run, run.datasets[0], fold, launch, num_ranks=run.num_ranks)
+    found = evaluate(EvaluateRequest((run.run,), run.datasets[0], fold, num_ranks=run.num_ranks), launch)
     document = {"format_version": FORMAT_VERSION, "kind": "evaluation", **found}
     write_file(fs, url, seal(document), exclusive=False)
     return document

@@ -14,7 +14,7 @@ from lockstep.training.driver.ownership import driver_lives, read_lease
 from lockstep.training.results.evaluate import aligned
 from lockstep.training.results.state import state_now
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.status import FINISHED, INTERRUPTED, read_status
+from lockstep.training.run.status import FINISHED, INTERRUPTED, STARTING, read_status
 from lockstep.training.search.config import FORMAT_VERSION
 from lockstep.training.search.journal import ASKED, ENDED, PRUNED, Journal
 
@@ -101,26 +101,28 @@ def read_search(fs: FileSystem, url: str, now: datetime.datetime) -> SearchStatu
             trial.state, trial.reason = (FAILED if trial.value is None else DONE), str(event["reason"] or "")
         elif event["event"] == PRUNED:
             trial.state = PRUNED
+    states = []  # of the runs of open trials
     for trial in trials:
         if trial.state == OPEN:
-            trial.run = _run_of(fs, join(url, "trials", f"{trial.number:04d}"), now)
-    open_ones = any(trial.state == OPEN for trial in trials)
+            state, trial.run = _run_of(fs, join(url, "trials", f"{trial.number:04d}"), now)
+            states.append(state)
     lives = driver_lives(read_lease(fs, join(url, "lease.json")))
     if lives is None:  # on another host
-        lives = any(trial.run and not trial.run.startswith(INTERRUPTED) for trial in trials)
-    ended = fs.exists(join(url, "best.json")) and not open_ones
+        lives = any(state != INTERRUPTED for state in states)
+    ended = fs.exists(join(url, "best.json")) and not states
     state = SEARCHING if lives else FINISHED if ended else INTERRUPTED
     return SearchStatus(url, state, str(stored["metric"]), str(stored["sampler"]), trials)
 
 
-def _run_of(fs: FileSystem, run: str, now: datetime.datetime) -> str:
-    """The state of an open trial's run in a few words."""
+def _run_of(fs: FileSystem, run: str, now: datetime.datetime) -> tuple[str, str]:
+    """The state of an open trial's run, and that with its step in a few words."""
     paths = RunPaths(run)
     try:
         status = read_status(fs, paths)
     except LockstepError:
-        return "starting"
-    return f"{state_now(status, fs, paths, now)}, step {status.step} of {status.steps}"
+        return STARTING, STARTING
+    state = state_now(status, fs, paths, now)
+    return state, f"{state}, step {status.step} of {status.steps}"
 
 
 def _text(value: object) -> str:

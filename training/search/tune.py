@@ -27,7 +27,7 @@ from lockstep.training.driver.preflight import check_validation, preflight
 from lockstep.training.driver.stop import EndedByCallerError
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.session import Launch, SessionLauncher
-from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 from lockstep.training.rules import check_metric
 from lockstep.training.run import notes
 from lockstep.training.run.lineage import SupersededError
@@ -87,7 +87,8 @@ def tune(
         if test is None:
             return None
         first, *more = config.base.datasets
-        found = evaluate(run, first, test, launches.get_nowait(), num_ranks=config.base.num_ranks, more=more)
+        request = EvaluateRequest((run,), first, test, num_ranks=config.base.num_ranks, more=tuple(more))
+        found = evaluate(request, launches.get_nowait())
         return {name: found[name] for name in ("split", "model", "samples", "metrics", "intervals", "compared_by")}
 
     hooks = replace(hooks or Hooks(), metric=config.metric)

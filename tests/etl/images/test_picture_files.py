@@ -21,7 +21,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.predict import predict
+from tests.builders.evaluations import predict
 from tests.training._threads import run, run_threads
 
 from .test_image_pieces import make_tar, make_tree

@@ -25,7 +25,6 @@ from lockstep.training.models.inputs import inputs_of
 from lockstep.training.models.two_tower import two_tower
 from lockstep.training.models.wide_deep import wide_deep
 from lockstep.training.results.audit import check_run_audit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.export_run import export_run
 from lockstep.training.results.report import write_report
 from lockstep.training.run.checkpoint import base_url, read_manifest
@@ -33,12 +32,13 @@ from lockstep.training.run.checkpoint_division import read_whole
 from lockstep.training.run.lineage import Checkpoint, find_tip
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
+from tests.builders.evaluations import evaluate
 from tests.training import _models
 from tests.training._threads import rows_of, run, run_threads
 from tests.training._tiny import write_rows
 
 slow = pytest.mark.slow
-HERE = "tests.training.strategies.test_sharded_embedding"
+HERE = "tests.training.embeddings.test_sharded_embedding"
 IDS = {"kind": "hash", "buckets": 300, "seed": 0, "output": "index"}
 SCHEMA = Schema(
     (

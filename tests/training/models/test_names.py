@@ -19,10 +19,9 @@ from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.training.config import TrainConfig
 from lockstep.training.models import ModelOptions, build
 from lockstep.training.models.inputs import scope_name
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.export_run import export_run
-from lockstep.training.results.predict import predict
 from lockstep.training.results.predictor import ExportedModel
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_rows
 

@@ -18,7 +18,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
 from lockstep.training.models import ModelOptions, build
 from lockstep.training.models.ready import READY
-from lockstep.training.results.evaluate import evaluate
+from tests.builders.evaluations import evaluate
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
 

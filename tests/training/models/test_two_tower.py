@@ -12,7 +12,7 @@ from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
 from lockstep.training.models import ModelOptions, build
-from lockstep.training.results.evaluate import evaluate
+from tests.builders.evaluations import evaluate
 from tests.training._fit_ranks import UNEVEN, alone, assert_as_one, on_ranks, precision
 from tests.training._threads import run, run_threads
 

@@ -61,7 +61,7 @@ def steps(
         }
         for found in zip(synthetic, cached, cold, strict=True)
     ]
-    return put_together([{"rounds": rounds}])
+    return put_together([rounds])
 
 
 def same(seconds: float, rounds: int = 5) -> tuple[float, ...]:
@@ -177,7 +177,7 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_the_exchange_as_its_most_punc
 
     first = {kind: of_step(8.0, 6.0, data=2.0) for kind in (*KINDS, *ALONE)}  # it waits for the other one
     other = {kind: of_step(10.0, 1.0) for kind in (*KINDS, *ALONE)}
-    measured = put_together([{"rounds": [first]}, {"rounds": [other]}])
+    measured = put_together([[first], [other]])
     assert measured.synthetic == Spread(5.0, 5.0, 5.0)
     assert measured.exchange_s == 0.5
     assert measured.fetching.median == 0

@@ -18,10 +18,10 @@ from lockstep.training.driver.preflight import plan_for
 from lockstep.training.plan.order import Run
 from lockstep.training.reading.bad_records import BadRecords
 from lockstep.training.results.audit import check_run_audit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.report import write_report
 from lockstep.training.run.metrics import read_history
 from lockstep.training.world import World
+from tests.builders.evaluations import evaluate
 from tests.storage.repacked import repacked
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_table

@@ -21,12 +21,12 @@ from lockstep.training.driver.train import Hooks
 from lockstep.training.exchange.agreement import NonFiniteError
 from lockstep.training.rank.checkpointing import Schedule
 from lockstep.training.results.audit import check_run_audit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.run.checkpoint import upload
 from lockstep.training.run.lineage import find_tip
 from lockstep.training.run.metrics import read_history
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
+from tests.builders.evaluations import evaluate
 from tests.training._threads import LEAVE_AFTER, final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 

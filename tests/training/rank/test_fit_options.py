@@ -12,9 +12,9 @@ import pytest
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.report import write_report
 from lockstep.training.run.metrics import read_history
+from tests.builders.evaluations import evaluate
 from tests.training._threads import final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from tests.training.rank.test_fit import assert_same

@@ -18,9 +18,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.logistic import logistic
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.export_run import export_run
-from lockstep.training.results.predict import predict
 from lockstep.training.results.report import write_report
 from lockstep.training.results.runs import read_runs
 from lockstep.training.run.checkpoint import read_manifest
@@ -30,6 +28,7 @@ from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
 from lockstep.training.run.run_json import read_run
 from lockstep.training.run.weights_source import located
+from tests.builders.evaluations import evaluate, predict
 from tests.training import _models
 from tests.training._threads import rows_of, run, run_threads
 from tests.training._tiny import write_table

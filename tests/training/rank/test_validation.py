@@ -20,13 +20,13 @@ from lockstep.training.launch.barrier import OnSpark
 from lockstep.training.launch.local import run_local
 from lockstep.training.launch.session import Launch
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.report import write_report
 from lockstep.training.results.runs import listing, read_runs
 from lockstep.training.run.metrics import read_history
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.status import now_utc, read_status, words
+from tests.builders.evaluations import evaluate
 from tests.training._fit_ranks import precision
 from tests.training._ranks import HERE, rank_path
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
@@ -234,7 +234,7 @@ def test_a_run_that_max_steps_cut_becomes_the_whole_run(data: str, tmp_path: Pat
 
 
 def test_a_failure_in_a_validation_changes_no_log(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.training.scoring.score_split import score
+    from lockstep.training.scoring.score_split import Scorer
 
     """Of a mixture, whose test splits are scored end to end."""
     write_table(tmp_path / "more", records={"train": 200, "test": 50}, seed=1)
@@ -244,13 +244,15 @@ def test_a_failure_in_a_validation_changes_no_log(data: str, tmp_path: Path, mon
     assert {row["validation"]["samples"] for row in read_history(whole.run).epochs} == {TEST_ROWS + 50}
     calls = [0, 0]
 
-    def failing(model: Any, split: Any, signature: Any, comm: Any, *rest: Any, **more: Any) -> Any:
-        calls[comm.rank] += 1
-        if comm.rank == 1 and calls[1] == 2:
-            raise LockstepError("told to fail")
-        return score(model, split, signature, comm, *rest, **more)
+    score = Scorer.score
 
-    monkeypatch.setattr("lockstep.training.rank.validation.score", failing)
+    def failing(scorer: Scorer, *rest: Any, **more: Any) -> Any:
+        calls[scorer.comm.rank] += 1
+        if scorer.comm.rank == 1 and calls[1] == 2:
+            raise LockstepError("told to fail")
+        return score(scorer, *rest, **more)
+
+    monkeypatch.setattr(Scorer, "score", failing)
     broken = run(config(data, tmp_path / "broken", 2, f"{OWN}:watches_validation", **options))
     assert (broken.restarts, whole.restarts) == (1, 0) and calls[1] == 4, "the second validation was made again"
     assert_same_runs(whole, broken)

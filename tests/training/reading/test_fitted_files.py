@@ -12,7 +12,6 @@ from lockstep.features.schema.fitted import Vocabulary
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.training.batches.feed import RankFeed
-from lockstep.training.config import TrainConfig
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.reading.open import OpenSplit, load_encoder
 from lockstep.training.world import World
@@ -64,20 +63,9 @@ def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
 def test_a_run_is_evaluated_with_the_statistics_it_was_trained_with(
     tmp_path: Path, evaluated: str, columns: int
 ) -> None:
-    from lockstep.training.scoring.score_split import open_split  # imports TensorFlow
-
     url = str(tmp_path / "d")
     write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")
-    config = TrainConfig(
-        datasets=(url,),
-        run=str(tmp_path / "run"),
-        model="logistic",
-        split="fold-1,fold-2",
-        global_batch=2,
-        num_ranks=1,
-        epochs=1,
-    )
-    opened = open_split(url, evaluated, config)
+    opened = OpenSplit.at(url, evaluated, as_trained_on="fold-1,fold-2")
     assert opened.encoder.signature.features["w"].shape == (columns,)
     assert opened.reader.split == evaluated and opened.reader.table.run(0).count == 2
 

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.training.config import TrainConfig
 from lockstep.training.results.chosen_on import chosen_on, chosen_words
-from lockstep.training.results.evaluate import evaluate, summary
-from lockstep.training.results.publish import publish
+from lockstep.training.results.evaluate import summary
 from lockstep.training.results.report import write_report
+from tests.builders.evaluations import evaluate, publish
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_table
 

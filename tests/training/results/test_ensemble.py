@@ -14,7 +14,8 @@ from sklearn.metrics import brier_score_loss, confusion_matrix, log_loss, roc_au
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.evaluate import summary
+from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images
 

@@ -28,11 +28,12 @@ from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.task import RankTask
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.evaluate import summary
 from lockstep.training.results.export_run import export_run
 from lockstep.training.run import notes
 from lockstep.training.run.weights_source import weights_at
 from lockstep.training.scoring.scores import OutputForm, output_columns
+from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images, write_table
 

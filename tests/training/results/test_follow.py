@@ -18,10 +18,10 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
 from lockstep.training.control.task import RankTask
 from lockstep.training.launch.local import run_local
-from lockstep.training.results.evaluate import evaluate
-from lockstep.training.results.follow import follow, followed
+from lockstep.training.results.follow import followed
 from lockstep.training.run.lineage import CheckpointRef
 from lockstep.training.run.paths import RunPaths, checkpoint_of
+from tests.builders.evaluations import evaluate, follow
 from tests.training._tiny import write_table
 from tests.waiting import until
 

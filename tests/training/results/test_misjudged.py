@@ -11,9 +11,10 @@ import numpy as np
 from PIL import Image
 
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.evaluate import evaluate, without_pictures
+from lockstep.training.results.evaluate import without_pictures
 from lockstep.training.results.report import write_report
 from lockstep.training.scoring.misjudged import MOST_BYTES, MOST_PICTURES, _within_bytes
+from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_images
 from tests.training.results.test_ensemble import BATCH, outputs_of, rows_of

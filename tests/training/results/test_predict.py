@@ -25,11 +25,10 @@ from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
 from lockstep.training.launch.local import run_local
 from lockstep.training.reading.open import OpenSplit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.export_run import export_run
-from lockstep.training.results.predict import predict
 from lockstep.training.results.trained_run import TrainedRun
 from lockstep.training.run import notes
+from tests.builders.evaluations import evaluate, predict
 from tests.training._ranks import living_ranks
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_files
@@ -204,7 +203,7 @@ def test_predictions_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     lists = [[0.5, 0.5], [np.nan, 1.0], None, [np.inf, np.nan], [0.0, 1.0]]
     for column in (pa.array([0.5, np.nan, -np.inf, 1.0, None]), pa.array(lists, pa.list_(pa.float32()))):
         pq.write_table(pa.table({"prediction": column}), tmp_path / "part.parquet")
-        found = {"not_finite": 2, "bad_images": {"samples": 1, "first": []}}
+        found = {"not_finite": 2, "left_out": 1, "first_left_out": []}
         assert doubts_in(tmp_path / "part.parquet") == found
     (note,) = notes.of_predictions(2, 4)
     assert note.startswith("2 of 4 predictions") and "; next: " in note and notes.of_predictions(0, 4) == []

@@ -18,9 +18,8 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.verify import verify
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.results.export_run import export_run
-from lockstep.training.results.predict import predict
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_rows
 

@@ -11,9 +11,8 @@ import pytest
 
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.training.config import TrainConfig
-from lockstep.training.results.evaluate import evaluate
-from lockstep.training.results.publish import publish
 from lockstep.training.run.weights_source import located
+from tests.builders.evaluations import evaluate, publish
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_table
 

@@ -17,8 +17,8 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.audit import check_run_audit
-from lockstep.training.results.evaluate import evaluate
 from lockstep.training.run.result import RunResult
+from tests.builders.evaluations import evaluate
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
 from tests.training.rank.test_fit import assert_same

@@ -19,9 +19,8 @@ from lockstep.storage.errors import ConfigError, CorruptionError
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.task import RankTask
 from lockstep.training.driver.train import Hooks
-from lockstep.training.results.evaluate import evaluate
-from lockstep.training.results.predict import predict
 from lockstep.training.search.folds import cross_validate, over_folds, runs_of_folds, summary
+from tests.builders.evaluations import evaluate, predict
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table
 

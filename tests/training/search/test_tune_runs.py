@@ -26,12 +26,13 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.task import Limits
 from lockstep.training.driver.train import Hooks
 from lockstep.training.launch.barrier import OnSpark
-from lockstep.training.results.evaluate import evaluate, summary
+from lockstep.training.results.evaluate import summary
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 from lockstep.training.search.config import SearchConfig
 from lockstep.training.search.space import space_of
 from lockstep.training.search.tune import tune
+from tests.builders.evaluations import evaluate
 from tests.training._ranks import HERE, rank_path
 from tests.training._threads import run_threads
 from tests.training._tiny import write_table

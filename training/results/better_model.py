@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from typing import Any
 
 from lockstep.storage.dataset.manifest import load_dataset
@@ -14,7 +15,7 @@ from lockstep.storage.publish import MANIFEST_NAME, write_file
 from lockstep.storage.urls import absolute, basename, join
 from lockstep.training.launch.session import Launch
 from lockstep.training.results.chosen_on import chosen_words
-from lockstep.training.results.evaluate import evaluate
+from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 from lockstep.training.rules import BEST, BEST_ALLOWED
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.published import CURRENT, KIND, REFUSED, read_published
@@ -23,19 +24,9 @@ from lockstep.training.run.result import find_model
 FORMAT_VERSION = 1
 
 
-def publish(
-    run: str,
-    models: str,
-    dataset: str,
-    split: str,
-    metric: str,
-    launch: Launch,
-    *,
-    num_ranks: int = 1,
-    batch: int = 512,
-) -> dict[str, Any]:
-    """Publish the model of the finished run `run` in the folder `models` if none is published there, or if its metric
-    on `split` of `dataset` and of all that it continues is better.
+def publish_if_better(request: EvaluateRequest, models: str, metric: str, launch: Launch) -> dict[str, Any]:
+    """Publish the model of the request's one finished run in the folder `models` if none is published there, or if its
+    metric on the rows of the request, and of all datasets that its dataset continues, is better.
 
     `metric` is METRIC:max or METRIC:min. Both models are evaluated on the same rows; a published run that is not there
     any more is replaced. `_current.json` is replaced atomically; a worse or equal model leaves it and is noted in
@@ -46,58 +37,53 @@ def publish(
     NotFoundError for an unfinished run, ConfigError for an unknown metric, ExistsError if another process publishes
     there meanwhile.
     """
-    found = BEST.fullmatch(metric)
-    require(found is not None, "--metric", metric, BEST_ALLOWED)
-    assert found is not None
-    name = found["metric"]
-    run, models, dataset = absolute(run), absolute(models), absolute(dataset)
+    require(BEST.fullmatch(metric) is not None, "--metric", metric, BEST_ALLOWED)
+    request, models = replace(request, earlier=True), absolute(models)
     fs = filesystem(models)
-    model = find_model(filesystem(run), RunPaths(run))
+    model = find_model(filesystem(request.runs[0]), RunPaths(request.runs[0]))
     digest = sha256_hex(filesystem(model).read_bytes(join(model, MANIFEST_NAME)))
     current = read_published(fs, models)
     if current is not None and (current["model"], current["model_sha256"]) == (model, digest):
         return current
-    result = evaluate(run, dataset, split, launch, num_ranks=num_ranks, batch=batch, earlier=True)
-    value = _value(result, name)
-    document = {
-        "format_version": FORMAT_VERSION,
-        "kind": KIND,
-        "run": run,
-        "model": model,
-        "model_sha256": digest,
-        "metric": metric,
-        "value": value,
-        "dataset": dataset,
-        "dataset_digest": load_dataset(dataset).digest,
-        "earlier": result["earlier"],
-        "split": split,
-        "samples": result["samples"],
-        "chosen_on": result["chosen_on"],
-        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    result = evaluate(request, launch)
+    document = {**_document(request, metric, result), "model": model, "model_sha256": digest}
     if current is None:
         return _write(fs, models, None, {**document, "reason": "no model was published", "replaces": None})
     try:
-        current_result = evaluate(
-            current["run"], dataset, split, launch, num_ranks=num_ranks, batch=batch, earlier=True
-        )
+        theirs = evaluate(replace(request, runs=(current["run"],)), launch)
     except NotFoundError as error:
         reason = f"the published run {current['run']} is not there any more: {error.what}"
         return _write(fs, models, current, {**document, "reason": reason, "replaces": None})
-    before = _value(current_result, name)
-    theirs = {"run": current["run"], "model": current["model"], "value": before}
+    value, before = document["value"], _value(theirs, metric)
     better = value < before if metric.endswith(":min") else value > before
     said = f"{metric} {value:.6g}, and {before:.6g} of {current['run']}, on {result['samples']} rows"
-    for whose, each in (("this", result), ("the published", current_result)):
+    for whose, each in (("this", result), ("the published", theirs)):
         if each["chosen_on"]:
             said += f"; {whose} model was {chosen_words(each['chosen_on'])}"
+    other = {"run": current["run"], "model": current["model"], "value": before}
     if better:
-        return _write(fs, models, current, {**document, "reason": f"better: {said}", "replaces": theirs})
-    document |= {"published": False, "reason": f"not better: {said}", "replaces": None, "kept": theirs}
+        return _write(fs, models, current, {**document, "reason": f"better: {said}", "replaces": other})
+    document |= {"published": False, "reason": f"not better: {said}", "replaces": None, "kept": other}
+    run = request.runs[0]
     refused = join(models, REFUSED, f"{basename(run)}-{sha256_hex(run.encode())[:8]}.json")
     fs.mkdirs(join(models, REFUSED))
     write_file(fs, refused, seal(document), exclusive=False)
     return document
+
+
+def _document(request: EvaluateRequest, metric: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What is published of a run and its evaluation."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": KIND,
+        "run": request.runs[0],
+        "metric": metric,
+        "value": _value(result, metric),
+        "dataset": request.dataset,
+        "dataset_digest": load_dataset(request.dataset).digest,
+        **{name: result[name] for name in ("earlier", "split", "samples", "chosen_on")},
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _write(fs: FileSystem, models: str, current: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +104,8 @@ def _write(fs: FileSystem, models: str, current: dict[str, Any] | None, document
     return document
 
 
-def _value(result: dict[str, Any], name: str) -> float:
+def _value(result: dict[str, Any], metric: str) -> float:
+    name = metric.rpartition(":")[0]
     value = result["metrics"].get(name)
     if not isinstance(value, int | float):
         raise ConfigError(
