@@ -39,7 +39,7 @@ from lockstep.training.steps.canonical import CanonicalStep
 from lockstep.training.steps.distribute import distribute, exchange_of, finalize, steps_of
 from lockstep.training.steps.metric_sums import check_metric_sums
 from lockstep.training.steps.model_state import build_all, zeros_of
-from lockstep.training.steps.optimizers import Scaled, scale_learning_rate
+from lockstep.training.steps.optimizers import Scaled, scale_learning_rate, without_loss_scale
 from lockstep.training.steps.other_optimizers import build_others, optimizers_of, others_of
 from lockstep.training.steps.rank_step import RankStep
 from lockstep.training.steps.reduction import exchange_for
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         )
     if micro > 1:
         _accumulate(model, micro)
-    elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
+    elif steps_of(without_loss_scale(model.optimizer)) > 1:
         raise ConfigError(
             f"the model {config.model} accumulates gradients itself",
             got="gradient_accumulation_steps of its optimizer",
@@ -199,7 +199,7 @@ def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:
 
 
 def _accumulate(model: keras.Model, micro_batches: int) -> None:
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = without_loss_scale(model.optimizer)
     if optimizer.gradient_accumulation_steps or optimizer.built or hasattr(optimizer, "optimizers"):
         raise ConfigError(
             f"{type(optimizer).__name__} cannot take --micro-batches",
