@@ -24,6 +24,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.evaluate import evaluate
 from lockstep.training.run.result import RunResult
+from tests.builders.blocks import read_all
 from tests.training._threads import run, run_threads
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class JudgedSet:
 
 def _read(url: str, split: str) -> tuple[Any, Any]:
     opened = OpenSplit.at(url, split)
-    table = opened.reader.table
-    rows = opened.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+    rows = read_all(opened.reader)
     return rows, opened.encoder.encode(rows)
 
 
