@@ -51,6 +51,7 @@ class Control:
 
     def beat(self, step: int, phase: str) -> None:
         """Nothing watches, but a rank is asked to leave by `LEAVE_AFTER`."""
+        self.step = step
         if self._rank == self._num_ranks - 1 and step in LEAVE_AFTER:
             LEAVE_AFTER.pop(step)()
             self.leaving.set()
@@ -91,12 +92,12 @@ def run_threads(
     import keras
 
     from lockstep.training.profiling.profile_rank import ProfileRank
-    from lockstep.training.rank.runtime import fit_of
+    from lockstep.training.rank.fit import Fit
     from lockstep.training.results import evaluate_rank, export_run, predict_rank
     from lockstep.training.strategies.server import Server
 
     config = TrainConfig.from_json(task.payload["config"])
-    makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": fit_of(config)}
+    makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": Fit}
     makers["lockstep.training.profiling.profile:main"] = ProfileRank
     set_precision(config.precision)
     comms = _join(num_ranks, generation)

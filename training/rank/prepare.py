@@ -315,21 +315,9 @@ class JoinedModel:
         self._whole.deadline_s = config.stall_limit_s
         self.communicator = self._whole.group(range(config.num_ranks)) if config.num_servers else self._whole
 
-    def install_step(self) -> None:
-        """Give the model the train step that its rank needs."""
-
-    def check_rows(self, batch: Callable[[], Any]) -> None:
-        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit."""
-
     def to_score(self) -> keras.Model:
         """The model to validate, with its weights now."""
         return self.model
-
-    def finalize(self) -> None:
-        """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
-        finalize(self.model.optimizer, self.model.trainable_variables)
-        for other in others_of(self.model):
-            finalize(other, other._trainable_variables)
 
     def close(self) -> None:
         """End the exchanges of gradients."""
@@ -383,7 +371,9 @@ class RankModel(JoinedModel):
             self.tables.install()
 
     def check_rows(self, batch: Callable[[], Any]) -> None:
-        """Check rows as JoinedModel does, on several ranks, and where a rank takes its rows in parts. A collective."""
+        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit.
+        Checked on several ranks, and where a rank takes its rows in parts. A collective.
+        """
         config = self._config
         parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
         parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
@@ -453,10 +443,13 @@ class RankModel(JoinedModel):
         return self._copy
 
     def finalize(self) -> None:
+        """Do what Keras' `fit` does last: with `use_ema`, the averages become the weights."""
         if isinstance(self._step, TensorflowStep):
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
-        else:
-            super().finalize()
+            return
+        finalize(self.model.optimizer, self.model.trainable_variables)
+        for other in others_of(self.model):
+            finalize(other, other._trainable_variables)
 
     def close(self) -> None:
         super().close()
