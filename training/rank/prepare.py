@@ -45,7 +45,7 @@ from lockstep.training.steps.rank_step import RankStep
 from lockstep.training.steps.reduction import exchange_for
 from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
 from lockstep.training.strategies.every_step import EveryStep, exchanging
-from lockstep.training.strategies.mirrored import OfTensorflow, TensorflowExchange, TensorflowStep
+from lockstep.training.strategies.mirrored import TensorflowStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +350,10 @@ class RankModel(JoinedModel):
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep
-        if isinstance(way, OfTensorflow):
-            self.exchange = exchange = TensorflowExchange(self.communicator, non_finite=non_finite)
-            self._step = way.step(self.model, exchange, self.prepared.group_rows)
-            self.strategy = way.between_steps(self.model, exchange)
+        self._of_tensorflow = way.own_step(self.model, self.communicator, non_finite, self.prepared.group_rows)
+        if self._of_tensorflow is not None:
+            self._step, self.exchange = self._of_tensorflow, self._of_tensorflow.exchange
+            self.strategy = way.between_steps(self.model, self.exchange)
             return
         make = way.exchange_maker(self._whole)
         self._step = distributed(config, plan, self.prepared, self.communicator, rows, groups, non_finite, make)
@@ -376,7 +376,7 @@ class RankModel(JoinedModel):
         """
         config = self._config
         parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
-        parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
+        parts = parts or config.canonical or self._of_tensorflow is not None
         if not parts or not self._way.sums_gradients or ready_model(config.model) is not None:
             return
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
@@ -401,12 +401,11 @@ class RankModel(JoinedModel):
         `dataset` are the rank's batches: those of `pipeline`, if it is given.
         """
         micro_batches = self._config.micro_batches
-        of_tensorflow = self._step if isinstance(self._step, TensorflowStep) else None
         # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         try:
-            if of_tensorflow is not None:
-                of_tensorflow.fit(dataset, steps, callbacks, epoch)
+            if self._of_tensorflow is not None:
+                self._of_tensorflow.fit(dataset, steps, callbacks, epoch)
                 return
             self.model.fit(
                 to_device(split(dataset, micro_batches).apply(endless)),
@@ -431,7 +430,7 @@ class RankModel(JoinedModel):
         """The model to validate: itself, or under a strategy of TensorFlow a copy outside of it, with its weights now:
         ranks score rows of unequal number, and TensorFlow's metrics would wait for each other.
         """
-        if not isinstance(self._step, TensorflowStep):
+        if self._of_tensorflow is None:
             return self.model
         if self._copy is None:
             options = ModelOptions(seed=self._config.seed, extra=self._config.extra)
@@ -444,7 +443,7 @@ class RankModel(JoinedModel):
 
     def finalize(self) -> None:
         """Do what Keras' `fit` does last: with `use_ema`, the averages become the weights."""
-        if isinstance(self._step, TensorflowStep):
+        if self._of_tensorflow is not None:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
             return
         finalize(self.model.optimizer, self.model.trainable_variables)

@@ -38,7 +38,7 @@ from tests.training._threads import rows_of, run, run_threads
 from tests.training._tiny import write_rows
 
 slow = pytest.mark.slow
-HERE = "tests.training.strategies.test_sharded_embedding"
+HERE = "tests.training.embeddings.test_sharded_embedding"
 IDS = {"kind": "hash", "buckets": 300, "seed": 0, "output": "index"}
 SCHEMA = Schema(
     (
