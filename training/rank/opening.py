@@ -28,7 +28,7 @@ class RankData:
     held_out: OpenSplit | None
     """The split of --validate."""
     signature: Signature
-    """Of the training set, as the model is fed."""
+    """The signature of the training set, as the model is fed."""
 
     @classmethod
     def opened(cls, context: RankContext, config: TrainConfig) -> Self:
