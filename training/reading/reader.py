@@ -287,8 +287,8 @@ class SplitReader:
                 return self._stand_ins.rows(run, error)
 
     def _checked(self, run: Run) -> pa.RecordBatch:
-        """Read and decode a run of good records. Bytes that do not match their checksums are read once more, with a newly
-        opened file and not from the cache: a bit may have flipped in transfer, or in one replica.
+        """Read and decode a run of good records. Bytes that do not match their checksums are read once more, with a
+        newly opened file and not from the cache: a bit may have flipped in transfer, or in one replica.
         """
         shard = self._shards[run.shard]
         try:
