@@ -104,7 +104,7 @@ def ways(root: str, lanes: int, cache: str) -> dict[str, Callable[[], int]]:
             waiting.append(run)
             total += next_one() if len(waiting) > depth else 0
         total += sum(next_one() for _ in range(len(waiting)))
-        counts = reader.fetched
+        counts = reader.counts.fetched
         assert counts.direct < counts.ahead / 20, counts
         reader.close()
         return total

@@ -13,7 +13,7 @@ from lockstep.horovod.arrays import Average, Min
 from lockstep.horovod.collectives import allreduce, broadcast_variables
 from lockstep.horovod.runtime import absent, check, rank, size
 from lockstep.storage.errors import ConfigError
-from lockstep.training.steps.optimizers import CorrectedSGD
+from lockstep.training.steps.optimizers import CorrectedSGD, without_loss_scale
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -131,7 +131,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old = float(optimizer.learning_rate)
         optimizer.learning_rate = rate
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = without_loss_scale(optimizer)
         scales = self.momentum_correction and getattr(inner, "momentum", None) and not isinstance(inner, CorrectedSGD)
         if scales and old > 0 and rate != old:
             # The step is momentum * velocity - rate * gradient: the velocity includes the old rate.

@@ -14,6 +14,7 @@ from lockstep.horovod.collectives import Compression, Compressor, allreduce, gro
 from lockstep.horovod.runtime import absent, check, runtime
 from lockstep.storage.errors import ConfigError
 from lockstep.training.steps.distribute import distribute, exchange_of
+from lockstep.training.steps.optimizers import without_loss_scale
 
 
 def DistributedOptimizer(
@@ -60,7 +61,7 @@ def DistributedOptimizer(
         check("DistributedOptimizer(op=Sum)", gradient_predivide_factor=gradient_predivide_factor)
     scale = 1.0 if how is Sum else 1.0 / here.world.num_ranks
     if backward_passes_per_step > 1:
-        counts = getattr(optimizer, "inner_optimizer", optimizer)
+        counts = without_loss_scale(optimizer)
         if counts.built and counts.gradient_accumulation_steps != backward_passes_per_step:
             check("DistributedOptimizer of a built optimizer", backward_passes_per_step=backward_passes_per_step)
         counts.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
@@ -95,7 +96,7 @@ def load_model(
             allowed="a model saved by model.save after compile",
             next_step="Load it with keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
         )
-    counts = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    counts = without_loss_scale(model.optimizer)
     passes = counts.gradient_accumulation_steps or 1
     model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, backward_passes_per_step=passes)
     model.jit_compile = False

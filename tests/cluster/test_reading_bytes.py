@@ -63,7 +63,7 @@ def test_an_epoch_of_two_ranks_reads_each_block_once(fmt: str, root: str, monkey
         with monkeypatch.context() as counting:  # not the footers, of which 64 KiB are read when a split is opened
             counting.setattr(HdfsRaw, "read_at", counted)
             ids += [batch.sample_ids for batch in feed.batches(0, plan.steps(1))]
-        counts = opened.reader.fetched
+        counts = opened.reader.counts.fetched
         assert counts.direct == counts.dropped == 0 and counts.ahead >= RECORDS // BLOCK_RECORDS // 2
         opened.reader.close()
         shards = {url: info.bytes for _, url, info in opened.reader.stored}

@@ -29,6 +29,7 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError, ExistsError
 from lockstep.training.reading.open import OpenSplit
+from tests.builders.blocks import read_all
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -199,8 +200,7 @@ def fed(url: str) -> dict[str, Any]:
     parts = []
     for name in ("train", "test"):
         split = OpenSplit.at(url, name)
-        table = split.reader.table
-        raw = split.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+        raw = read_all(split.reader)
         parts.append(split.encoder.encode(raw).x)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

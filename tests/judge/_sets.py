@@ -23,6 +23,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.run.result import RunResult
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 
@@ -75,8 +76,7 @@ class JudgedSet:
 
 def _read(url: str, split: str) -> tuple[Any, Any]:
     opened = OpenSplit.at(url, split)
-    table = opened.reader.table
-    rows = opened.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+    rows = read_all(opened.reader)
     return rows, opened.encoder.encode(rows)
 
 

@@ -23,6 +23,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.driver.train import Hooks
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.search.folds import cross_validate
+from tests.builders.blocks import read_all
 from tests.training._threads import run_threads
 
 if TYPE_CHECKING:
@@ -87,5 +88,5 @@ def test_logistic_regression_over_balanced_folds(small: SparkSession, folder: Pa
 def rows_of(url: str, split: str) -> list[int]:
     """The numbers of a split's rows."""
     reader = OpenSplit.at(url, split).reader
-    found: list[int] = reader.read_all([reader.table.run(i) for i in range(reader.table.num_blocks)])["row"].to_pylist()
+    found: list[int] = read_all(reader)["row"].to_pylist()
     return found

@@ -15,6 +15,7 @@ from lockstep.features.schema.sampled import corrected, sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.training.reading.open import OpenSplit
+from tests.builders.blocks import read_all
 from tests.judge._sets import JudgedSet, written
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def schema(*features: Field) -> Schema:
 
 def numbers_of(url: Path, split: str) -> list[int]:
     opened = OpenSplit.at(str(url), split)
-    table = opened.reader.table
-    rows = opened.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+    rows = read_all(opened.reader)
     found: list[int] = rows.column("n").to_pylist()
     return found
 

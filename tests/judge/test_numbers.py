@@ -22,6 +22,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.training.launch.local import run_local
 from lockstep.training.reading.open import OpenSplit
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.judge._sets import JudgedSet, trained, with_ids, written
 from tests.training._threads import run_threads
@@ -205,10 +206,7 @@ def test_folds_hold_each_row_once_and_are_fitted_without_the_one_held_out(small:
     write_dataset(small.createDataFrame(raw), str(url), id_columns=["n"], schema=schema, split="kfold:3")
     names = [f"fold-{number}" for number in range(3)]
     opened = {name: OpenSplit.at(str(url), name) for name in names}
-    rows = {
-        name: split.reader.read_all([split.reader.table.run(i) for i in range(split.reader.table.num_blocks)])
-        for name, split in opened.items()
-    }
+    rows = {name: read_all(split.reader) for name, split in opened.items()}
     numbers = {name: batch.column("n").to_pylist() for name, batch in rows.items()}
     assert sorted(n for found in numbers.values() for n in found) == list(range(300))
     for held_out in names:

@@ -11,6 +11,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.training.batches.feed import Batch
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.reading.reader import SplitReader
+from tests.builders.blocks import read_all
 
 
 def plain_batches(
@@ -24,7 +25,7 @@ def plain_batches(
         for lane in lanes:
             for epoch, positions in plan.lane_positions(lane, step * each, (step + 1) * each):
                 if epoch not in whole:
-                    whole[epoch] = reader.read_all(plan.runs(epoch, 0, plan.total))
+                    whole[epoch] = read_all(reader, plan.runs(epoch, 0, plan.total))
                 parts.append(whole[epoch].take(pa.array(positions)))
                 epochs += [epoch] * len(positions)
         rows = encoder.encode(pa.concat_batches(parts))

@@ -51,6 +51,7 @@ class Control:
 
     def beat(self, step: int, phase: str) -> None:
         """Nothing watches, but a rank is asked to leave by `LEAVE_AFTER`."""
+        self.step = step
         if self._rank == self._num_ranks - 1 and step in LEAVE_AFTER:
             LEAVE_AFTER.pop(step)()
             self.leaving.set()
@@ -92,13 +93,13 @@ def run_threads(
 
     from lockstep.training.profiling.profile import ProfileOrder
     from lockstep.training.profiling.profile_rank import ProfileRank
-    from lockstep.training.rank.runtime import fit_of
+    from lockstep.training.rank.fit import Fit
     from lockstep.training.results import evaluate_rank, export_run, predict_rank
     from lockstep.training.strategies.server import Server
 
     about = task.payload if "config" in task.payload else task.payload["members"][0]
     config = TrainConfig.from_json(about["config"])
-    makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": fit_of(config)}
+    makers: dict[str, Any] = {"lockstep.training.rank.runtime:main": Fit}
     makers["lockstep.training.profiling.profile:main"] = lambda context, config: ProfileRank(
         context, ProfileOrder.from_json(context.payload)
     )

@@ -227,6 +227,7 @@ class Assembly:
         self._ahead = min(max(strip_records, plan.window_records), max(1, plan.total // plan.lanes))
         together = min(ROWS_AT_ONCE // strip_records, BYTES_AT_ONCE // (strip_records * reader.record_bytes))
         self._together = max(_LEAST_LANES, min(len(lanes), together))
+        self._far = not reader.is_local
         self._slabs = Slabs()
         self._chunks: dict[int, Chunk] = {}
         self._start, self._hinted = 0, False
@@ -303,7 +304,7 @@ class Assembly:
 
     def _hint(self, streams: Sequence[LaneStream], last_step: int) -> None:
         # Reading from the page cache takes less time than handing the bytes over between threads.
-        if not self._reader.is_local:
+        if self._far:
             runs = [stream.peek(last_step * self._each) for stream in streams]
             self._reader.prefetch(run for run in runs if run is not None)
 

@@ -31,6 +31,7 @@ from lockstep.training.run.checkpoint import Tensors, TensorSpec
 from lockstep.training.run.checkpoint_division import Piece, deal, held
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.steps.distribute import exchange_of, skipped_of
+from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import Calls
 from lockstep.training.steps.patching import swapped_class
 
@@ -203,7 +204,7 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
                 next_step="Leave out --shard-embeddings, or give fewer bytes.",
             )
         return
-    inner = getattr(model.optimizer, "inner_optimizer", None)
+    loss_scale = without_loss_scale(model.optimizer) is not model.optimizer
     clipping = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(model.optimizer, name, None)]
     reasons = {
         "--init-from": config.init_from is not None and "first rows are drawn by the ranks that own them",
@@ -213,7 +214,7 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
         "--compression": config.compression != "none" and "the word of a row that is not finite must arrive as it is",
         "--micro-batches": config.micro_batches > 1 and "rows are updated once a step",
         "--canonical": config.canonical and "gradients of rows are added in the order of ranks, not in one tree",
-        "--precision mixed_float16": inner is not None and "gradients of rows have no loss scale",
+        "--precision mixed_float16": loss_scale and "gradients of rows have no loss scale",
         f"--backend {config.backend}": config.backend in ("tensorflow", "nccl") and "rows are in host memory",
         f"an optimizer with {', '.join(clipping)}": clipping and "its norm would not count gradients of rows",
     }

@@ -50,7 +50,7 @@ from lockstep.training.run.weights_source import (
 from lockstep.training.steps import model_state
 from lockstep.training.steps.batchnorm import GhostBatchNormalization
 from lockstep.training.steps.distribute import own_class
-from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp
+from lockstep.training.steps.optimizers import CorrectedSGD, WarmUp, without_loss_scale
 from lockstep.training.steps.patching import swapped
 
 RAW_SCHEMA_FILE = "raw_schema.json"
@@ -131,7 +131,7 @@ def plain_layers(model: keras.Model) -> Iterator[None]:
 def _plain_optimizer(model: keras.Model) -> Iterator[None]:
     """While the model is saved, its optimizer has no class of `lockstep.training.steps.optimizers`."""
     optimizer = getattr(model, "optimizer", None)  # the mean of several models was never compiled
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = without_loss_scale(optimizer)
     own = own_class(inner)
     corrected = issubclass(own, CorrectedSGD) or isinstance(getattr(inner, "_learning_rate", None), WarmUp)
     if inner is None or not corrected:

@@ -44,7 +44,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self, callbacks: list[Any], model: keras.Model, loop: Loop, *, epochs: int, steps: int, micro_batches: int = 1
     ) -> None:
         super().__init__(callbacks, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
-        self._loop, self._epoch, self._micro_batches = loop, 0, micro_batches
+        self.loop, self._epoch, self._micro_batches = loop, 0, micro_batches
         self._first_batch = 0
         self._on_begin_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_begin", "on_batch_begin")]
         self._on_end_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_end", "on_batch_end")]
@@ -80,7 +80,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Call the callbacks, unless the epoch is resumed after a restart."""
         self._epoch = epoch
-        if self._loop.epoch_begins(epoch):
+        if self.loop.epoch_begins(epoch):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -90,7 +90,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             return
         for callback in self._on_begin_of_batch:
             callback.on_train_batch_begin(batch + self._first_batch, logs={})
-        self._loop.step_begins()
+        self.loop.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Call callbacks that have this hook, then end the step; only after its last micro-batch."""
@@ -101,14 +101,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
             values = as_floats(logs or {})
             for callback in self._on_end_of_batch:
                 callback.on_train_batch_end(batch + self._first_batch, logs=values)
-        self._loop.step_ends(self._epoch)
+        self.loop.step_ends(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Call the callbacks with the metrics over all ranks."""
-        values = self._loop.epoch_logs(dict(logs or {}))
+        values = self.loop.epoch_logs(dict(logs or {}))
         for callback in self.callbacks:  # one dict for all callbacks: ReduceLROnPlateau adds the learning rate to it
             callback.on_epoch_end(epoch, values)
-        self._loop.epoch_ends(epoch, values)
+        self.loop.epoch_ends(epoch, values)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Do nothing when `evaluate` begins this rank's part of a validation."""

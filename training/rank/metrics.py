@@ -279,16 +279,16 @@ def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[st
     a cache also {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}, which count blocks;
     `cache_failure` says why the cache of `host` takes no more blocks; `resident_bytes` is the process's memory now.
     """
-    fetched = [reader.fetched for reader in readers]
+    read = [reader.counts for reader in readers]
     names = ("ahead", "direct", "dropped", "fetched_bytes")
     row: dict[str, Any] = {"kind": READING, "rank": rank, "step": step}
-    row |= {name: sum(getattr(counts, name) for counts in fetched) for name in names}
-    row["waited_s"] = round(sum(counts.waited_s for counts in fetched), 6)
-    caches = [counts for counts in (reader.cached for reader in readers) if counts is not None]
+    row |= {name: sum(getattr(counts.fetched, name) for counts in read) for name in names}
+    row["waited_s"] = round(sum(counts.fetched.waited_s for counts in read), 6)
+    caches = [counts.cached for counts in read if counts.cached is not None]
     if caches:
         of_cache = ("hits", "hit_bytes", "misses", "kept_bytes", "damaged")
         row |= {f"cache_{name}": sum(getattr(counts, name) for counts in caches) for name in of_cache}
-    if failures := [reader.cache_failure for reader in readers if reader.cache_failure]:
+    if failures := [counts.cache_failure for counts in read if counts.cache_failure]:
         row |= {"cache_failure": failures[0], "host": socket.gethostname()}
     row["resident_bytes"] = resident_bytes()
     return row

@@ -38,13 +38,13 @@ from lockstep.training.steps.canonical import CanonicalStep
 from lockstep.training.steps.distribute import distribute, exchange_of, finalize, steps_of
 from lockstep.training.steps.metric_sums import check_metric_sums
 from lockstep.training.steps.model_state import build_all, zeros_of
-from lockstep.training.steps.optimizers import Scaled, scale_learning_rate
+from lockstep.training.steps.optimizers import Scaled, scale_learning_rate, without_loss_scale
 from lockstep.training.steps.other_optimizers import build_others, optimizers_of, others_of
 from lockstep.training.steps.rank_step import RankStep
 from lockstep.training.steps.reduction import exchange_for
 from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
 from lockstep.training.strategies.every_step import EveryStep, exchanging
-from lockstep.training.strategies.mirrored import OfTensorflow, TensorflowExchange, TensorflowStep
+from lockstep.training.strategies.mirrored import TensorflowStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         )
     if micro > 1:
         _accumulate(model, micro)
-    elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
+    elif steps_of(without_loss_scale(model.optimizer)) > 1:
         raise ConfigError(
             f"the model {config.model} accumulates gradients itself",
             got="gradient_accumulation_steps of its optimizer",
@@ -198,7 +198,7 @@ def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:
 
 
 def _accumulate(model: keras.Model, micro_batches: int) -> None:
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = without_loss_scale(model.optimizer)
     if optimizer.gradient_accumulation_steps or optimizer.built or hasattr(optimizer, "optimizers"):
         raise ConfigError(
             f"{type(optimizer).__name__} cannot take --micro-batches",
@@ -316,21 +316,9 @@ class JoinedModel:
         self._whole.deadline_s = config.stall_limit_s
         self.communicator = self._whole.group(range(config.num_ranks)) if config.num_servers else self._whole
 
-    def install_step(self) -> None:
-        """Give the model the train step that its rank needs."""
-
-    def check_rows(self, batch: Callable[[], Any]) -> None:
-        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit."""
-
     def to_score(self) -> keras.Model:
         """The model to validate, with its weights now."""
         return self.model
-
-    def finalize(self) -> None:
-        """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
-        finalize(self.model.optimizer, self.model.trainable_variables)
-        for other in others_of(self.model):
-            finalize(other, other._trainable_variables)
 
     def close(self) -> None:
         """End the exchanges of gradients."""
@@ -364,10 +352,10 @@ class RankModel(JoinedModel):
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep
-        if isinstance(way, OfTensorflow):
-            self.exchange = exchange = TensorflowExchange(self.communicator, non_finite=non_finite)
-            self._step = way.step(self.model, exchange, self.prepared.group_rows)
-            self.strategy = way.between_steps(self.model, exchange)
+        self._of_tensorflow = way.own_step(self.model, self.communicator, non_finite, self.prepared.group_rows)
+        if self._of_tensorflow is not None:
+            self._step, self.exchange = self._of_tensorflow, self._of_tensorflow.exchange
+            self.strategy = way.between_steps(self.model, self.exchange)
             return
         make = way.exchange_maker(self._whole)
         self._step = distributed(config, plan, self.prepared, self.communicator, rows, groups, non_finite, make)
@@ -385,10 +373,12 @@ class RankModel(JoinedModel):
             self.tables.install()
 
     def check_rows(self, batch: Callable[[], Any]) -> None:
-        """Check rows as JoinedModel does, on several ranks, and where a rank takes its rows in parts. A collective."""
+        """Raise ConfigError if ranks would train another model than one rank; `batch` is the next step's, as of fit.
+        Checked on several ranks, and where a rank takes its rows in parts. A collective.
+        """
         config = self._config
         parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
-        parts = parts or isinstance(self._step, CanonicalStep | TensorflowStep)
+        parts = parts or config.canonical or self._of_tensorflow is not None
         if not parts or not self._way.sums_gradients or ready_model(config.model) is not None:
             return
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
@@ -413,12 +403,11 @@ class RankModel(JoinedModel):
         `dataset` are the rank's batches: those of `pipeline`, if it is given.
         """
         micro_batches = self._config.micro_batches
-        of_tensorflow = self._step if isinstance(self._step, TensorflowStep) else None
         # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         try:
-            if of_tensorflow is not None:
-                of_tensorflow.fit(dataset, steps, callbacks, epoch)
+            if self._of_tensorflow is not None:
+                self._of_tensorflow.fit(dataset, steps, callbacks, epoch)
                 return
             self.model.fit(
                 to_device(split(dataset, micro_batches).apply(endless)),
@@ -443,7 +432,7 @@ class RankModel(JoinedModel):
         """The model to validate: itself, or under a strategy of TensorFlow a copy outside of it, with its weights now:
         ranks score rows of unequal number, and TensorFlow's metrics would wait for each other.
         """
-        if not isinstance(self._step, TensorflowStep):
+        if self._of_tensorflow is None:
             return self.model
         if self._copy is None:
             options = ModelOptions(seed=self._config.seed, extra=self._config.extra)
@@ -455,10 +444,13 @@ class RankModel(JoinedModel):
         return self._copy
 
     def finalize(self) -> None:
-        if isinstance(self._step, TensorflowStep):
+        """Do what Keras' `fit` does last: with `use_ema`, the averages become the weights."""
+        if self._of_tensorflow is not None:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
-        else:
-            super().finalize()
+            return
+        finalize(self.model.optimizer, self.model.trainable_variables)
+        for other in others_of(self.model):
+            finalize(other, other._trainable_variables)
 
     def close(self) -> None:
         super().close()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
 from lockstep.training.comm.options import UNAUTHENTICATED
-from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import TrainOrder
 from lockstep.training.control.task import MARK, SCRATCH_LOCK, scratch_folder
 from lockstep.training.devices import listed
@@ -26,7 +25,6 @@ from lockstep.training.world import World
 
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
-    from lockstep.training.rank.fit import Fit
 
 # Set before the first import of TensorFlow, which reads them once. Level 3 logs only fatal errors; other errors reach
 # Python as exceptions.
@@ -174,13 +172,7 @@ def main(context: RankContext) -> dict[str, Any]:
     configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
-    with Usage(context.control, context.world.rank), fit_of(config)(context, config) as fit:
+    from lockstep.training.rank.fit import Fit  # which imports TensorFlow: it must be set up before
+
+    with Usage(context.control, context.world.rank), Fit(context, config) as fit:
         return fit.run()
-
-
-def fit_of(config: TrainConfig) -> type[Fit]:
-    """What trains a rank of `config`. Imports TensorFlow, which must be set up before."""
-    from lockstep.training.rank.federated_fit import FederatedFit
-    from lockstep.training.rank.fit import Fit
-
-    return FederatedFit if config.is_federated else Fit

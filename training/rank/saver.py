@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import keras
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,16 +23,15 @@ from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join, split_url
 from lockstep.training.batches.audit_log import AuditLog
-from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import CheckpointReport, Restore, TrainOrder
 from lockstep.training.control.protocol import json_safe
-from lockstep.training.embeddings.sharded_embedding import TABLES, Tables
-from lockstep.training.exchange.exchange import Exchange
+from lockstep.training.embeddings.sharded_embedding import TABLES
 from lockstep.training.rank import callback_state
 from lockstep.training.rank.early_stop import EarlyStop
 from lockstep.training.rank.metrics import Saved
+from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run import checkpoint_division
 from lockstep.training.run.checkpoint import (
     HostBuffer,
@@ -52,7 +50,6 @@ from lockstep.training.run.checkpoint_division import Piece, assemble, read_part
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.run.paths import RunPaths, staged_checkpoint
 from lockstep.training.steps import model_state
-from lockstep.training.strategies.every_step import EveryStep
 
 CLASS_COUNTS = "class_counts/epoch"
 MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer
@@ -177,22 +174,18 @@ class Saver:
         self,
         context: RankContext,
         config: TrainConfig,
-        model: keras.Model,
-        communicator: Communicator,
+        joined: JoinedModel,
         callbacks: list[Any],
         early_stop: EarlyStop | None,
         audit: AuditLog | None,
-        exchange: Exchange,
-        strategy: EveryStep,
-        tables: Tables | None = None,
     ) -> None:
-        self._context, self._config, self._model = context, config, model
-        self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._context, self._config, self._model = context, config, joined.model
+        self._comm, self._callbacks, self._audit = joined.strategy.communicator, callbacks, audit
         self._early_stop = early_stop
-        self._exchange, self._strategy, self._tables = exchange, strategy, tables
-        self._metrics: Callable[[], None] = model.reset_metrics
-        self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
-        self._share = checkpoint_division.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._exchange, self._strategy, self._tables = joined.exchange, joined.strategy, joined.tables
+        self._metrics: Callable[[], None] = self._model.reset_metrics
+        self._specs = model_state.specs_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER)
+        self._share = checkpoint_division.divide(self._specs, self._comm.num_ranks)[self._comm.rank]
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None

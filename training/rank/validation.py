@@ -14,11 +14,10 @@ import tensorflow as tf
 
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.training.batches.augmenting import labels_of
-from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.client import ControlClient
-from lockstep.training.embeddings.sharded_embedding import Tables
 from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.rules import VALIDATION
 from lockstep.training.scoring.score_split import Outputs, ScoredModel, Scorer
@@ -46,20 +45,18 @@ class Validation:
         self,
         split: OpenSplit,
         config: TrainConfig,
-        model: keras.Model,
-        communicator: Communicator,
+        joined: JoinedModel,
         control: ControlClient,
         callbacks: RunCallbacks,
-        tables: Tables | None,
     ) -> None:
-        self._config, self._model = config, model
-        self._comm, self._control, self._callbacks = communicator, control, callbacks
+        self._config, self._model = config, joined.to_score()
+        self._comm, self._control, self._callbacks = joined.strategy.communicator, control, callbacks
         self._signature = labels_of(config, split.encoder.signature)
         self._scored = ScoredModel(
-            model=model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
+            model=self._model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
         )
-        self._outputs = Outputs(model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
-        self._tables = tables
+        self._outputs = Outputs(self._model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
+        self._tables = joined.tables
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
         """Seconds of all validations since this process began."""

@@ -40,7 +40,7 @@ def main() -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     importlib.import_module("lockstep.training.rank.runtime").import_tensorflow()
-    importlib.import_module("lockstep.training.rank.federated_fit")
+    importlib.import_module("lockstep.training.rank.fit")
     shuffled_each([bytes(8)], 1)  # the first kernel of a process loads all of Numba, in 0.3 s of CPU
     children: dict[int, Child] = {}
     opened = True

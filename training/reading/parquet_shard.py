@@ -24,6 +24,9 @@ class ParquetShard:
     within the file. Page checksums cover their content.
     """
 
+    by_block = True
+    """Whether only whole blocks can be decoded."""
+
     def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
         self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
         self._schema = schema.arrow_schema()
@@ -47,13 +50,13 @@ class ParquetShard:
         start, stop = self._extents[first_record // self._block_records].tolist()
         return start, stop
 
-    def decode_block(self, data: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
-        """Decode all rows of a block from its bytes, which begin at byte `start`; checks the page checksums.
+    def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
+        """Decode all rows of the block of some from its bytes, which begin at byte `start`; checks the page checksums.
 
         Raises CorruptionError naming file, first record of the block and offset.
         """
-        first = block * self._block_records
-        size = min(self._block_records, self._info.records - first)
+        first, size = self.records_read(first_record, count)
+        block = first // self._block_records
         source = pa.PythonFile(_Stretch(data, start, self._info.bytes), mode="r")
         try:
             with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
@@ -27,13 +27,14 @@ from lockstep.training.config import READ_AHEAD_BYTES, TrainConfig
 from lockstep.training.plan.datasets import split_of
 from lockstep.training.plan.order import BlockTable, Run
 from lockstep.training.reading.background import end_in_thread
-from lockstep.training.reading.bad_records import BadRecords, Skipped, blocks_near, with_ids
+from lockstep.training.reading.bad_records import Skipped, StandIns
 from lockstep.training.reading.cache import BlockCache, CacheCounts
 from lockstep.training.reading.fetch import BlockFetcher, Buffer, FetchCounts
 from lockstep.training.reading.files import CachedBytes, CachedShard, ShardFiles
-from lockstep.training.reading.shards import Shard, ShardOpener, TFRecordShard
+from lockstep.training.reading.shards import Shard, ShardOpener
 
 log = logging.getLogger(__name__)
+_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB, twice what four threads read at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +88,6 @@ class ReadOptions:
             ) from error
 
 
-_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB, twice what four threads read at once
-
-
 @dataclass(slots=True, eq=False)
 class Block:
     """A decoded block of a format that is read by whole blocks."""
@@ -101,6 +99,18 @@ class Block:
     """Rows that hints have named since the block is kept and no run has read yet: it must be kept for them."""
     prepared: object = None
     """What lockstep.training.batches.decode made of the rows: it reads a block strip by strip, and makes it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCounts:
+    """What a reader has read, and from where."""
+
+    fetched: FetchCounts
+    """What was read ahead, and what was not."""
+    cached: CacheCounts | None
+    """What the node's cache has served; None without a cache."""
+    cache_failure: str | None
+    """Why the configured cache takes no more blocks, such as a full disk; None while it does."""
 
 
 class SplitReader:
@@ -128,14 +138,11 @@ class SplitReader:
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
-        self._records: list[int] = []
-        self._skipped: Skipped | None = None
+        self._stand_ins: StandIns | None = None
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
         """The file system, URL and manifest entry of each shard."""
-        self._bytes = 0
         self._opener = ShardOpener(self.schema)
         self._files = ShardFiles()
-        self._local = True
         self._options = options or ReadOptions()
         cache = self._options.open_cache()
         self._cached = None if cache is None else CachedBytes(self._files, cache)
@@ -156,49 +163,40 @@ class SplitReader:
         self._fetcher.share_among(blocks)
 
     @property
-    def cached(self) -> CacheCounts | None:
-        """What the node's cache has served so far; None without a cache."""
-        return None if self._cached is None else replace(self._cached.cache.counts)
-
-    @property
-    def cache_failure(self) -> str | None:
-        """Why the configured cache takes no more blocks, such as a full disk; None while it does."""
-        if self._cached is not None:
-            return self._cached.cache.failure
-        return None if self._options.cache is None else os.strerror(errno.ENOSPC)  # see `open_cache`
+    def counts(self) -> ReadCounts:
+        """What was read so far, from where."""
+        if self._cached is None:
+            # A disk that was full from the start: see `open_cache`.
+            failure = None if self._options.cache is None else os.strerror(errno.ENOSPC)
+            return ReadCounts(self._fetcher.counts, None, failure)
+        cache = self._cached.cache
+        return ReadCounts(self._fetcher.counts, replace(cache.counts), cache.failure)
 
     @property
     def is_local(self) -> bool:
         """Whether all shards are on a local disk."""
-        return self._local
+        return all(isinstance(fs, LocalFileSystem) for fs, _, _ in self.stored)
 
     @property
     def record_bytes(self) -> int:
         """The mean size of a record in the shards, at least 1."""
-        return max(1, self._bytes // max(1, sum(self._records)))
-
-    @property
-    def fetched(self) -> FetchCounts:
-        """What was read ahead, and what was not, so far."""
-        return self._fetcher.counts
+        records = sum(info.records for _, _, info in self.stored)
+        return max(1, sum(info.bytes for _, _, info in self.stored) // max(1, records))
 
     def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
         """Append the shards of another split; lockstep.training.plan.datasets says which fit together."""
         info = split_of(manifest, split)
-        self._records += [shard.records for shard in info.shards]
-        self._bytes += sum(shard.bytes for shard in info.shards)
-        self.table = BlockTable(tuple(self._records), info.block_records)
         fs = filesystem(dataset_url)
         for number, shard in enumerate(info.shards):
             url = join(dataset_url, shard.path)
             opened = self._opener.open(fs, dataset_url, manifest, split, number)
             self._files.add(fs, url, shard.bytes)
-            self._local = self._local and isinstance(fs, LocalFileSystem)
             self.stored.append((fs, url, shard))
             self._shards.append(opened)
             if self._cached is not None:
                 self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
                 self._cached.epoch_bytes += shard.bytes // self._options.ranks
+        self.table = BlockTable(tuple(shard.records for _, _, shard in self.stored), info.block_records)
 
     def prefetch(self, runs: Iterable[Run]) -> None:
         """Announce runs that will be read soon, in this order, after those of earlier calls. Their bytes are fetched in
@@ -243,14 +241,8 @@ class SplitReader:
 
         Raises CorruptionError naming file, record and offset; see `skip_bad_records`.
         """
-        shard = self._shards[run.shard]
-        if isinstance(shard, TFRecordShard):
-            try:
-                return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
-            except DataError as error:
-                if self._skipped is None:
-                    raise
-                return self._without_bad(run, self._skipped, error)
+        if not self._shards[run.shard].by_block:
+            return self._decoded(run)
         skip = run.first_record % self.table.block_records
         return self.kept_block(run).rows.slice(skip, run.count)
 
@@ -263,7 +255,7 @@ class SplitReader:
         key = run.shard, run.first_record // self.table.block_records
         block = self._blocks.pop(key, None)
         if block is None:
-            rows = self._whole_block(run)
+            rows = self._decoded(run)
             block = Block(rows, len(rows))
         block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
         if block.unread > 0 or block.hinted:
@@ -272,44 +264,49 @@ class SplitReader:
             self._blocks.popitem(last=False)
         return block
 
-    def block(self, run: Run) -> pa.RecordBatch:
-        """Read all records of the block that holds a run, in a format that is read by whole blocks; keeps nothing.
-        Raises as `read` does.
-        """
-        shard = self._shards[run.shard]
-        assert not isinstance(shard, TFRecordShard), "TFRecord is read by records: `raw`"
-        number = run.first_record // self.table.block_records
-        return self._checked(run, lambda data, start: shard.decode_block(data, start, number))
-
     def raw(self, run: Run) -> Buffer | None:
         """The framed records of a run as stored in the shard; None in a format that is read by whole blocks.
 
         They are not checked yet: if they do not decode, `read` reads them again and raises the error.
         """
-        if not isinstance(self._shards[run.shard], TFRecordShard):
+        if self._shards[run.shard].by_block:
             return None
         with self._named(run):
             return self._fetcher.take(run.shard, run.first_record, run.count)[0]
 
-    def _checked(self, run: Run, decode: Callable[[Buffer, int], pa.RecordBatch]) -> pa.RecordBatch:
-        """The bytes of a run, decoded. Bytes that do not match their checksums are read once more, with a newly opened
-        file and not from the cache: a bit may have flipped in transfer, or in one replica.
+    def _decoded(self, run: Run) -> pa.RecordBatch:
+        """The records of a run or, in a format that is read by whole blocks, of its block, with stand-ins for bad ones
+        if these are skipped.
         """
         with self._named(run):
             try:
-                return decode(*self._fetcher.take(run.shard, run.first_record, run.count))
-            except CorruptionError as error:
-                start, stop = self._shards[run.shard].extent(run.first_record, run.count)
-                if self._cached is not None:
-                    self._cached.drop(run.shard, start, stop)
-                batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
-                log.warning("%s (%s): the second read has the right bytes", error.what, error.got)
-                return batch
+                return self._checked(run)
+            except DataError as error:
+                if self._stand_ins is None:
+                    raise
+                return self._stand_ins.rows(run, error)
+
+    def _checked(self, run: Run) -> pa.RecordBatch:
+        """Read and decode a run of good records. Bytes that do not match their checksums are read once more, with a
+        newly opened file and not from the cache: a bit may have flipped in transfer, or in one replica.
+        """
+        shard = self._shards[run.shard]
+        try:
+            data, start = self._fetcher.take(run.shard, run.first_record, run.count)
+            return shard.decode(data, start, run.first_record, run.count)
+        except CorruptionError as error:
+            start, stop = shard.extent(run.first_record, run.count)
+            if self._cached is not None:
+                self._cached.drop(run.shard, start, stop)
+            data = self._files.read(run.shard, start, stop, fresh=True)
+            batch = shard.decode(data, start, run.first_record, run.count)
+            log.warning("%s (%s): the second read has the right bytes", error.what, error.got)
+            return batch
 
     @property
     def skipped(self) -> Mapping[int, str]:
         """The error's words for each record that was skipped, by the sample id that stands for its own."""
-        return {} if self._skipped is None else self._skipped.words
+        return {} if self._stand_ins is None else self._stand_ins.skipped.words
 
     def skip_bad_records(self, skipped: Skipped) -> None:
         """Read another record from now on in place of one that cannot be decoded, with a sample id of its own, which is
@@ -319,76 +316,9 @@ class SplitReader:
         says. In other formats all records of the block are bad. The other record is the first good one of the block,
         else of the next block that has one (`blocks_near`); if there is none, the error is raised as before.
         """
-        self._skipped = skipped
-
-    def _without_bad(self, run: Run, skipped: Skipped, error: DataError) -> pa.RecordBatch:
-        """The records of a run of TFRecord; those that cannot be decoded are replaced."""
-        block = run.first_record // self.table.block_records
-        found: dict[int, pa.RecordBatch] = {}
-        bad: dict[int, str] = {}
-        with self._named(run):
-            for record, one in self._one_by_one(run.shard, run.first_record, run.count):
-                if isinstance(one, DataError):
-                    bad[record] = str(one.what)
-                else:
-                    found[record] = one
-        for record, words in bad.items():
-            stored = self.stored[run.shard][2]
-            found[record] = self._stand_in(BadRecords(words, stored.path, stored.sha256, record), run, block, error)
-        return pa.concat_batches([found[record] for record in sorted(found)])
-
-    def _whole_block(self, run: Run) -> pa.RecordBatch:
-        """Read a whole block as `block` does; if it cannot be decoded, and bad records are skipped, all its rows are
-        replaced.
-        """
-        try:
-            return self.block(run)
-        except DataError as error:
-            if self._skipped is None:
-                raise
-            number, stored = run.first_record // self.table.block_records, self.stored[run.shard][2]
-            first = number * self.table.block_records
-            count = min(self.table.block_records, stored.records - first)
-            # Without the records of this run, which are others on another rank.
-            words = str(error.__cause__.what if isinstance(error.__cause__, DataError) else error.what)
-            words = f"records {first} to {first + count - 1} (block {number}): {words}"
-            return self._stand_in(BadRecords(words, stored.path, stored.sha256, first, count), run, number, error)
-
-    def _stand_in(self, bad: BadRecords, run: Run, block: int, error: DataError) -> pa.RecordBatch:
-        """Rows in place of bad ones of a block; raises `error` if no good record is near."""
-        assert self._skipped is not None
-        sizes = [-(-records // self.table.block_records) for records in self._records]
-        for shard, near in blocks_near(run.shard, block, sizes):
-            if (good := self._first_good(shard, near)) is not None:
-                self._skipped.add(bad)
-                return with_ids(good, self.schema.id_field.name, bad.ids)
-        raise error
-
-    def _first_good(self, number: int, block: int) -> pa.RecordBatch | None:
-        """The first record of a block that can be decoded, a batch of one."""
-        shard, first = self._shards[number], block * self.table.block_records
-        try:
-            if isinstance(shard, TFRecordShard):
-                count = min(self.table.block_records, self._records[number] - first)
-                ones = (one for _, one in self._one_by_one(number, first, count))
-                return next((one for one in ones if not isinstance(one, DataError)), None)
-            start, stop = shard.extent(first, 1)
-            return shard.decode_block(self._files.read(number, start, stop, fresh=True), start, block).slice(0, 1)
-        except DataError:
-            return None
-
-    def _one_by_one(self, number: int, first: int, count: int) -> Iterator[tuple[int, pa.RecordBatch | DataError]]:
-        """Each record of a TFRecord shard, within one block, decoded by itself, or the error."""
-        shard = self._shards[number]
-        assert isinstance(shard, TFRecordShard)
-        begin, end = shard.extent(first, count)
-        data = memoryview(self._files.read(number, begin, end, fresh=True))
-        for record in range(first, first + count):
-            start, stop = shard.extent(record, 1)
-            try:
-                yield record, shard.decode(data[start - begin : stop - begin], start, record, 1)
-            except DataError as error:
-                yield record, error
+        self._stand_ins = StandIns(
+            self._shards, self._files, self.stored, self.schema, self.table.block_records, skipped
+        )
 
     @contextmanager
     def _named(self, run: Run) -> Iterator[None]:
@@ -404,15 +334,6 @@ class SplitReader:
                 allowed=error.allowed,
                 next_step=error.next_step,
             ) from error
-
-    def read_all(self, runs: list[Run]) -> pa.RecordBatch:
-        """Read several runs, one after another, into one batch."""
-        batches = [self.read(run) for run in runs]
-        if len(batches) == 1:
-            return batches[0]
-        if not batches:
-            return pa.RecordBatch.from_pylist([], schema=self.schema.arrow_schema())
-        return pa.concat_batches(batches)
 
 
 def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) -> None:

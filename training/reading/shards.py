@@ -21,6 +21,7 @@ from lockstep.storage.urls import join
 from lockstep.training.reading.parquet_shard import ParquetShard
 
 _LINES = b"0123456789 \n"
+KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: up to 1.6 million records no index is read twice
 
 
 class BlockStarts:
@@ -58,6 +59,9 @@ class TFRecordShard:
     is entered in its middle are read again from `index_url`. `keep_index` keeps the whole index, and reads nothing
     again.
     """
+
+    by_block = False
+    """Whether only whole blocks can be decoded."""
 
     def __init__(
         self,
@@ -155,6 +159,9 @@ class TFRecordShard:
 class GzipShard:
     """Reads blocks of one gzip shard, whose manifest entry has `unpacked_offsets`. Memory: a few unpacked blocks."""
 
+    by_block = True
+    """Whether only whole blocks can be decoded."""
+
     def __init__(self, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
         assert info.unpacked_offsets is not None
         self._url, self._info, self._block_records = url, info, block_records
@@ -180,22 +187,22 @@ class GzipShard:
         check_block_bytes(self._url, start, stop)
         return start, stop
 
-    def decode_block(self, packed: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
-        """Decode all records of a block from its bytes, which begin at byte `start`; checks both checksums of each.
+    def decode(self, packed: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
+        """Decode all records of the block of some from its bytes, which begin at byte `start`; checks both checksums of
+        each.
 
         Raises CorruptionError naming file, record and offset (of a block in the file, of a record in the unpacked
         bytes), DataError for records that do not fit the schema.
         """
-        first_record = block * self._block_records
+        first_record, count = self.records_read(first_record, count)
+        block = first_record // self._block_records
         begin, end = self._unpacked[block], self._unpacked[block + 1]
         data = unpack(packed, end - begin, file=self._url, record=first_record, offset=start)
         found = self._decode(data, self._url, first_record, begin)
-        count = min(self._block_records, self._info.records - first_record)
         check_count(found, count, self._url, first_record, begin, end, "its manifest")
         return found
 
 
-KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: up to 1.6 million records no index is read twice
 Shard = TFRecordShard | GzipShard | ParquetShard
 
 

@@ -25,6 +25,7 @@ from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.exchange.sparse import ROWS_FROM_BYTES
 from lockstep.training.steps import fused
 from lockstep.training.steps.distribute_checks import check_step, check_wish, compare_start
+from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import put_last, tail
 from lockstep.training.steps.over_ranks import check_reached
 from lockstep.training.steps.reduction import Reduction, exchange_for
@@ -125,7 +126,7 @@ def apply_in_cycles(
     hold: Callable[[], Any],
 ) -> None:
     """Do what `LossScaleOptimizer.apply` does, with an inner optimizer that accumulates."""
-    inner = optimizer.inner_optimizer
+    inner = without_loss_scale(optimizer)
     scale = optimizer.dynamic_scale.value
     grads = [None if g is None else tf.convert_to_tensor(g) / tf.cast(scale, g.dtype) for g in grads]
 
@@ -201,8 +202,8 @@ def distribute(
     """
     statistics = tuple(statistics)  # which may be an iterator
     check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
-    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in (optimizer, *inner)):
+    known = [optimizer, without_loss_scale(optimizer), *getattr(optimizer, "optimizers", ())]
+    if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in known):
         raise ConfigError(
             "this optimizer is distributed already",
             got=f"{type(optimizer).__name__} under {type(tf.distribute.get_strategy()).__name__}",
@@ -360,7 +361,7 @@ class _Distributed:
         if not state.reduction.exchange.alone:
             check_reached()
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
-        counts = me.inner_optimizer if scaling else me
+        counts = without_loss_scale(me)
         apply = super().apply  # type: ignore[misc]  # Keras' own, of the class that this one is mixed into
 
         def reduce(local: list[Any]) -> list[Any]:

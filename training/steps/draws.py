@@ -21,6 +21,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
+from lockstep.training.steps.optimizers import without_loss_scale
+
 STATEFUL = {"RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "RandomShuffle"}
 STATEFUL |= {"Multinomial", "RandomGammaV2", "RandomPoissonV2", "ParameterizedTruncatedNormal"}
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def step_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """The optimizer's count of steps, which every checkpoint stores; int64 ()."""
-    return tf.cast(getattr(optimizer, "inner_optimizer", optimizer)._iterations.value, tf.int64)
+    return tf.cast(without_loss_scale(optimizer)._iterations.value, tf.int64)
 
 
 def drawn_from(seed: int, name: str, words: Sequence[tf.Tensor], dtype: Any) -> tf.Tensor:

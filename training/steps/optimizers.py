@@ -20,6 +20,11 @@ from lockstep.storage.errors import ConfigError
 Rule = Literal["none", "linear", "sqrt"]
 
 
+def without_loss_scale(optimizer: Any) -> Any:
+    """The optimizer that counts steps and updates weights: the one inside a LossScaleOptimizer, else `optimizer`."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def factor_of(rule: Rule, global_batch: int, base_batch: int) -> float:
     """The factor from the rate for `base_batch` to that for `global_batch`."""
     share = global_batch / base_batch
@@ -143,7 +148,7 @@ def scale_learning_rate(
     A plain SGD with momentum becomes a CorrectedSGD if the rate changes. Without warm-up and schedules the rate stays a
     variable, which callbacks may set. Raises ConfigError for a MultiOptimizer and a rate that is a function.
     """
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = without_loss_scale(model.optimizer)
     rate = getattr(optimizer, "_learning_rate", None)
     schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if optimizer.built or not (schedule or isinstance(rate, keras.Variable)):

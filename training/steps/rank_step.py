@@ -26,6 +26,7 @@ from lockstep.training.steps.batchnorm import (
 from lockstep.training.steps.distribute import exchange_of, is_first, is_last, skipped_of, steps_of
 from lockstep.training.steps.draws import draws_of_step, step_of
 from lockstep.training.steps.losses import Denominators, weigh_tests, weighed_by_rows
+from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import OrderedCalls
 from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
 from lockstep.training.steps.patching import swapped
@@ -66,7 +67,7 @@ class KeptStatistics:
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
         scale = tf.identity(optimizer.dynamic_scale.value)
-        before = self._kept([tf.identity(variable.value) for variable in statistics], optimizer.inner_optimizer)
+        before = self._kept([tf.identity(variable.value) for variable in statistics], without_loss_scale(optimizer))
         yield
         skipped = optimizer.dynamic_scale.value < scale  # nothing else lowers it
         for variable, old in zip(statistics, before, strict=True):
@@ -104,7 +105,7 @@ class MicroStatistics:
                 self._before, self._sums = (
                     [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in statistics] for _ in range(2)
                 )
-        counts = getattr(optimizer, "inner_optimizer", optimizer)
+        counts = without_loss_scale(optimizer)
         first, last = is_first(counts), is_last(counts)
         for variable, before, total in zip(statistics, self._before, self._sums, strict=True):
             before.assign(tf.where(first, variable.value, before))

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
-from lockstep.training.exchange.agreement import Agreement
+from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.ways import way_of
 
 if TYPE_CHECKING:
     import keras
+
+    from lockstep.training.strategies.mirrored import TensorflowStep
 
 
 class EveryStep:
@@ -75,6 +77,14 @@ class Exchanging:
 
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange] | None:
         """What makes the exchange; None for plain sums. `whole` has all processes of the launch."""
+        return None
+
+    def own_step(
+        self, model: keras.Model, communicator: Communicator, non_finite: NonFinitePolicy, group_rows: int | None
+    ) -> TensorflowStep | None:
+        """The step, fit and exchange of a model that was built in `scope`; None for the ranks' common ones.
+        `group_rows`: rows of a lane group of `ghost` statistics; None: each replica's own.
+        """
         return None
 
     def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:

@@ -20,6 +20,7 @@ from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Array
 from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.steps.batchnorm import normalisations, statistics_of
+from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.strategies.every_step import EveryStep
 from lockstep.training.strategies.local_steps import LocalExchange, OuterStep
 
@@ -143,7 +144,7 @@ def check_normalisation(model: keras.Model, batchnorm: str) -> None:
 def _check(optimizer: keras.optimizers.Optimizer) -> None:
     rate = getattr(optimizer, "_learning_rate", None)
     schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    if schedule or getattr(optimizer, "use_ema", False) or hasattr(optimizer, "inner_optimizer"):
+    if schedule or getattr(optimizer, "use_ema", False) or without_loss_scale(optimizer) is not optimizer:
         raise ConfigError(
             "the model's optimizer counts steps of a whole run, and a client's begin again in each round",
             got=f"{type(optimizer).__name__} with {type(rate).__name__ if schedule else 'use_ema or loss scaling'}",

@@ -20,10 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm.base import Communicator
 from lockstep.training.comm.hosts import require_trust
 from lockstep.training.comm.tf.cluster import JOB, addresses, written
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
+from lockstep.training.exchange.agreement import NonFinitePolicy
 from lockstep.training.exchange.exchange import Array, Exchange
 from lockstep.training.steps.batchnorm import batchnorm_as, statistics_of
 from lockstep.training.steps.draws import drawn_from, draws_of_step, step_of
@@ -140,7 +142,8 @@ class TensorflowStep:
                 allowed="one without loss scaling",
                 next_step="Use --strategy sync.",
             )
-        self._strategy, self._model, self._exchange, self._seed = strategy, model, exchange, seed
+        self._strategy, self._model, self._seed = strategy, model, seed
+        self.exchange = exchange
         self._group_rows, self._flag = group_rows, f"--strategy {name}"
         self._seeds, self._statistics = variables_of(model, SEEDS), statistics_of(model)
         self._names: list[str] = []
@@ -160,7 +163,7 @@ class TensorflowStep:
         for number, batch in zip(range(steps), dataset, strict=False):
             callbacks.on_train_batch_begin(number)
             losses, wrong, logs = self._function(batch)
-            self._exchange.ends(self._of_replicas(losses), self._of_replicas(wrong), self._names)
+            self.exchange.ends(self._of_replicas(losses), self._of_replicas(wrong), self._names)
             logs = {name: self._of_replicas(value)[0] for name, value in logs.items()}
             callbacks.on_train_batch_end(number, logs)
             if model.stop_training:
@@ -247,8 +250,10 @@ class OfTensorflow(Exchanging):
     def rows(self, rows: int) -> int:
         return share_of_replica(self._config, self.strategy, rows)
 
-    def step(self, model: keras.Model, exchange: TensorflowExchange, group_rows: int | None) -> TensorflowStep:
-        """The step of a model that was built in `scope`."""
+    def own_step(
+        self, model: keras.Model, communicator: Communicator, non_finite: NonFinitePolicy, group_rows: int | None
+    ) -> TensorflowStep:
+        exchange = TensorflowExchange(communicator, non_finite=non_finite)
         seed, name = self._config.seed, self._config.strategy
         return TensorflowStep(self.strategy, model, exchange, seed=seed, group_rows=group_rows, name=name)
 

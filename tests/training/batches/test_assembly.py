@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lockstep.training.batches.feed import RankFeed
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.order import Run
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.world import World
 from tests.training._plain_feed import assert_same, plain_batches
 from tests.training._tiny import write_images, write_rows
@@ -154,16 +154,19 @@ def test_passing_over_batches_reads_each_window_once(tmp_path: Path, monkeypatch
     feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
     read: list[int] = []
 
-    def counting(read_run: Callable[[Run], Any]) -> Callable[[Run], Any]:
-        def counted(run: Run) -> Any:
-            found = read_run(run)
-            read.append(run.count if found is not None else 0)
-            return found
+    raw, decode = opened.reader.raw, ParquetShard.decode
 
-        return counted
+    def counted_raw(run: Run) -> Any:
+        found = raw(run)
+        read.append(run.count if found is not None else 0)
+        return found
 
-    monkeypatch.setattr(opened.reader, "raw", counting(opened.reader.raw))
-    monkeypatch.setattr(opened.reader, "block", counting(opened.reader.block))
+    def counted_block(*block: Any) -> pa.RecordBatch:
+        read.append(len(found := decode(*block)))
+        return found
+
+    monkeypatch.setattr(opened.reader, "raw", counted_raw)
+    monkeypatch.setattr(ParquetShard, "decode", counted_block)
     for step in range(1, plan.steps(1), 3):
         feed.batch(step)
     assert plan.window_records > 3 * 2 and sum(read) <= 1200 + 4 * plan.window_records

@@ -19,6 +19,7 @@ from lockstep.training.reading.background import ReadAhead
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.reader import SplitReader
 from lockstep.training.world import World
+from tests.builders.blocks import read_all
 from tests.training._tiny import write_images, write_table
 
 
@@ -206,4 +207,4 @@ def test_evaluation_gives_each_sample_once(
     # The same batches as of one rank: what a model computes of a row may depend, in its last bit, on the batch.
     assert sizes == [min(batch_size, records - start) for start in range(0, records, batch_size)]
     runs = [opened.reader.table.run(block) for block in range(opened.reader.table.num_blocks)]
-    assert seen == opened.reader.read_all(runs).column("sample_id").to_pylist()
+    assert seen == read_all(opened.reader, runs).column("sample_id").to_pylist()

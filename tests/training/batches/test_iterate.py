@@ -142,10 +142,10 @@ def test_a_second_epoch_is_read_from_the_cache(root: str, tmp_path: Path, monkey
     whole = [content(batch) for batch in numpy_batches(root, **OPTIONS)]
     options = {**OPTIONS, "cache": str(tmp_path / "cache"), "cache_bytes": 1 << 24, "read_ahead_bytes": 1 << 16}
     assert [content(batch) for batch in numpy_batches(root, **options)] == whole
-    counts = opened[-1].cached
+    counts = opened[-1].counts.cached
     assert counts is not None and counts.misses > 0 and counts.hits >= counts.misses
     assert [content(batch) for batch in numpy_batches(root, **options)] == whole  # another process would hit likewise
-    counts = opened[-1].cached
+    counts = opened[-1].counts.cached
     assert counts is not None and counts.misses == 0 and counts.hits > 0
 
 

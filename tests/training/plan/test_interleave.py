@@ -6,15 +6,18 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.training.batches.feed import RankFeed
 from lockstep.training.plan.epoch_plan import EpochPlan
-from lockstep.training.plan.order import Interleaving, Run
+from lockstep.training.plan.order import Interleaving
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.world import World
+from tests.builders.blocks import read_all
 from tests.training._tiny import write_table
 
 
@@ -43,16 +46,16 @@ def test_a_feed_gives_the_plans_records_and_reads_a_whole_block_once(
     plan = EpochPlan.for_dataset(
         opened.manifest, "train", seed=0, global_batch=10, lanes=2, window_bytes=4000, interleave=4
     )
-    rows = opened.reader.read_all([opened.reader.table.run(n) for n in range(20)])
+    rows = read_all(opened.reader, [opened.reader.table.run(n) for n in range(20)])
     of_record = np.asarray(rows.column("sample_id"))
     read: Counter[int] = Counter()
-    block = opened.reader.block
+    decode = ParquetShard.decode
 
-    def counted(run: Run) -> object:
-        read[run.first_record // 50] += 1
-        return block(run)
+    def counted(shard: ParquetShard, data: bytes, start: int, first_record: int, count: int) -> pa.RecordBatch:
+        read[first_record // 50] += 1
+        return decode(shard, data, start, first_record, count)
 
-    monkeypatch.setattr(opened.reader, "block", counted)
+    monkeypatch.setattr(ParquetShard, "decode", counted)
     feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
     for batch in feed.batches(0, 100):
         expected: list[int] = []

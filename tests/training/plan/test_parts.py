@@ -19,12 +19,13 @@ from lockstep.training.driver.preflight import plan_for
 from lockstep.training.plan import datasets
 from lockstep.training.plan.datasets import held_out, open_mixture, open_parts
 from lockstep.training.reading.open import OpenSplit
+from tests.builders.blocks import read_all
 from tests.training._tiny import write_images, write_table
 
 
 def ids_of(opened: OpenSplit, split: str, plan_of: Any) -> list[int]:
     plan = plan_of(opened.manifest, split)
-    return opened.reader.read_all(plan.runs(1, 0, plan.total)).column("sample_id").to_pylist()
+    return read_all(opened.reader, plan.runs(1, 0, plan.total)).column("sample_id").to_pylist()
 
 
 def plan_of(manifest: DatasetManifest, split: str) -> Any:
@@ -45,7 +46,7 @@ def test_datasets_end_to_end_are_one_split(tmp_path: Path, fmt: str) -> None:
     plan = plan_of(opened.manifest, "train")
     assert (plan.total, plan.dataset_digest) == (63, opened.manifest.digest)
     readers = [opened.reader, *(OpenSplit.at(url, "train").reader for url in urls)]
-    whole, *each = (np.asarray(r.read_all([r.table.run(n) for n in range(r.table.num_blocks)])["b"]) for r in readers)
+    whole, *each = (np.asarray(read_all(r)["b"]) for r in readers)
     assert np.array_equal(whole, np.concatenate(each))
 
 

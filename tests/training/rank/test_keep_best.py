@@ -28,6 +28,7 @@ from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
 from lockstep.training.run.run_json import read_run
 from lockstep.training.run.weights_source import located
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate, predict
 from tests.training import _models
 from tests.training._threads import rows_of, run, run_threads
@@ -99,8 +100,7 @@ def test_the_model_is_the_one_that_plain_keras_restores(
     done = run(config(data, tmp_path / "run", 2, keep_best=rule, keep_checkpoints=1, learning_rate=rate))
     batches = list(numpy_batches(data, global_batch=24, epochs=4, seed=7))
     split = OpenSplit.at(data, "test")
-    table = split.reader.table
-    held_out = split.encoder.encode(split.reader.read_all([table.run(i) for i in range(table.num_blocks)]))
+    held_out = split.encoder.encode(read_all(split.reader))
     keras.utils.set_random_seed(7)
     model = logistic(split.encoder.signature, ModelOptions(seed=7, learning_rate=rate))
     stops = keras.callbacks.EarlyStopping(monitor=metric, mode=way, patience=99, restore_best_weights=True)

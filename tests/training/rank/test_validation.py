@@ -26,6 +26,7 @@ from lockstep.training.run.metrics import read_history
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.status import now_utc, read_status, words
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.training._fit_ranks import precision
 from tests.training._ranks import HERE, rank_path
@@ -107,8 +108,7 @@ def test_plain_keras_finds_the_same(data: str, tmp_path: Path) -> None:
 
     done = run(config(data, tmp_path / "run", 2, "logistic", validate="test", precision="float64"))
     split = OpenSplit.at(data, "test")
-    table = split.reader.table
-    held_out = split.encoder.encode(split.reader.read_all([table.run(i) for i in range(table.num_blocks)]))
+    held_out = split.encoder.encode(read_all(split.reader))
     batches = list(numpy_batches(data, global_batch=24, epochs=3, seed=7))
     keras.utils.set_random_seed(7)
     with precision("float64"):

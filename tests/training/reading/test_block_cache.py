@@ -333,12 +333,12 @@ def test_a_second_epoch_reads_nothing_of_the_dataset(
     assert rows_of(reader).equals(wanted)
     blocks = reader.table.num_blocks
     read = sum(stop - start for _, start, stop in reads)
-    assert reader.cached is not None and reader.cached.misses == blocks
+    assert reader.counts.cached is not None and reader.counts.cached.misses == blocks
     assert read == sum(shard.edges[-1] - shard.edges[0] for shard in reader._shards)  # each byte once
     reads.clear()
     assert rows_of(reader, 5).equals(wanted)
     assert rows_of(OpenSplit.at(root, "train", options=options).reader, 8).equals(wanted)
-    assert reads == [] and reader.cached is not None and reader.cached.misses == blocks
+    assert reads == [] and reader.counts.cached is not None and reader.counts.cached.misses == blocks
 
 
 def test_a_cache_too_small_reads_the_rest_from_the_dataset(tmp_path: Path, reads: list[tuple[int, int, int]]) -> None:
@@ -349,7 +349,7 @@ def test_a_cache_too_small_reads_the_rest_from_the_dataset(tmp_path: Path, reads
     for _ in range(3):
         assert rows_of(reader).equals(wanted)
         assert total_bytes(tmp_path / "cache") <= 10_000
-    assert reader.cached is not None and reader.cached.hits > 0
+    assert reader.counts.cached is not None and reader.counts.cached.hits > 0
 
 
 def test_room_that_comes_while_part_of_a_block_is_read_keeps_no_part(
@@ -363,7 +363,7 @@ def test_room_that_comes_while_part_of_a_block_is_read_keeps_no_part(
     monkeypatch.setattr(BlockCache, "keeps", property(lambda _: next(answers)))
     for _ in range(2):
         assert pa.concat_batches([reader.read(Run(0, first, 5)) for first in range(0, 40, 5)]).equals(wanted)
-    assert "removed from" not in caplog.text and reader.cached is not None and reader.cached.damaged == 0
+    assert "removed from" not in caplog.text and reader.counts.cached is not None and reader.counts.cached.damaged == 0
 
 
 def test_damage_in_the_cache_is_read_again_and_damage_in_the_dataset_is_not_kept(

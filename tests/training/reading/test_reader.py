@@ -23,7 +23,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.reading.reader import SplitReader
 from lockstep.training.reading.shards import TFRecordShard
-from tests.builders.blocks import read_block, read_records
+from tests.builders.blocks import read_all, read_block, read_records
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
 
@@ -36,7 +36,7 @@ def opened(root: Path, split: str = "train") -> SplitReader:
 
 
 def everything(reader: SplitReader) -> pa.RecordBatch:
-    return reader.read_all([reader.table.run(block) for block in range(reader.table.num_blocks)])
+    return read_all(reader)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

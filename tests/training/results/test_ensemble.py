@@ -15,6 +15,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.evaluate import summary
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images
@@ -27,8 +28,7 @@ OPTIONS: dict[str, Any] = {"global_batch": 64, "epochs": 2, "launcher": "local",
 def rows_of(dataset: str) -> tuple[Any, Any]:
     """(raw rows, what a model is fed of them) of the test split, in the order of the files."""
     opened = OpenSplit.at(dataset, "test")
-    table = opened.reader.table
-    raw = opened.reader.read_all([table.run(block) for block in range(table.num_blocks)])
+    raw = read_all(opened.reader)
     return raw, opened.encoder.encode(raw)
 
 

@@ -33,6 +33,7 @@ from lockstep.training.results.export_run import export_run
 from lockstep.training.run import notes
 from lockstep.training.run.weights_source import weights_at
 from lockstep.training.scoring.scores import OutputForm, output_columns
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images, write_table
@@ -68,8 +69,7 @@ def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks:
     url, dataset = trained
     result = evaluate(url, dataset, "test", run_threads, num_ranks=num_ranks, batch=batch, baseline="majority")
     split = OpenSplit.at(dataset, "test")
-    table = split.reader.table
-    rows = split.encoder.encode(split.reader.read_all([table.run(i) for i in range(table.num_blocks)]))
+    rows = split.encoder.encode(read_all(split.reader))
     assert rows.y is not None
     model = keras.models.load_model(Path(result["model"], "model.keras"))
     plain = model.evaluate(rows.x, rows.y, batch_size=30, verbose=0, return_dict=True)
@@ -78,7 +78,7 @@ def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks:
     plain["auc"] = roc_auc_score(rows.y, model.predict(rows.x, verbose=0)[:, 0])  # Keras' own is by thresholds
     assert {name: result["metrics"][name] for name in plain} == pytest.approx(plain, rel=1e-5)
     train = OpenSplit.at(dataset, "train")
-    labels = train.encoder.encode(train.reader.read_all([train.reader.table.run(i) for i in range(14)])).y
+    labels = train.encoder.encode(read_all(train.reader, [train.reader.table.run(i) for i in range(14)])).y
     assert labels is not None
     of_majority = np.mean(rows.y == (labels.mean() > 0.5))
     assert result["baseline"]["metrics"]["accuracy"] == pytest.approx(of_majority)
@@ -249,7 +249,7 @@ def rows_of(dataset: str, split: str) -> tuple[Any, Any]:
     """(raw rows, what a model is fed of them), in the order of the files."""
     opened = OpenSplit.at(dataset, split)
     blocks = [opened.reader.table.run(block) for block in range(opened.reader.table.num_blocks)]
-    raw = opened.reader.read_all(blocks)
+    raw = read_all(opened.reader, blocks)
     return raw, opened.encoder.encode(raw)
 
 

@@ -28,6 +28,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.export_run import export_run
 from lockstep.training.results.trained_run import TrainedRun
 from lockstep.training.run import notes
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate, predict
 from tests.training._ranks import living_ranks
 from tests.training._threads import run, run_threads
@@ -73,8 +74,7 @@ def of_keras(trained: TrainedRun, dataset: str) -> tuple[dict[str, Any], Any]:
     import keras
 
     split = OpenSplit.at(dataset, "test")
-    table = split.reader.table
-    rows = split.encoder.encode(split.reader.read_all([table.run(block) for block in range(table.num_blocks)]))
+    rows = split.encoder.encode(read_all(split.reader))
     assert trained.model is not None
     model = keras.models.load_model(Path(trained.model, "model.keras"))
     return rows.x, model.predict(rows.x, batch_size=BATCH, verbose=0)

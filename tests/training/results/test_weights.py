@@ -18,6 +18,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.audit import check_run_audit
 from lockstep.training.run.result import RunResult
+from tests.builders.blocks import read_all
 from tests.builders.evaluations import evaluate
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
@@ -86,7 +87,7 @@ def test_weights_and_ids_are_the_same_at_any_number_of_ranks(dataset: str, tmp_p
 
     told = evaluate(str(tmp_path / "3"), dataset, "test", run_threads, num_ranks=2, batch=7, baseline="majority")
     split = OpenSplit.at(dataset, "test")
-    rows = split.encoder.encode(split.reader.read_all([split.reader.table.run(i) for i in range(4)]))
+    rows = split.encoder.encode(read_all(split.reader, [split.reader.table.run(i) for i in range(4)]))
     assert rows.weight is not None and rows.y is not None
     model = keras.models.load_model(Path(told["model"], "model.keras"))
     plain = model.evaluate(rows.x, rows.y, sample_weight=rows.weight, batch_size=30, verbose=0, return_dict=True)

@@ -24,6 +24,22 @@ def test_rules(rule: Any, expected: float) -> None:
     assert factor_of(rule, 1024, 256) == expected
 
 
+def test_a_loss_scale_is_taken_off_and_any_other_optimizer_is_itself() -> None:
+    import keras
+
+    from lockstep.training.steps.optimizers import without_loss_scale
+
+    adam = keras.optimizers.Adam()
+    scaled = keras.optimizers.LossScaleOptimizer(adam)
+    assert without_loss_scale(adam) is adam and without_loss_scale(None) is None
+    assert without_loss_scale(scaled) is adam
+    # The one that counts steps is the one that Keras hands the gradients to.
+    weight = keras.Variable(np.ones(2, np.float32))
+    scaled.build([weight])
+    scaled.apply([keras.ops.ones(2) * scaled.dynamic_scale], [weight])
+    assert int(without_loss_scale(scaled).iterations) == 1
+
+
 def test_warm_up_rises_in_a_line_and_survives_saving() -> None:
     import keras
 

@@ -1,4 +1,4 @@
-"""Runs a federated training in one rank: in each round its clients train in turn, then ranks average their changes."""
+"""Trains the rounds of a federated run in one rank: its clients train in turn, then ranks average their changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from lockstep.training.batches.clients import ClientRows, check_client_field, re
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
-from lockstep.training.rank.fit import Fit
-from lockstep.training.rank.metrics import reading_row
+from lockstep.training.rank.callbacks import RunCallbacks
+from lockstep.training.rank.class_counts import ClassCounts
+from lockstep.training.rank.metrics import StepClock
+from lockstep.training.rank.opening import RankData
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.rank.validation import Beats
 from lockstep.training.steps.draws import draws_of_step
@@ -68,45 +70,34 @@ class ClientModel(JoinedModel):
         return float(self.model.get_metrics_result().get("loss", 0.0))
 
 
-class FederatedFit(Fit):
-    """One rank's part of a federated run, whose steps and epochs are rounds. A client stays on one rank."""
+class ClientRounds:
+    """The rounds of one rank, which are steps and epochs at once. A client stays on one rank."""
 
-    def _set_up(self) -> tuple[RunPlan, JoinedModel]:
-        context, config = self._context, self._config
-        self._client_plan = plan = ClientPlan.of(self._order.plan, self._split.manifest)
-        check_client_field(self._split.encoder.schema, plan.clients)
-        if config.audit:
-            self._audit = AuditLog()
-        self._client_model = model = ClientModel(context, config, plan, self._signature, self._order.metric)
-        if unseen := self._callbacks_of_batches(model.callbacks):
+    def __init__(self, context: RankContext, config: TrainConfig, data: RankData, counts: ClassCounts) -> None:
+        self._context, self._config, self._data, self._counts = context, config, data, counts
+        self.plan = plan = ClientPlan.of(data.order.plan, data.training.manifest)
+        check_client_field(data.training.encoder.schema, plan.clients)
+        self.audit: AuditLog | None = AuditLog() if config.audit else None
+        self.joined = ClientModel(context, config, plan, data.signature, data.order.metric)
+        if unseen := _callbacks_of_batches(self.joined.callbacks):
             raise ConfigError(
                 f"a callback of the model {config.model} counts batches, which clients have on different ranks",
                 got=", ".join(unseen),
                 allowed="callbacks of epochs, which are rounds",
                 next_step="Leave it out of the model's function.",
             )
-        return plan, model
+        self.share = 1 / self.joined.communicator.num_ranks
 
-    @staticmethod
-    def _callbacks_of_batches(callbacks: list[Any]) -> list[str]:
-        plain = keras.callbacks.Callback
-        hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-        return [
-            type(callback).__name__
-            for callback in callbacks
-            if any(getattr(type(callback), hook) is not getattr(plain, hook) for hook in hooks)
-        ]
-
-    def run(self) -> dict[str, Any]:
-        """Read this rank's clients, then train the rest of the run; returns the rank's result."""
-        control, world, reader = self._context.control, self._context.world, self._split.readers[0]
+    def begin(self, clock: StepClock) -> None:
+        """Read this rank's clients."""
+        control, world, reader = self._context.control, self._context.world, self._data.training.readers[0]
         control.beat(0, "read the table of clients")
-        self._table = table = read_table(reader, self._client_plan.clients, self._comm)
+        self._table = table = read_table(reader, self.plan.clients, self.joined.strategy.communicator)
         count = len(table.counts)
         if world.num_ranks > count:
             raise ConfigError(
                 "there are more ranks than clients",
-                got=f"{world.num_ranks} ranks, {count} clients in `{self._client_plan.clients}`",
+                got=f"{world.num_ranks} ranks, {count} clients in `{self.plan.clients}`",
                 allowed=f"1 to {count} ranks",
                 next_step=f"Use --num-ranks {count}, or another field for --clients.",
             )
@@ -120,39 +111,20 @@ class FederatedFit(Fit):
             )
         self._mine = table.owners(world.num_ranks) == world.rank
         most = int(MEMORY_SHARE * psutil.virtual_memory().available / world.ranks_per_node)
-        beat = Beats(control, 0, "read")
-        self._rows = ClientRows(reader, self._split.encoder, table, np.flatnonzero(self._mine).tolist(), most, beat)
-        self._model.stop_training = False
-        return super().run()
+        beat, mine = Beats(control, 0, "read"), np.flatnonzero(self._mine).tolist()
+        self._rows = ClientRows(reader, self._data.training.encoder, table, mine, most, beat)
+        self.joined.model.stop_training = False
 
-    @property
-    def _share(self) -> float:
-        return 1 / self._comm.num_ranks
+    def check(self, step: int) -> None:
+        """Do nothing: a client trains by itself, whose model is that of one rank."""
 
-    def _end_reading(self) -> None:
-        """Nothing: rounds read by clients."""
-
-    def _finalize(self) -> None:
-        """Do nothing: the last round's weights are the result."""
-
-    def _samples(self, first: int, last: int) -> int:
-        counts = self._table.counts
-        rounds = (counts[self._client_plan.drawn(each, len(counts))].sum() for each in range(first, last))
-        return int(sum(rounds)) * self._client_plan.local_epochs
-
-    def _left_over(self, step: int) -> list[str]:
-        return []
-
-    def _forget(self, step: int) -> None:
-        """Do nothing: an error names the client."""
-
-    def _fit_epoch(self, epoch: int) -> None:
+    def train(self, epoch: int, first: int, last: int, callbacks: RunCallbacks) -> None:
         """Train one round."""
-        table, plan, federated = self._table, self._client_plan, self._client_model.federated
+        table, plan, federated = self._table, self.plan, self.joined.federated
         federated.begin_epoch(epoch, epoch + 1)
-        self._model.reset_metrics()
-        self._callbacks.on_epoch_begin(epoch)
-        self.step_begins()
+        self.joined.model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+        callbacks.loop.step_begins()
         drawn = plan.drawn(epoch, len(table.counts))
         samples, trained = int(table.counts[drawn].sum()), 0
         beat = Beats(self._context.control, epoch, "round")
@@ -162,33 +134,61 @@ class FederatedFit(Fit):
             beat(number, f"client {table.names[client]}, number")
             weight = 1.0 if plan.each else float(table.counts[client])
             federated.client_begins()
-            derive_seeds(self._model, self._config.seed, epoch, client)  # the same at any number of ranks
+            derive_seeds(self.joined.model, self._config.seed, epoch, client)  # the same at any number of ranks
             audit += self._train_client(epoch, client)
             federated.client_ends(table.names[client], weight)
             trained += int(table.counts[client])
-        if self._audit is not None:
+        if self.audit is not None:
             epochs = [np.full(len(ids), local, np.int64) for local, ids in audit]
             nothing = [np.zeros(0, np.int64)]
             ids = np.concatenate(nothing + [ids for _, ids in audit])
-            self._audit.add_rows(epoch + 1, np.concatenate(nothing + epochs), ids)
-        self._labels.add(epoch, np.concatenate(self._seen))
-        loss = self._client_model.loss() * trained / samples if trained else 0.0
+            self.audit.add_rows(epoch + 1, np.concatenate(nothing + epochs), ids)
+        self._counts.add(epoch, np.concatenate(self._seen))
+        loss = self.joined.loss() * trained / samples if trained else 0.0
         federated.round_ends(plan.client_fraction * len(table.counts) if plan.each else samples, plan.noise(epoch))
-        self._client_model.local_exchange.agree_alone(np.asarray(loss), [], ())
-        self.step_ends(epoch)
-        self._callbacks.on_epoch_end(epoch, as_floats(self._model.get_metrics_result()))
-        row = reading_row(self._split.readers, self._context.world.rank, self._progress.step)
-        self._context.control.notify("metrics", rows=[row])
+        self.joined.local_exchange.agree_alone(np.asarray(loss), [], ())
+        callbacks.loop.step_ends(epoch)
+        callbacks.on_epoch_end(epoch, as_floats(self.joined.model.get_metrics_result()))
+
+    def forget(self, step: int) -> None:
+        """Do nothing: an error names the client."""
+
+    def end(self) -> None:
+        """Do nothing: rounds read by clients, and none ahead."""
+
+    def finalize(self) -> None:
+        """Do nothing: the last round's weights are the result."""
+
+    def samples(self, first: int, last: int) -> int:
+        """Samples that all ranks train on in rounds first..last-1."""
+        counts = self._table.counts
+        rounds = (counts[self.plan.drawn(each, len(counts))].sum() for each in range(first, last))
+        return int(sum(rounds)) * self.plan.local_epochs
+
+    def left_over(self, step: int) -> list[str]:
+        """None: each client trains on all its samples."""
+        return []
 
     def _train_client(self, round_: int, client: int) -> list[tuple[int, Any]]:
         """Train a client's local epochs; returns (local epoch, sample ids) of each batch."""
-        found, plan, count = [], self._client_plan, int(self._table.counts[client])
+        found, plan, count = [], self.plan, int(self._table.counts[client])
         for local in range(plan.local_epochs):
             order = plan.order(round_, client, local, count)
             for start in range(0, count, plan.global_batch):
                 rows = self._rows.of(client, order[start : start + plan.global_batch])
-                self._client_model.train(rows, round_, client, local, start)
+                self.joined.train(rows, round_, client, local, start)
                 if rows.y is not None:
                     self._seen.append(rows.y)
                 found.append((local, rows.sample_id))
         return found
+
+
+def _callbacks_of_batches(callbacks: list[Any]) -> list[str]:
+    """Return the names of callbacks with a hook of batches."""
+    plain = keras.callbacks.Callback
+    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    return [
+        type(callback).__name__
+        for callback in callbacks
+        if any(getattr(type(callback), hook) is not getattr(plain, hook) for hook in hooks)
+    ]

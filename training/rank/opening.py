@@ -1,0 +1,59 @@
+"""Opens what a rank of a run trains on, and validates on, with all checks of the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from lockstep.features.schema.signature import Signature
+from lockstep.training.batches.augmenting import labels_of
+from lockstep.training.batches.training_set import TrainingSet
+from lockstep.training.config import TrainConfig
+from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import TrainOrder
+from lockstep.training.control.protocol import OPENING
+from lockstep.training.reading.open import OpenSplit, verify_share
+from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.run.metrics import BAD_RECORD
+
+
+@dataclass(frozen=True, slots=True)
+class RankData:
+    """The order of a rank, and the splits that it names, open."""
+
+    order: TrainOrder
+    training: TrainingSet
+    held_out: OpenSplit | None
+    """The split of --validate."""
+    signature: Signature
+    """The signature of the training set, as the model is fed."""
+
+    @classmethod
+    def opened(cls, context: RankContext, config: TrainConfig) -> Self:
+        """Open the data of a rank. Raises ConfigError, DataError and CorruptionError."""
+        order, world = TrainOrder.from_json(context.payload), context.world
+        context.control.beat(0, OPENING)
+        options = ReadOptions.of(config, world.num_ranks)
+        training = TrainingSet.at(config.datasets, config.split, config.mix, options)
+        if config.on_bad_record == "skip":
+            training = training.skipping_bad_records(lambda bad: report_bad(context, bad.to_row()))
+        elif config.bad_images == "skip":
+            training = training.skipping_bad_images()
+        held_out = None
+        if config.validate is not None:
+            held_out = OpenSplit.at(config.datasets, config.validate, options=options)
+            if config.on_bad_record == "skip":
+                held_out.leave_out_bad_records()
+        if config.verify == "full":
+            readers = [*training.readers, *([held_out.reader] if held_out else [])]
+            verify_share(readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
+        return cls(order, training, held_out, labels_of(config, training.encoder.signature))
+
+
+def report_bad(context: RankContext, row: Mapping[str, Any]) -> None:
+    """Print and log a record or image that has weight 0, with the words `row["what"]`."""
+    print(f"weight 0: {row['what']}", flush=True)
+    head = {"kind": BAD_RECORD, "step": context.control.step, "rank": context.world.rank}
+    context.control.notify("metrics", rows=[head | {**row}])
