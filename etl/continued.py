@@ -18,11 +18,11 @@ from lockstep.storage.urls import absolute
 # By the job of the parent, the fields of its configuration that decide the content of rows or how shards are written.
 OF_ALL = ("fmt", "compression", "split", "shard_bytes", "row_group_bytes", "sample", "weights", "petastorm", "bake")
 OF_INPUT = ("columns", "null_texts", "quoted_newlines")  # of one log format
+OF_SOURCE = ("image_column", "label_column", "image_arrays", "label_arrays")  # of one source of images
 OF_JOBS: dict[str, tuple[str, ...]] = {
     "etl_logs": ("label", "id_columns", "time_columns", "page_suffixes", "asset_suffixes", "log_format"),
     "etl_images": (
         "source", "image_size", "fit", "rotate", "channels", "store", "num_classes", "max_pixels", "classes",
-        "image_column", "label_column",
     ),
     "etl_table": ("id_columns",),
 }  # fmt: skip
@@ -73,6 +73,8 @@ def _settings_of(manifest: DatasetManifest, values: Mapping[str, Any], given: Co
         job == "etl_logs" and stored["log_format"] == (values if "log_format" in given else stored)["log_format"]
     )
     names += OF_INPUT if one_format else ()
+    if job == "etl_images" and stored["source"] == (values if "source" in given else stored)["source"]:
+        names += OF_SOURCE
     found = {name: _typed(stored[name]) for name in names if name in stored}
     found["seed"] = manifest.created_by["seed"]
     if job == "etl_logs":

@@ -9,13 +9,14 @@ from lockstep.etl.images import job as image_sets
 from lockstep.etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
 from lockstep.etl.write.config import parse_size
 from lockstep.features.images.resize import FITS, ROTATIONS
-from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, names, run_job
 from lockstep.jobs._etl import add_output_flags, continuing, finished, output_values, summary
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 
 OWN = (
-    "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column", "max_pixels",
+    "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column",
+    "image_arrays", "label_arrays", "max_pixels",
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def parser() -> JobParser:
     flag("--image-size", metavar="HxW", help="bring images to this size (default: unchanged; folder, tar: required)")
     flag("--fit", default="resize", metavar="HOW", help=f"how they get that size: {' | '.join(FITS)} (default resize)")
     flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"turn clockwise: {' | '.join(map(str, ROTATIONS))}")
-    flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx and cifar; 3 for files)")
+    flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx, cifar and npz; 3 for files)")
     flag(
         "--store",
         default="pixels",
@@ -38,6 +39,8 @@ def parser() -> JobParser:
     flag("--classes", metavar="A,B,...", help="all classes, also of later data (default: those that are found)")
     flag("--image-column", default="image", metavar="NAME", help="parquet: encoded images, as in image.bytes")
     flag("--label-column", default="label", metavar="NAME", help="parquet: numbers (with --num-classes) or names")
+    flag("--image-arrays", type=names, default=(), metavar="A,B", help="npz: arrays of images (default: usual names)")
+    flag("--label-arrays", type=names, default=(), metavar="C,D", help="npz: those of their labels, in the same order")
     flag("--max-pixels", type=int, default=MAX_PIXELS, metavar="N", help="larger images are quarantined (default 2^25)")
     add_output_flags(job, split="80/20 | given (files or folders named train..., test...)")
     return job

@@ -181,9 +181,9 @@ def write_images(
     """Write an image set as the dataset `output`: `image` (height, width, channels) uint8, and `label`, int64 from 0.
 
     `inputs` are files, archives or folders; the job is `lockstep etl_images`. `options` are the other fields of
-    ImagesConfig, such as source (idx, the default, cifar10, cifar100, folder, tar or parquet), image_size (height,
-    width), split or store; with append_to, those left out are as that dataset was made. Nothing appears at `output`
-    before the dataset is complete; images that cannot be read are kept next to it, each with its file.
+    ImagesConfig, such as source (idx, the default, cifar10, cifar100, npz, folder, tar or parquet), image_size
+    (height, width), split or store; with append_to, those left out are as that dataset was made. Nothing appears at
+    `output` before the dataset is complete; images that cannot be read are kept next to it, each with its file.
 
     Raises ConfigError for invalid arguments, NotFoundError for an absent input, ExistsError for an existing output,
     DataError for too many rejected images or files that do not hold what they should.

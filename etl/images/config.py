@@ -16,7 +16,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import require
 
-Source = Literal["idx", "cifar10", "cifar100", "folder", "tar", "parquet"]
+Source = Literal["idx", "cifar10", "cifar100", "npz", "folder", "tar", "parquet"]
 Store = Literal["pixels", "encoded"]
 SOURCES = get_args(Source)
 ENCODED = ("folder", "tar", "parquet")
@@ -24,7 +24,7 @@ STORES = get_args(Store)
 MAX_SIDE = 4096
 MAX_PIXELS = Limits().max_pixels
 MAX_CLASSES = 1 << 16
-_DEFAULT_CLASSES = {"idx": 10, **NUM_CLASSES}
+_DEFAULT_CLASSES = {"idx": 10, "npz": 10, **NUM_CLASSES}
 _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
 
 
@@ -33,15 +33,15 @@ class ImagesConfig(OutputConfig):
     """The configuration of `lockstep etl_images`. Raises ConfigError for invalid values."""
 
     source: Source = "idx"
-    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP, PNM."""
+    """idx, cifar10, cifar100, npz: images of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF, WebP, BMP, PNM."""
     image_size: tuple[int, int] | None = None
-    """Height and width that images are resized to; None keeps the size of idx and cifar, whose images are all equal."""
+    """Height and width of all images; None keeps those of idx, cifar and npz, whose images are all equal."""
     fit: Fit = "resize"
     """How images get that size: resize, crop or pad, see lockstep.features.images.resize.fit."""
     rotate: int = 0
     """Degrees clockwise, before the size is changed: 0, 90, 180 or 270."""
     channels: int | None = None
-    """1 (grey) or 3 (RGB); None keeps those of idx and cifar, and means 3 for files."""
+    """1 (grey) or 3 (RGB); None keeps those of idx, cifar and npz, and means 3 for files."""
     store: Store = "pixels"
     """pixels, or encoded: the bytes of the files, which a reader decodes and resizes."""
     num_classes: int | None = None
@@ -52,6 +52,10 @@ class ImagesConfig(OutputConfig):
     """The column of encoded images in Parquet; a struct's field as column.field."""
     label_column: str = "label"
     """The column of labels in Parquet, numbers or text."""
+    image_arrays: tuple[str, ...] = ()
+    """The arrays of images in .npz and .npy files; () for those of the usual names, such as x_train or images."""
+    label_arrays: tuple[str, ...] = ()
+    """The arrays of their labels, in the same order."""
     max_pixels: int = MAX_PIXELS
     """Larger images go to quarantine before they are decoded."""
 
@@ -89,11 +93,17 @@ class ImagesConfig(OutputConfig):
         idle = (
             ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
             ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
+            ("--image-arrays", bool(self.image_arrays) and self.source != "npz", "--source npz"),
+            ("--label-arrays", bool(self.label_arrays) and self.source != "npz", "--source npz"),
             ("--image-column", self.image_column != "image" and self.source != "parquet", "--source parquet"),
             ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
         )
         for flag, does_nothing, needed in idle:
             require(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it has no effect")
+        arrays = (*self.image_arrays, *self.label_arrays)
+        paired = len(self.image_arrays) == len(self.label_arrays) and all(arrays) and len(set(arrays)) == len(arrays)
+        lists = f"{','.join(self.image_arrays)} with --label-arrays {','.join(self.label_arrays)}"
+        require(paired, "--image-arrays", lists, "different names, an array of labels for each array of images")
         column = self.split_spec.column
         require(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
 
@@ -175,4 +185,6 @@ class ImagesConfig(OutputConfig):
             own["classes"] = list(self.classes)
         if self.source == "parquet":
             own |= {"image_column": self.image_column, "label_column": self.label_column}
+        if self.source == "npz":
+            own |= {"image_arrays": list(self.image_arrays), "label_arrays": list(self.label_arrays)}
         return {**super(ImagesConfig, self).to_json(), **own}

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from lockstep.etl import columns as c
-from lockstep.etl.images import cifar, folders, idx, parquet, planned, tar
+from lockstep.etl.images import cifar, folders, idx, npz, parquet, planned, tar
 from lockstep.etl.images.cifar import CifarPiece
 from lockstep.etl.images.config import MAX_CLASSES, ImagesConfig
 from lockstep.etl.images.depth import log_dark
 from lockstep.etl.images.folders import FolderPiece, digest_trees
 from lockstep.etl.images.idx import IdxPiece
 from lockstep.etl.images.layout import ClassFolder, log_names, refuse_layout
+from lockstep.etl.images.npz import ArrayPiece
 from lockstep.etl.images.parquet import ParquetPiece
 from lockstep.etl.images.planned import NotPlannable
 from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, composed, step_bytes
@@ -162,7 +163,7 @@ def _among(what: str, names: Sequence[str], found: Sequence[str]) -> Sequence[st
 
 
 _KINDS: dict[str, type[Piece]] = {
-    kind.__name__: kind for kind in (IdxPiece, CifarPiece, FolderPiece, TarPiece, ParquetPiece)
+    kind.__name__: kind for kind in (IdxPiece, CifarPiece, ArrayPiece, FolderPiece, TarPiece, ParquetPiece)
 }
 
 
@@ -237,6 +238,9 @@ def plan_of(config: ImagesConfig) -> ImagePlan:
     assert classes is not None
     if config.source == "idx":
         return idx.plan(config.inputs, given=given, num_classes=classes, split_bytes=step, root=root)
+    if config.source == "npz":
+        names = tuple(zip(config.image_arrays, config.label_arrays, strict=True))
+        return npz.plan(config.inputs, names=names, given=given, num_classes=classes, split_bytes=step, root=root)
     kind = config.source
     return cifar.plan(config.inputs, kind, given=given, num_classes=classes, split_bytes=step, root=root)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import google_crc32c
 import pyarrow as pa
 
-from lockstep.etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
+from lockstep.etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, ZIP, codec_of, foreign_codec, unpacked
 from lockstep.etl.spark.session import described
 from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
@@ -138,12 +138,16 @@ class Range:
 
 
 def find_sources(
-    urls: Sequence[str], check: Callable[[Source, bytes], bool] | None = None, root: str | None = None
+    urls: Sequence[str],
+    check: Callable[[Source, bytes], bool] | None = None,
+    root: str | None = None,
+    *,
+    zips: bool = False,
 ) -> list[Source]:
     """The input files in the order given; those of a directory or pattern are sorted by name. `check` is called with
     each file and its first HEAD_BYTES, and says whether it holds anything: files that do not are skipped, with a
     warning. Paths are below `root`, by default below the directory, the fixed part of the
-    pattern, or the directory of the file that is given.
+    pattern, or the directory of the file that is given. `zips` takes zip archives as they are.
 
     Raises NotFoundError for a missing path, a directory without files and a pattern without a match, DataError for an
     empty file without a `check`, for only such files, and for an unknown compression, ConfigError for a file that is
@@ -167,7 +171,7 @@ def find_sources(
                         next_step="Remove one of them from --input.",
                     )
                 seen[place] = url
-                source, holds = _source(file, path_below(file.url, base), check)
+                source, holds = _source(file, path_below(file.url, base), check, zips)
                 (sources if holds else empty).append(source)
     if empty:
         _tell_empty([source.url for source in empty], others=len(sources) > 0)
@@ -258,7 +262,9 @@ def _files(url: str) -> list[FileStat]:
     return files
 
 
-def _source(file: FileStat, path: str, check: Callable[[Source, bytes], bool] | None) -> tuple[Source, bool]:
+def _source(
+    file: FileStat, path: str, check: Callable[[Source, bytes], bool] | None, zips: bool
+) -> tuple[Source, bool]:
     """The source, and whether it holds anything."""
     if file.size_bytes == 0 and check is not None:
         return Source(file.url, 0, PLAIN, path), False
@@ -271,7 +277,7 @@ def _source(file: FileStat, path: str, check: Callable[[Source, bytes], bool] | 
         )
     head = filesystem(file.url).read_range(file.url, 0, min(HEAD_BYTES if check else MAGIC_BYTES, file.size_bytes))
     foreign = foreign_codec(head)
-    if foreign is not None:
+    if foreign is not None and not (zips and foreign == ZIP):
         raise DataError(
             f"input {file.url} has a compression that is not supported",
             got=foreign,

@@ -14,6 +14,7 @@ from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 
 PLAIN = "none"
+ZIP = "zip"
 SUFFIXES = {"gzip": ".gz", "bzip2": ".bz2", "zstd": ".zst"}
 MAGIC_BYTES = 10
 _GZIP = b"\x1f\x8b"
@@ -21,7 +22,7 @@ _BZIP2, _BZIP2_BLOCKS = b"BZh", (bytes.fromhex("314159265359"), bytes.fromhex("1
 _ZSTD, _ZSTD_SKIPPABLE = bytes.fromhex("28b52ffd"), bytes.fromhex("2a4d18")
 _OTHERS = {
     bytes.fromhex("fd377a585a00"): "xz",
-    b"PK\x03\x04": "zip",
+    b"PK\x03\x04": ZIP,
     bytes.fromhex("04224d18"): "lz4",
     b"\x1f\x9d": "compress (.Z)",
     b"7z\xbc\xaf\x27\x1c": "7z",

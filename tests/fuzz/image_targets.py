@@ -6,6 +6,7 @@ import gzip
 import io
 import struct
 import tarfile
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from lockstep.etl.images import cifar, idx, parquet
+from lockstep.etl.images import cifar, idx, npz, parquet
 from lockstep.etl.images import tar as tar_images
 from lockstep.etl.images.source import RECORD, ImagePlan
 from lockstep.etl.images.tar_format import BLOCK
@@ -202,6 +203,35 @@ def parquet_files(data: bytes) -> None:
             _read(plan, classes)
 
 
+def array_files(data: bytes) -> None:
+    """Arrays give the images and labels that NumPy loads from them, or are refused."""
+    if not data:
+        return
+    name = "x.npz" if data.startswith(b"PK") else "x.npy"
+    labels = io.BytesIO()
+    np.save(labels, np.zeros(2, np.uint8))
+    inputs = [scratch(data, name), *([scratch(labels.getvalue(), "y.npy")] if name == "x.npy" else [])]
+    with refused(), warnings.catch_warnings(action="ignore"):
+        plan = npz.plan(inputs, names=(), given=False, num_classes=3, split_bytes=1 << 20)
+        assert plan.records is not None and plan.records < 1 << 16
+        rows = [row for piece in plan.pieces for batch in piece.read(_INTAKE, 3) for row in batch.to_pylist()]
+        assert len(rows) == plan.records
+        loaded = np.load(inputs[0], allow_pickle=False)
+        arrays = [loaded] if name == "x.npy" else [loaded[one] for one in loaded.files]
+        assert plan.records in {len(array) for array in arrays}
+
+
+def _npz_seeds() -> list[bytes]:
+    images, found = np.arange(24, dtype=np.uint8).reshape(2, 3, 4), []
+    for write in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        write(file, x=images, y=np.array([0, 2]))
+        found.append(file.getvalue())
+    file = io.BytesIO()
+    np.save(file, images)
+    return [*found, file.getvalue()]
+
+
 def _parquet_seeds() -> list[bytes]:
     found = []
     table = pa.table({"image": image_seeds()[2:5], "label": [0, 1, 7], "word": ["a", None, "b"]})
@@ -225,5 +255,6 @@ TARGETS = (
     Target(
         "cifar", cifar_files, lambda: [b"\0" + bytes(3073 * 2), b"\xff" + bytes(3074), b"\0" + _tar_seeds()[0]], 12288
     ),
+    Target("npz", array_files, _npz_seeds),
     Target("parquet", parquet_files, _parquet_seeds, 8192),
 )
