@@ -161,6 +161,6 @@ class ImagesOptions(InputOptions, total=False):
     classes: tuple[str, ...] | None
     image_column: str
     label_column: str
-    image_arrays: tuple[str, ...]
-    label_arrays: tuple[str, ...]
+    image_arrays: str | Iterable[str]
+    label_arrays: str | Iterable[str]
     max_pixels: int

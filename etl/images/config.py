@@ -15,6 +15,7 @@ from lockstep.features.images.resize import FITS, ROTATIONS, Fit
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import require
+from lockstep.storage.urls import several
 
 Source = Literal["idx", "cifar10", "cifar100", "npz", "folder", "tar", "parquet"]
 Store = Literal["pixels", "encoded"]
@@ -61,6 +62,8 @@ class ImagesConfig(OutputConfig):
 
     def __post_init__(self) -> None:
         super(ImagesConfig, self).__post_init__()
+        for name in ("image_arrays", "label_arrays"):
+            object.__setattr__(self, name, several(getattr(self, name)))
         files = self.source in ENCODED
         require(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
         require(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))

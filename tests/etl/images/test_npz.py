@@ -323,3 +323,10 @@ def test_mnist_as_keras_keeps_it(spark: SparkSession, tmp_path: Path) -> None:
             pixels = resize(oracle[f"x_{split}"][..., None], 3, 5)
             expected = sorted((int(y), x.tobytes()) for x, y in zip(pixels, labels, strict=True) if y < 3)
             assert found["a"][split] == expected
+
+
+@pytest.mark.parametrize(("images", "labels"), [("pixels", "kinds"), (["pixels"], ["kinds"]), (["p", "q"], ["k", "l"])])
+def test_names_of_arrays_may_be_a_text_or_a_list(images: Any, labels: Any) -> None:
+    config = ImagesConfig(inputs=("a.npz",), output="d", source="npz", image_arrays=images, label_arrays=labels)
+    found = (config.image_arrays, config.label_arrays)
+    assert found == tuple((each,) if isinstance(each, str) else tuple(each) for each in (images, labels))
