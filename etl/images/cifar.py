@@ -80,13 +80,9 @@ class CifarPiece(Piece):
         stack = records[:, self.label_bytes :].reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
         good = labels < num_classes
         positions = self.offset + numbers * records.shape[1]
-        fixed = {c.SOURCE: self.source, "name": self.name}
         if good.any():
-            columns = {c.OCCURRENCE: 0, c.SPLIT: self.split, "number": numbers[good]}
-            columns |= {"image": r.pixel_rows(intake.stack(stack[good])), "label": labels[good]}
-            columns |= {c.POSITION: positions[good], "kind": r.RECORD}
-            yield r.rows(int(good.sum()), {**fixed, **columns})
-        gather = r.Gather((), **fixed)
+            yield r.numbered_rows(self, positions[good], numbers[good], intake.stack(stack[good]), labels[good])
+        gather = r.Gather((), **{c.SOURCE: self.source, "name": self.name})
         for at in np.flatnonzero(~good).tolist():
             gather.bad(LABEL_OUT_OF_RANGE, int(positions[at]), records[at].tobytes())
         yield from gather.rest()

@@ -7,7 +7,6 @@ then       the values in C order, nothing else
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import struct
@@ -17,12 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from lockstep.etl import columns as c
 from lockstep.etl.images import source as r
 from lockstep.etl.images.source import ImagePlan, Piece, step_bytes
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
-from lockstep.etl.reasons import LABEL_OUT_OF_RANGE
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.urls import absolute, parent
@@ -168,41 +165,12 @@ class IdxPiece(Piece):
             # (n * H * W * C,) -> (n, H, W, C), one channel where the file has none
             stack = np.frombuffer(data, dtype=np.uint8).reshape(len(label), *images.shape[1:3], -1)
             if good.any():
-                yield self._records(images, intake.stack(stack[good]), label[good], numbers[good])
+                positions = numbers[good] * images.record_bytes + images.header_bytes
+                yield r.numbered_rows(self, positions, numbers[good], intake.stack(stack[good]), label[good])
             if not good.all():
-                yield self._bad(labels, label[~good], numbers[~good])
+                raw = [bytes([value]) for value in label[~good].tolist()]
+                yield r.wrong_labels(self.labels_source, numbers[~good] + labels.header_bytes, raw)
             start += len(label)
-
-    def _records(self, images: IdxFile, stack: np.ndarray, label: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
-        return r.rows(
-            len(stack),
-            {
-                "kind": r.RECORD,
-                c.SOURCE: self.source,
-                c.POSITION: numbers * images.record_bytes + images.header_bytes,
-                c.OCCURRENCE: 0,
-                c.SPLIT: self.split,
-                "name": self.name,
-                "number": numbers,
-                "image": r.pixel_rows(stack),
-                "label": label,
-            },
-        )
-
-    def _bad(self, labels: IdxFile, label: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
-        raw = [bytes([value]) for value in label.tolist()]
-        return r.rows(
-            len(label),
-            {
-                "kind": r.BAD,
-                c.SOURCE: self.labels_source,
-                c.POSITION: numbers + labels.header_bytes,
-                c.REASON: LABEL_OUT_OF_RANGE,
-                c.RAW: raw,
-                c.LENGTH: np.ones(len(label), dtype=np.int64),
-                c.SHA256: [hashlib.sha256(value).hexdigest() for value in raw],
-            },
-        )
 
 
 def plan(

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import math
@@ -23,12 +22,10 @@ from typing import IO, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from lockstep.etl import columns as c
 from lockstep.etl.images import source as r
 from lockstep.etl.images.source import ImagePlan, Piece, split_word, step_bytes
 from lockstep.etl.input.files import Source, find_sources, source_name
 from lockstep.etl.input.unpack import PLAIN, Forward
-from lockstep.etl.reasons import LABEL_OUT_OF_RANGE
 from lockstep.features.images.intake import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
@@ -338,42 +335,12 @@ class ArrayPiece(Piece):
             # (n * H * W * C,) -> (n, H, W, C), one channel where the array has none
             stack = np.frombuffer(data, dtype=np.uint8).reshape(len(values), *images.shape[1:3], -1)
             if good.any():
-                yield self._records(intake.stack(stack[good]), values[good].astype(np.int64), numbers[good])
+                kinds = values[good].astype(np.int64)
+                yield r.numbered_rows(self, numbers[good], numbers[good], intake.stack(stack[good]), kinds)
             if not good.all():
-                yield self._bad(values[~good], numbers[~good])
+                raw = [value.tobytes() for value in values[~good]]
+                yield r.wrong_labels(self.labels_source, numbers[~good], raw, labels.member)
             start += len(values)
-
-    def _records(self, stack: np.ndarray, label: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
-        return r.rows(
-            len(stack),
-            {
-                "kind": r.RECORD,
-                c.SOURCE: self.source,
-                c.POSITION: numbers,
-                c.OCCURRENCE: 0,
-                c.SPLIT: self.split,
-                "name": self.name,
-                "number": numbers,
-                "image": r.pixel_rows(stack),
-                "label": label,
-            },
-        )
-
-    def _bad(self, values: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
-        raw = [value.tobytes() for value in values]
-        return r.rows(
-            len(values),
-            {
-                "kind": r.BAD,
-                c.SOURCE: self.labels_source,
-                c.POSITION: numbers,
-                c.PLACE: self.labels.member,
-                c.REASON: LABEL_OUT_OF_RANGE,
-                c.RAW: raw,
-                c.LENGTH: np.full(len(values), values.itemsize, dtype=np.int64),
-                c.SHA256: [hashlib.sha256(value).hexdigest() for value in raw],
-            },
-        )
 
 
 Names = tuple[tuple[str, str], ...]  # of an array of images and its labels, by the flags

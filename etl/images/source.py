@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from lockstep.etl import columns as c
 from lockstep.etl.columns import PACKED
 from lockstep.etl.input.files import Source
 from lockstep.etl.input.lines import RAW_BYTES
+from lockstep.etl.reasons import LABEL_OUT_OF_RANGE
 from lockstep.etl.split.splits import TEST, TRAIN, VALIDATION
 from lockstep.features.images.intake import Intake
 
@@ -123,6 +124,54 @@ def pixel_rows(stack: np.ndarray) -> pa.Array:
     stack = np.ascontiguousarray(stack)
     offsets = pa.py_buffer(np.arange(len(stack) + 1, dtype=np.int32) * np.int32(stack[0].size))
     return pa.Array.from_buffers(pa.binary(), len(stack), [None, offsets, pa.py_buffer(stack)])
+
+
+class Numbered(Protocol):
+    """A piece of a file whose records are known by their numbers."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
+
+
+def numbered_rows(
+    piece: Numbered, positions: np.ndarray, numbers: np.ndarray, stack: np.ndarray, labels: np.ndarray
+) -> pa.RecordBatch:
+    """Rows of good records of a file that are known by their numbers: `stack` (n, H, W, C) uint8, the rest (n,)."""
+    return rows(
+        len(stack),
+        {
+            "kind": RECORD,
+            c.SOURCE: piece.source,
+            c.POSITION: positions,
+            c.OCCURRENCE: 0,
+            c.SPLIT: piece.split,
+            "name": piece.name,
+            "number": numbers,
+            "image": pixel_rows(stack),
+            "label": labels,
+        },
+    )
+
+
+def wrong_labels(source: int, positions: np.ndarray, raw: list[bytes], place: str | None = None) -> pa.RecordBatch:
+    """Rows for quarantine of labels that are no class: `raw` has the bytes of each, `positions` (n,) its place."""
+    return rows(
+        len(raw),
+        {
+            "kind": BAD,
+            c.SOURCE: source,
+            c.POSITION: positions,
+            c.PLACE: place,
+            c.REASON: LABEL_OUT_OF_RANGE,
+            c.RAW: raw,
+            c.LENGTH: np.array([len(label) for label in raw], dtype=np.int64),
+            c.SHA256: [hashlib.sha256(label).hexdigest() for label in raw],
+        },
+    )
 
 
 class Gather:

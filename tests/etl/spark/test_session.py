@@ -62,7 +62,11 @@ def test_batches_are_small_inside_and_as_before_behind(spark: SparkSession) -> N
 
 
 @pytest.mark.slow
-def test_two_writes_at_once_leave_the_session_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
+def test_two_writes_at_once_leave_the_session_as_it_was(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pyspark asks once a process, and a test without a session may have been the first.
+    monkeypatch.setattr("pyspark.errors.utils._enable_debugging_cache", None)
     before = java_levels(spark), python_levels(), notes_lines()
     assert before[2]
     assert "OFF" not in before[0].values() and max(before[1]) <= logging.ERROR
