@@ -108,6 +108,7 @@ def _left(until: float) -> float:
 
 
 log = logging.getLogger(__name__)
+Examine = Callable[[socket.socket, float, Callable[[], None]], None]
 HANDSHAKE_S = 5.0  # for one caller; a rank needs milliseconds
 PATIENCE_S = 0.25  # no caller has to make room for others before that: of many ranks at once each gets its turn
 ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
@@ -120,13 +121,14 @@ _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 class Reception:
     """Authenticates each caller in a thread of its own.
 
-    `examine(sock, until)` keeps the socket and returns when the caller has proved its identity, or raises
-    HandshakeError or OSError; the socket is then closed and the refusal logged. While MAX_CALLERS are examined, a new
-    caller replaces the oldest one of the address with the most callers: an attacker with hundreds of connections
-    displaces its own.
+    `examine(sock, until, proved)` calls `proved()` when the caller has proved its identity, and only then hands the
+    socket on: up to that call the socket may be hung up on at any moment, after it never. It raises HandshakeError or
+    OSError, as `proved` does for a caller already hung up on; the socket is then closed and the refusal logged. While
+    MAX_CALLERS are examined, a new caller replaces the oldest one of the address with the most callers: an attacker
+    with hundreds of connections displaces its own.
     """
 
-    def __init__(self, whom: str, examine: Callable[[socket.socket, float], None], until: float) -> None:
+    def __init__(self, whom: str, examine: Examine, until: float) -> None:
         self._whom, self._examine, self._until = whom, examine, until
         self._callers: dict[socket.socket, tuple[str, float]] = {}  # address, time; in the order in which they came
         self._slots = threading.BoundedSemaphore(MAX_CALLERS)
@@ -173,6 +175,7 @@ class Reception:
         with self._lock:
             for handle in self._callers:
                 _hang_up(handle)
+            self._callers.clear()
 
     def _make_room(self) -> float:
         """Hang up on one caller, if it has had its time; returns how many seconds to wait for a slot."""
@@ -189,8 +192,13 @@ class Reception:
         return 0.5  # for its thread to end
 
     def _run(self, sock: socket.socket, handle: socket.socket, address: str) -> None:
+        def proved() -> None:
+            with self._lock:
+                if self._callers.pop(handle, None) is None:
+                    raise DrivenOutError("it was hung up on at the end of its handshake")
+
         try:
-            self._examine(sock, min(self._until, time.monotonic() + HANDSHAKE_S))
+            self._examine(sock, min(self._until, time.monotonic() + HANDSHAKE_S), proved)
         except (OSError, HandshakeError) as error:
             sock.close()
             self._refuse(address, str(error) or type(error).__name__)

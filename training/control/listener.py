@@ -35,7 +35,7 @@ class Listener:
         """Accept no more peers; open connections stay."""
         self._socket.close()
 
-    def _greet(self, sock: socket.socket, until: float) -> None:
+    def _greet(self, sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         address = sock.getpeername()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -44,6 +44,7 @@ class Listener:
             )
         except CommunicationError as error:
             raise HandshakeError(str(error).replace("\n", ";")) from error
+        proved()
         sock.settimeout(None)
         # Reads wait as long as heartbeats allow; a write to a peer that reads nothing must not block the driver.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))

@@ -35,7 +35,7 @@ class Door:
         while not done() and time.monotonic() < end:
             time.sleep(0.01)
 
-    def _examine(self, sock: socket.socket, until: float) -> None:
+    def _examine(self, sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         self.came.append(auth.answer(sock, KEY, 7, 2, 0, (1,), until))
         sock.close()
 
@@ -75,7 +75,7 @@ def test_a_crowd_drives_out_its_own(caplog: pytest.LogCaptureFixture) -> None:
     gone: list[str] = []
     hold = threading.Event()
 
-    def examine(sock: socket.socket, until: float) -> None:
+    def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         name = sock.recv(1).decode()
         while not hold.is_set():
             if sock.recv(1) == b"":
@@ -137,7 +137,7 @@ def test_a_door_stays_open_when_accept_fails(caplog: pytest.LogCaptureFixture) -
                 raise OSError(24, "Too many open files")
             return super().accept()
 
-    def examine(sock: socket.socket, until: float) -> None:
+    def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         came.append(sock.recv(5).decode())
         sock.close()
 
@@ -173,7 +173,7 @@ def test_a_door_stays_open_when_a_caller_cannot_be_examined(lacking: str, monkey
             raise RuntimeError("can't start new thread")
         real(self)
 
-    def examine(sock: socket.socket, until: float) -> None:
+    def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         came.append("one")
         sock.close()
 
@@ -200,3 +200,64 @@ def test_a_door_stays_open_when_a_caller_cannot_be_examined(lacking: str, monkey
         reception.admit(theirs, "10.0.0.1")
         ours.settimeout(PATIENCE_S)
         assert ours.recv(1) == b"" and came == ["one"]
+
+
+@pytest.mark.parametrize("how", ["closed", "crowded out"])
+def test_a_caller_that_has_proved_itself_is_never_hung_up_on(how: str) -> None:
+    """Its socket is in other hands while its examiner's thread still ends: a hang-up then would break a working link."""
+    handed, over = threading.Event(), threading.Event()
+
+    def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
+        if sock.recv(1) == b"r":
+            proved()
+            handed.set()
+            over.wait(PATIENCE_S)
+        elif sock.recv(1) == b"":
+            raise auth.HandshakeError("sent away")
+
+    reception = Reception("rank 0", examine, time.monotonic() + PATIENCE_S)
+    with ExitStack() as stack:
+
+        def come(word: bytes) -> socket.socket:
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            stack.enter_context(theirs)
+            ours.sendall(word)
+            reception.admit(theirs, "10.0.0.1")
+            return ours
+
+        rank = come(b"r")
+        assert handed.wait(PATIENCE_S)
+        if how == "closed":
+            reception.close()
+        else:
+            for _ in range(MAX_CALLERS):
+                come(b"s")
+        rank.setblocking(False)
+        with pytest.raises(BlockingIOError):  # open and silent
+            rank.recv(1)
+        over.set()
+        reception.close()
+
+
+def test_a_caller_hung_up_on_before_its_proof_is_handed_to_no_one() -> None:
+    answered: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
+        begun.set()
+        go.wait(PATIENCE_S)
+        proved()
+        answered.append("handed on")
+
+    reception = Reception("rank 0", examine, time.monotonic() + PATIENCE_S)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reception.admit(theirs, "10.0.0.1")
+        assert begun.wait(PATIENCE_S)
+        reception.close()
+        go.set()
+        end = time.monotonic() + PATIENCE_S
+        while not reception.last and time.monotonic() < end:
+            time.sleep(0.01)
+    assert "hung up on" in reception.last and not answered

@@ -206,11 +206,12 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
     carriers: Links = [None] * num_ranks
     proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
-    def examine(sock: socket.socket, patience: float) -> None:
+    def examine(sock: socket.socket, patience: float, known: Callable[[], None]) -> None:
         _check_user(sock)
         rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
         if channel != CHANNEL:
             raise auth.HandshakeError(f"rank {rank} requests channel {channel}: a handshake for another socket")
+        known()
         proved.put((rank, sock))
 
     reception = Reception("the shared memory's socket", examine, until)

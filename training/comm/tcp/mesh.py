@@ -179,7 +179,7 @@ class Mesh:
             raise
         return sock
 
-    def _examine(self, sock: socket.socket, until: float) -> None:
+    def _examine(self, sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
         if self._tls is not None:
             sock = self._tls.answer(sock, until)
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
@@ -187,6 +187,9 @@ class Mesh:
             peer, channel = auth.answer(sock, self._key, self.generation, self.num_ranks, self.rank, peers, until)
             if self._tls is not None:
                 self._tls.check_caller(sock, peer)
+            if peer > self.rank and channel != LIFELINE:
+                raise auth.HandshakeError(f"rank {peer} must be called, not call")
+            proved()
         except BaseException:
             sock.close()  # TLS has replaced the socket that our caller would close
             raise
@@ -196,8 +199,6 @@ class Mesh:
                     sock.close()
                 self._lifelines.append(sock)
             return
-        if peer > self.rank:
-            raise auth.HandshakeError(f"rank {peer} must be called, not call")
         self._keep(channel, peer, sock)
         self._wake(channel)
 
