@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ def search(folder: Path, args: argparse.Namespace, sampler: Any, pruner: Any, se
     config = SearchConfig(base=base, space=space_of(SPACE, "the benchmark"), **options)
 
     def trained(trial: TrainConfig, hooks: Hooks) -> RunResult:
-        asked = [trial.learning_rate, trial.extra, trial.epochs, seed]
-        whole = run(replace(trial, run=f"{folder}/runs/{sha256_hex(canonical_bytes(asked))[:16]}"))
+        asked = [trial.step.learning_rate, trial.model.extra, trial.data.epochs, seed]
+        whole = run(trial.but(run=f"{folder}/runs/{sha256_hex(canonical_bytes(asked))[:16]}"))
         for row in read_history(whole.run).epochs:
             hooks.on_epoch(row)
         return whole

@@ -163,7 +163,7 @@ def measure(launch: OnHost | OnSpark, config: TrainConfig, kills: int, *, superv
         for word in dict.fromkeys(word for _, restart in pairs for word in restart.parts):
             parts[word] = statistics.median(restart.parts.get(word, 0.0) for _, restart in pairs)
         print(
-            f"{config.launcher}, level {level}: {statistics.median(totals):.1f} s "
+            f"{config.ranks.launcher}, level {level}: {statistics.median(totals):.1f} s "
             f"({min(totals):.1f} to {max(totals):.1f}, {len(totals)} kills)\n  "
             + ", ".join(f"{word} {seconds:.2f}" for word, seconds in parts.items()),
             flush=True,

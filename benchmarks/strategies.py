@@ -169,8 +169,8 @@ def _held_run(args: argparse.Namespace, hold_s: float, seed: int, **options: Any
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(args, f"{folder}/run", seed=seed, num_ranks=args.ranks, validate="test", **options)
-        extra = {**config.extra, "hold_s": hold_s, "marks": f"{folder}/marks"}
-        config = replace(config, model="benchmarks.strategies:held", extra=extra, max_restarts=0)  # seconds of one go
+        extra = {**config.model.extra, "hold_s": hold_s, "marks": f"{folder}/marks"}
+        config = config.but(model="benchmarks.strategies:held", extra=extra, max_restarts=0)  # seconds of one go
         train(config, run_local, hooks=Hooks(lease_watch_s=0.1))
         return [json.loads(line) for line in Path(folder, "marks").read_text().splitlines()]
 

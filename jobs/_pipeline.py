@@ -137,7 +137,7 @@ class Pipeline:
         """Check all that needs no Spark session. Raises ConfigError."""
         config = _train.config_of(self.train_args)
         refuse_idle("--dry-run", self.train_args.dry_run, "lockstep train")
-        check_name(config.model, config.extra, here=imported_here(config.launcher))
+        check_name(config.model.model, config.model.extra, here=imported_here(config.ranks.launcher))
         if isinstance(self.etl, LogsConfig):
             logs.check(self.etl)
         elif isinstance(self.etl, TableConfig):
@@ -153,7 +153,7 @@ class Pipeline:
         config = _train.config_of(self.train_args)
         launch = OnSpark(spark)
         take_over = self.train_args.take_over
-        trains = launch if config.launcher == "barrier" else run_local
+        trains = launch if config.ranks.launcher == "barrier" else run_local
         hooks = Hooks(on_event=self.train_args.on_event)
         result = self._step("train", lambda: train_run(config, trains, take_over=take_over, hooks=hooks))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))

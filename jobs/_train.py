@@ -1,20 +1,18 @@
-"""The command line of lockstep train: the fields of TrainConfig are its flags, and their docstrings its --help."""
+"""The command line of lockstep train: the options of TrainConfig are its flags, and their sentences its --help."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import tomllib
 import types
 from argparse import SUPPRESS, Action, ArgumentTypeError, Namespace
 from collections.abc import Collection
-from dataclasses import MISSING, Field, fields
-from itertools import pairwise
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lockstep.features.images.augment import forms
 from lockstep.jobs._cli import JobParser, joined, refuse_idle
-from lockstep.training.config import GROUPS, TrainConfig, Value, flag_of
+from lockstep.training.config import TrainConfig, Value, flag_of, groups, option_names
+from lockstep.training.parts import Option
 
 
 class Joined(Action):
@@ -43,13 +41,13 @@ def setting(text: str) -> tuple[str, Value]:
     return name, read["value"] if len(read) == 1 and isinstance(read["value"], Value) else value
 
 
-# What the type of a field does not say.
+# What the type of an option does not say.
 SPECIAL: dict[str, dict[str, Any]] = {
     "split": {"type": joined},
     "extra": {"required": False, "default": SUPPRESS, "nargs": "+", "type": setting, "action": Settings},
     "augment": {"nargs": "+", "action": Joined, "help": f"Random changes of the training images: {forms()}"},
 }
-# Flags of one call and not of a run, in the group of this field.
+# Flags of one call and not of a run, in the group of this first option.
 OF_THE_CALL: dict[str, tuple[str, dict[str, Any]]] = {
     "launcher": ("--master", {"metavar": "URL", "help": "Spark master, such as local[2] (default: spark-submit's)"}),
     "start_limit_s": ("--take-over", {"action": "store_true", "help": "Replace another driver of this run"}),
@@ -70,39 +68,26 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
     """The command line of a job that trains; its TOML table has the job's name. `without`: flags that it leaves out."""
     job = JobParser(job_name, description, job_name)
     job.add_code_flag()
-    helps, hints = docstrings(TrainConfig), get_type_hints(TrainConfig, include_extras=True)
-    group: Any = None
-    for field in fields(TrainConfig):
-        if field.name in GROUPS:
-            group = job.add_argument_group(GROUPS[field.name])
-            extra = OF_THE_CALL.get(field.name)
-            if extra is not None and extra[0] not in without and (job_name == "train" or extra[0] not in OF_ONE_RUN):
-                group.add_argument(extra[0], **extra[1])
-        if flag_of(field.name) not in without:
-            options = flag_options(field, hints[field.name], helps[field.name])
-            group.add_argument(flag_of(field.name), dest=field.name, **options)
+    for title, options in groups().items():
+        group = job.add_argument_group(title)
+        extra = OF_THE_CALL.get(options[0].name)
+        if extra is not None and extra[0] not in without and (job_name == "train" or extra[0] not in OF_ONE_RUN):
+            group.add_argument(extra[0], **extra[1])
+        for option in options:
+            if flag_of(option.name) not in without:
+                group.add_argument(flag_of(option.name), dest=option.name, **flag_options(option))
     return job
 
 
-def docstrings(of: type) -> dict[str, str]:
-    """The text below each field of a dataclass, on one line."""
-    (definition,) = ast.parse(inspect.getsource(of)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for one, following in pairwise(definition.body):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(following, ast.Expr):
-            found[one.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
-    return found
-
-
-def flag_options(field: Field[Any], hint: Any, text: str) -> dict[str, Any]:
-    """What argparse needs to know of a field. A flag that is not given leaves the field to its default."""
+def flag_options(option: Option) -> dict[str, Any]:
+    """What argparse needs to know of an option. A flag that is not given leaves it to its default."""
+    hint = option.hint
     hint, metavar = (hint.__origin__, *hint.__metadata__) if get_origin(hint) is Annotated else (hint, None)
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [each for each in get_args(hint) if each is not types.NoneType]
         hint = str if str in kinds else kinds[0]
-    options: dict[str, Any] = {"help": help_text(field, text)}
-    if field.default is MISSING:
+    options: dict[str, Any] = {"help": help_text(option)}
+    if option.default is MISSING:
         options["required"] = True
     else:
         options["default"] = SUPPRESS
@@ -114,17 +99,17 @@ def flag_options(field: Field[Any], hint: Any, text: str) -> dict[str, Any]:
         if get_origin(hint) is tuple:
             hint, options["nargs"] = get_args(hint)[0], "+"
         options["type"] = hint
-        options["metavar"] = metavar or ("S" if field.name.endswith("_s") else "X" if hint is float else "N")
-    return options | SPECIAL.get(field.name, {})
+        options["metavar"] = metavar or ("S" if option.name.endswith("_s") else "X" if hint is float else "N")
+    return options | SPECIAL.get(option.name, {})
 
 
-def help_text(field: Field[Any], text: str) -> str:
-    """A field's docstring as a line of --help, with its default."""
-    text = text.removesuffix(".").replace("`", "").replace("%", "%%")
-    default = field.default
-    if default is MISSING or default is None or default is False or default == "" or "(default" in text:
+def help_text(option: Option) -> str:
+    """An option's sentence as a line of --help, with its default."""
+    text = option.sentence.removesuffix(".").replace("`", "").replace("%", "%%")
+    default = option.default
+    if default in (MISSING, None, "", {}) or default is False or "(default" in text:
         return text
-    if field.name.endswith("_bytes"):
+    if option.name.endswith("_bytes"):
         default = f"{default // MIB} MiB" if default < 1 << 30 else f"{default >> 30} GiB"
     elif isinstance(default, float):
         default = f"{default:g}"
@@ -136,8 +121,8 @@ def config_of(args: Namespace) -> TrainConfig:
 
     Raises ConfigError for invalid values, and for a flag that does nothing without another one.
     """
-    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if hasattr(args, field.name)}
-    # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
+    given = {name: getattr(args, name) for name in option_names() if hasattr(args, name)}
+    # Asked of flags and not of TrainConfig: a stored run, which always names all options, must stay readable.
     refuse_idle("--validate-every", "validate_every" in given and "validate" not in given, "--validate SPLIT")
     refuse_idle("--cache-bytes", "cache_bytes" in given and "cache" not in given, "--cache DIR")
     refuse_idle("--master", args.master is not None and given.get("launcher") == "local", "--launcher barrier")

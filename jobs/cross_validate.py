@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = _train.config_of(args)
     refuse_validation(config)
-    check_name(config.model, config.extra, here=imported_here(config.launcher))
-    if config.launcher == "barrier" and all_local(config):
+    check_name(config.model.model, config.model.extra, here=imported_here(config.ranks.launcher))
+    if config.ranks.launcher == "barrier" and all_local(config):
         runs_of_folds(config)  # refuses wrong flags before Spark starts
-    with launch_of(config.launcher, "cross_validate", args.master, args.code) as launch:
+    with launch_of(config.ranks.launcher, "cross_validate", args.master, args.code) as launch:
         result = cross_validate(config, launch, take_over=args.take_over)
     print(summary(result))
     print(f"result {join(absolute(config.run), RESULT)}")

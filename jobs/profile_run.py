@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict or, with --json, the result; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    with launch_of(config.launcher, "profile_run", args.master, args.code) as launch:
+    with launch_of(config.ranks.launcher, "profile_run", args.master, args.code) as launch:
         result = measured(config, args, launch)
     print_result(table(result), result.to_json(), args.json)
     return 0

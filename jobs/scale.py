@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     args.num_ranks = min(numbers)
     config = profile_run.config_of(args)
     with (
-        launch_of(config.launcher, "scale", args.master, args.code) as launch,
+        launch_of(config.ranks.launcher, "scale", args.master, args.code) as launch,
         Progress("measuring", len(numbers), "points") as bar,
     ):
         found = scale(config, launch, numbers, weak=weak, steps=steps, rounds=rounds, on_point=bar.set)

@@ -28,14 +28,14 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = config_of(args)
     if args.dry_run:
-        with launch_of(config.launcher, "train", args.master, args.code) as launch:
+        with launch_of(config.ranks.launcher, "train", args.master, args.code) as launch:
             print(dry_run(config, launch))
         return 0
     checked = preflight_before_spark(config)
     if checked is not None and checked.finished is not None:
         result = checked.finished
     else:
-        with launch_of(config.launcher, "train", args.master, args.code) as launch:
+        with launch_of(config.ranks.launcher, "train", args.master, args.code) as launch:
             hooks = Hooks(on_event=args.on_event)
             result = train(config, launch, take_over=args.take_over, hooks=hooks, checked=checked)
     print(result.summary())

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         check_validation(config.base, config.test, "--test")
     from lockstep.training.search.tune import summary_of_search, tune  # loads Optuna
 
-    with launch_of(config.base.launcher, "tune", args.master, args.code) as launch:
+    with launch_of(config.base.ranks.launcher, "tune", args.master, args.code) as launch:
         best = tune(config, launch, take_over=args.take_over)
     print_result(summary_of_search(best), best, args.json)
     return 0

@@ -244,13 +244,13 @@ def train(
     >>> result.steps, "loss" in result.metrics
     (6, True)
     """
-    from lockstep.training.config import TrainConfig
+    from lockstep.training.config import option_names
     from lockstep.training.driver.live import progress_here
     from lockstep.training.driver.preflight import preflight_before_spark
     from lockstep.training.driver.train import Hooks, train
     from lockstep.training.results.trained_run import TrainedRun
 
-    _require_known("train", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
+    _require_known("train", options, set(option_names()) - {"launcher"})  # that is `spark`
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     config, function = _config_and_text(datasets, run, model, spark, asked)
     checked = preflight_before_spark(config)
@@ -283,16 +283,16 @@ def cross_validate(
     ([50, 50], 2)
     """
     from lockstep.process.own_code import imported_here
-    from lockstep.training.config import TrainConfig
+    from lockstep.training.config import option_names
     from lockstep.training.driver.train import Hooks
     from lockstep.training.models import check_name
     from lockstep.training.search.folds import NOT_OF_FOLDS, cross_validate, summary
 
-    known = TrainConfig.__dataclass_fields__.keys() - {"launcher", *NOT_OF_FOLDS}
+    known = set(option_names()) - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     config, function = _config_and_text(dataset, run, model, spark, asked)
-    check_name(config.model, config.extra, here=imported_here(config.launcher))
+    check_name(config.model.model, config.model.extra, here=imported_here(config.ranks.launcher))
     result = cross_validate(config, _launch(spark), take_over=take_over, hooks=Hooks(model_function=function))
     return Shown(result, summary)
 
@@ -339,7 +339,7 @@ def tune(
     (['done', 'done'], True)
     """
     from lockstep.process.own_code import imported_here
-    from lockstep.training.config import TrainConfig
+    from lockstep.training.config import option_names
     from lockstep.training.driver.train import Hooks
     from lockstep.training.models import check_name
     from lockstep.training.search.config import SearchConfig
@@ -347,10 +347,10 @@ def tune(
     from lockstep.training.search.space import space_of
     from lockstep.training.search.tune import summary_of_search, trials_of, tune
 
-    _require_known("tune", options, TrainConfig.__dataclass_fields__.keys() - {"launcher"})
+    _require_known("tune", options, set(option_names()) - {"launcher"})
     asked = {"num_ranks": num_ranks, "global_batch": global_batch, "epochs": epochs, **options}
     base, function = _config_and_text(datasets, search, model, spark, asked)
-    check_name(base.model, base.extra, here=imported_here(base.launcher))
+    check_name(base.model.model, base.model.extra, here=imported_here(base.ranks.launcher))
     config = SearchConfig(
         base=base, space=space_of(space, "`space`"), metric=metric, trials=trials, parallel=parallel,
         sampler=sampler, pruner=pruner, test=test,

@@ -5,7 +5,7 @@ They are the fields of the configurations, which explain and check them; a test 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TypedDict
 
 from lockstep.etl.images.config import Source, Store
@@ -13,95 +13,9 @@ from lockstep.etl.write.config import Weights
 from lockstep.features.images.resize import Fit
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import Compression, Format
-from lockstep.training.comm.options import Backend
-from lockstep.training.config import (
-    BadImages,
-    BatchNorm,
-    NonFinite,
-    OnBadRecord,
-    Precision,
-    ScalingRule,
-    Strategy,
-    Switch,
-    Value,
-    Verify,
-)
+from lockstep.training.config.options import FoldOptions, TrainOptions
 
-
-class FoldOptions(TypedDict, total=False):
-    """The options of cross_validate: fields of TrainConfig."""
-
-    init_from: str | None
-    extra: Mapping[str, Value]
-    seed: int
-    validate: str | None
-    early_stop: str | None
-    max_steps: int | None
-    lanes: int | None
-    window_bytes: int
-    interleave: int
-    cache_groups: int | None
-    read_ahead_bytes: int
-    cache: str | None
-    cache_bytes: int
-    verify: Verify
-    bad_images: BadImages
-    augment: str
-    batchnorm: BatchNorm
-    learning_rate: float | None
-    learning_rate_scaling: ScalingRule
-    base_batch: int | None
-    warm_up_epochs: float
-    micro_batches: int
-    strategy: Strategy
-    clients: str | None
-    client_fraction: float
-    local_epochs: int
-    update_clip: float | None
-    noise_multiplier: float
-    privacy_delta: float | None
-    staleness: int | None
-    servers: int | None
-    gradient_noise: float
-    devices: int | None
-    delay: int
-    sync_every: int
-    sync_until_epoch: int
-    outer_learning_rate: float
-    outer_momentum: float
-    shard_embeddings: int | None
-    compression: str
-    precision: Precision
-    checkpoint_every: int | str
-    keep_checkpoints: int
-    keep_every: int | None
-    keep_best: str | None
-    non_finite: NonFinite
-    on_bad_record: OnBadRecord
-    canonical: bool
-    audit: bool
-    min_ranks: int | None
-    max_ranks: int | None
-    slots_file: str | None
-    spare_executors: int
-    balance: bool
-    tls: Switch
-    backend: Backend
-    trust_network: str | None
-    start_limit_s: float
-    stall_limit_s: float
-    stop_grace_s: float
-    heartbeat_limit_s: float | None
-    max_restarts: int
-    max_restarts_per_hour: int
-
-
-class TrainOptions(FoldOptions, total=False):
-    """The options of train and tune: fields of TrainConfig."""
-
-    split: str
-    mix: Sequence[int] | None
-    validate_every: int
+__all__ = ["FoldOptions", "ImagesOptions", "InputOptions", "LogsOptions", "TrainOptions"]
 
 
 class InputOptions(TypedDict, total=False):

@@ -64,7 +64,7 @@ def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
     """Neither costs the run a restart: calls under way are settled, files under way are written anew."""
     _ranks.rank_path(monkeypatch)
     set_hadoop_settings(FAST)
-    slow = TrainConfig.from_json({**config.to_json(), "num_ranks": 2, "epochs": 4, "stall_limit_s": 300.0})
+    slow = config.but(num_ranks=2, epochs=4, stall_limit_s=300.0)
     fs, paths, results, told = filesystem(config.run), RunPaths(config.run), [], []
 
     def go() -> None:

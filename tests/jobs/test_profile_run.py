@@ -4,7 +4,6 @@ start.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from lockstep.jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
 from lockstep.storage.errors import ConfigError, NotFoundError
-from lockstep.training.config import TrainConfig, flag_of
+from lockstep.training.config import flag_of, option_names
 from lockstep.training.control.task import CommOrder
 from lockstep.training.profiling import profile
 from tests.training._tiny import write_table
@@ -27,14 +26,18 @@ NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--l
 
 def test_every_field_has_a_flag_or_is_of_no_step() -> None:
     text = parser().format_help()
-    flags = {flag_of(field.name) for field in dataclasses.fields(TrainConfig)} | {"--take-over"}
+    flags = {flag_of(name) for name in option_names()} | {"--take-over"}
     assert {flag for flag in flags if f" {flag}" not in text and f"[{flag}" not in text} == set(NOT_OF_A_STEP)
 
 
 def test_a_flag_is_the_run_s(tmp_path: Path) -> None:
     flags = ["--dataset", str(tmp_path), *NEEDED, "--augment", "flip", "crop:2", "--precision", "mixed_bfloat16"]
     config = config_of(parser().parse([*flags, "--steps", "5"]))
-    assert (config.augment, config.precision, config.epochs) == ("flip:horizontal crop:2:zero", "mixed_bfloat16", 1)
+    assert (config.reading.augment, config.step.precision, config.data.epochs) == (
+        "flip:horizontal crop:2:zero",
+        "mixed_bfloat16",
+        1,
+    )
 
 
 @pytest.mark.parametrize(

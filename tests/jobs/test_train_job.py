@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from lockstep.jobs._train import config_of
 from lockstep.jobs.train import main, parser
 from lockstep.process.installed import ROOT
 from lockstep.storage.errors import ConfigError, NotFoundError
-from lockstep.training.config import TrainConfig
+from lockstep.training.config import TrainConfig, option_names
 from tests.training._tiny import write_table
 from tests.training.reading.test_fitted_files import write as write_folds
 
@@ -40,14 +39,14 @@ def test_defaults_are_the_configuration_s(tmp_path: Path) -> None:
 
 def test_flags_that_need_another_one_are_taken_with_it(tmp_path: Path) -> None:
     config = config_of(parser().parse(flags(tmp_path, "--cache", "/disk", "--cache-bytes", "5")))
-    assert config.cache_bytes == 5
+    assert config.reading.cache_bytes == 5
 
 
 def test_every_field_has_a_flag(tmp_path: Path) -> None:
     text = parser().format_help()
-    for field in dataclasses.fields(TrainConfig):
-        name = {"datasets": "dataset", "extra": "set"}.get(field.name, field.name.removesuffix("_s")).replace("_", "-")
-        assert f"--{name} " in text or f"--{name}\n" in text or f"[--{name}]" in text, field.name
+    for option in option_names():
+        name = {"datasets": "dataset", "extra": "set"}.get(option, option.removesuffix("_s")).replace("_", "-")
+        assert f"--{name} " in text or f"--{name}\n" in text or f"[--{name}]" in text, option
 
 
 def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_help_names_default_and_choices_of_each_flag(tmp_path: Path) -> None:
     args = vars(parser().parse(given))
     assert (args["mix"], args["warm_up_epochs"], args["canonical"]) == ([3, 1], 0.5, True)
     several = flags(tmp_path, "--set", "width=64", "decay=1e-4", "--set", "width=32")  # the last one counts
-    assert config_of(parser().parse(several)).extra == {"width": 32, "decay": 1e-4}
+    assert config_of(parser().parse(several)).model.extra == {"width": 32, "decay": 1e-4}
     assert args["augment"] == "flip crop:4" and not args.keys() & {"seed", "audit", "launcher", "split"}
 
 

@@ -210,7 +210,7 @@ def test_ranks_get_a_function_of_the_script_that_calls_train(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == "12 2 30"
     logs = "".join(path.read_text() for path in (tmp_path / "run").glob("logs/*/*/*.log"))
     assert logs and "this script runs" not in logs
-    assert json.loads((tmp_path / "run/run.json").read_text())["config"]["model"] == "__main__:build"
+    assert json.loads((tmp_path / "run/run.json").read_text())["config"]["model"]["model"] == "__main__:build"
 
 
 def test_any_function_reaches_the_rank_as_text() -> None:
@@ -237,7 +237,7 @@ def test_a_mocked_driver_gets_an_importable_function_by_its_name(
     seen: list[str] = []
 
     def train(config: TrainConfig, launch: Launch, **more: Any) -> None:
-        seen.append(config.model)
+        seen.append(config.model.model)
         raise InterruptedError
 
     monkeypatch.setattr("lockstep.training.driver.train.train", train)

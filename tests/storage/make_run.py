@@ -17,7 +17,9 @@ STEPS = ((100, 1), (200, 2))
 
 def make_run(root: str) -> None:
     """Two generations, a checkpoint each, with audits, metrics, logs, an exported model and a result."""
-    _put(root, "run.json", seal({"format_version": 1, "kind": "run", "plan": {}, "config": {"audit": False}}))
+    data = {"datasets": ["d"], "global_batch": 2, "epochs": 1}
+    config = {"run": root, "model": {"model": "m"}, "data": data, "ranks": {"num_ranks": 2}}
+    _put(root, "run.json", seal({"format_version": 2, "kind": "run", "plan": {}, "config": config}))
     _put(root, "lease.json", canonical_bytes({"counter": 3}))
     for step, generation in STEPS:
         claim = {"format_version": 1, "kind": "claim", "generation": generation, "nonce": "ab"}

@@ -64,7 +64,7 @@ def drive(config: TrainConfig, *, take_over: bool = False, entry: Any = _ranks.t
     """Train in this process; another driver's lease is watched for 30 s, and this one's rewritten every 0.2 s."""
     limits = Limits(grace_s=1.0, lost_s=6.0)  # three pings of the driver's
     hooks = Hooks(entry=f"_ranks:{entry.__name__}", lease_watch_s=30.0, lease_every_s=0.2, limits=limits)
-    launch = in_this_process(entry) if config.num_ranks == 1 else run_local
+    launch = in_this_process(entry) if config.ranks.num_ranks == 1 else run_local
     return train(config, launch, take_over=take_over, hooks=hooks)
 
 

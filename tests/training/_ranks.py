@@ -413,13 +413,13 @@ def _train(
     world, control = context.world, context.control
     print(f"process {os.getpid()} under {os.getppid()}", flush=True)
     config = TrainConfig.from_json(context.payload["config"])
-    plan = plan_for(load_dataset(config.datasets[0]), config)
+    plan = plan_for(load_dataset(config.data.datasets[0]), config)
     assert isinstance(plan, EpochPlan) and plan.identity() == context.payload["plan"]
     place = control.request("restore", 600.0)
     weights = np.zeros(4)
     if place["checkpoint"]:
         weights = np.frombuffer(filesystem(config.run).read_bytes(join(place["checkpoint"], _file(0))), np.float64)
-    began, total = time.monotonic(), plan.steps(config.epochs)
+    began, total = time.monotonic(), plan.steps(config.data.epochs)
     for step in range(int(place["step"]), total):
         hurdle(step)
         weights = np.sqrt(weights + step + 1)
@@ -431,7 +431,7 @@ def _train(
         leaves = False
         if agrees:  # in place of the control word of an exchange
             leaves = any(flag for _, flag in control.rendezvous("", control.leaving.is_set()))
-        if done % int(config.checkpoint_every) == 0 or done == total or leaves:
+        if done % int(config.checkpoints.checkpoint_every) == 0 or done == total or leaves:
             (checkpoint or _checkpoint)(context, config, str(place["staging"]), done, weights)
         if leaves and done < total:
             return {"left": True, "steps": done}
@@ -442,9 +442,9 @@ def _train(
     return {
         "steps": total,
         "metrics": {"loss": float(weights[0])},
-        "samples": (total - int(place["step"])) * config.global_batch,
+        "samples": (total - int(place["step"])) * config.data.global_batch,
         "seconds": time.monotonic() - began,
-        "left_over": [f"{position:016x}" for _, position in plan.leftover(config.epochs)],
+        "left_over": [f"{position:016x}" for _, position in plan.leftover(config.data.epochs)],
     }
 
 

@@ -103,15 +103,15 @@ def run_threads(
     makers["lockstep.training.profiling.profile:main"] = lambda context, config: ProfileRank(
         context, ProfileOrder.from_json(context.payload)
     )
-    set_precision(config.precision)
+    set_precision(config.step.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
     fits: list[Any] = []
     servers = config.num_servers if task.entry in makers else 0
     for comm in comms[: num_ranks - servers]:
         keras.utils.clear_session()
-        set_precision(config.precision)
-        keras.utils.set_random_seed(config.seed)
+        set_precision(config.step.precision)
+        keras.utils.set_random_seed(config.data.seed)
         world = World.local(comm.rank, num_ranks - servers, generation)
         context: Any = Context(world, Control(comm.rank, handler, num_ranks - servers), task.payload, comm)
         contexts.append(context)
@@ -121,7 +121,7 @@ def run_threads(
     def one(comm: Communicator) -> dict[str, Any]:
         try:
             if comm.rank >= len(contexts):
-                return Server(comm, len(contexts), config.staleness or 0, lambda step, phase: None).run()
+                return Server(comm, len(contexts), config.options()["staleness"] or 0, lambda step, phase: None).run()
             if not fits:
                 others = {"lockstep.training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
                 return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank])

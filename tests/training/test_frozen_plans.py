@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -66,10 +65,10 @@ def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.Ca
 @pytest.mark.parametrize(("name", "value"), [("backend", "tcp")])
 def test_another_way_is_refused_where_there_is_a_result(config: TrainConfig, name: str, value: str) -> None:
     """Who resumes with another order of sums would get other last bits without having asked for them."""
-    one = dataclasses.replace(config, num_ranks=1)
+    one = config.but(num_ranks=1)
     train(one, lambda *args, **kwargs: [{"steps": 1, "metrics": {}, "samples": 0, "seconds": 1.0}])
     with pytest.raises(ConfigError, match=f"another `{name}`") as caught:
-        train(dataclasses.replace(one, **{name: value}), run_local)  # type: ignore[arg-type] # a field of its own type
+        train(one.but(**{name: value}), run_local)  # type: ignore[arg-type] # a field of its own type
     assert f"--{name}" in caught.value.next_step
 
 

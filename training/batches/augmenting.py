@@ -71,14 +71,14 @@ class Augmentation:
 
 def augmentation_of(config: TrainConfig, plan: Plan, signature: Signature) -> Augmentation | None:
     """The augmentation of a run's batches; None without --augment. Raises as Augmentation does."""
-    if not config.augment:
+    if not config.reading.augment:
         return None
-    return Augmentation(config.augment.split(), config.seed, signature, plan.global_batch // plan.lanes)
+    return Augmentation(config.reading.augment.split(), config.data.seed, signature, plan.global_batch // plan.lanes)
 
 
 def labels_of(config: TrainConfig, signature: Signature) -> Signature:
     """A dataset's signature with the labels that the loss of a run of `config` takes: soft ones under mixup."""
-    return soft_signature(signature) if parse(config.augment.split()).mixup is not None else signature
+    return soft_signature(signature) if parse(config.reading.augment.split()).mixup is not None else signature
 
 
 def check_mixup(augment: str, lane_rows: int) -> None:

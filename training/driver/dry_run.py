@@ -6,7 +6,7 @@ from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import counted
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.preflight import preflight
@@ -41,11 +41,13 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
     room_for(config, launch)
-    shares = [plan.rows(rank, config.num_ranks, lane_groups(config)) for rank in range(config.num_ranks)]
+    shares = [
+        plan.rows(rank, config.ranks.num_ranks, config.step.lane_groups) for rank in range(config.ranks.num_ranks)
+    ]
     model = _model(config, plan, max(shares))
     lines = [
         ("run", _run(config)),
-        *(("dataset", _dataset(url, config)) for url in config.datasets),
+        *(("dataset", _dataset(url, config)) for url in config.data.datasets),
         ("plan", _plan(config, plan)),
         ("ranks", _ranks(config, launch, shares)),
         ("model", _size(config, model)),
@@ -73,23 +75,23 @@ def _run(config: TrainConfig) -> str:
 
 def _dataset(url: str, config: TrainConfig) -> str:
     manifest = load_dataset(url)
-    splits = [manifest.splits[name] for name in config.split.split(",") if name in manifest.splits]
+    splits = [manifest.splits[name] for name in config.data.split.split(",") if name in manifest.splits]
     shards = [shard for split in splits for shard in split.shards]
     blocks = sum(len(shard.block_offsets) for shard in shards)
     size = sum(shard.bytes for shard in shards)
     return (
-        f"{url}: {config.split} has {sum(shard.records for shard in shards):,} samples in {len(shards)} shards and "
-        f"{blocks} blocks, {_size_words(size)}, digest {manifest.digest[:12]}"
+        f"{url}: {config.data.split} has {sum(shard.records for shard in shards):,} samples in {len(shards)} shards "
+        f"and {blocks} blocks, {_size_words(size)}, digest {manifest.digest[:12]}"
     )
 
 
 def _plan(config: TrainConfig, plan: Plan) -> str:
-    steps = steps_asked(plan, config.epochs, config.max_steps)
+    steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
     each = plan.total / plan.global_batch
     window = f", each shuffled in windows of {plan.window_records:,}" if isinstance(plan, EpochPlan) else ""
     return (
-        f"{steps:,} steps of {plan.global_batch} samples ({counted(config.epochs, 'epoch')} of {each:,.1f} steps); "
-        f"blocks in a new order each epoch, {plan.lanes} lanes{window}"
+        f"{steps:,} steps of {plan.global_batch} samples ({counted(config.data.epochs, 'epoch')} of {each:,.1f} steps)"
+        f"; blocks in a new order each epoch, {plan.lanes} lanes{window}"
     )
 
 
@@ -101,23 +103,23 @@ def _ranks(config: TrainConfig, launch: Launch, shares: list[int]) -> str:
         else "processes of this host"
     )
     servers = f" and {config.num_servers} servers" if config.num_servers else ""
-    spares = f", {config.spare_executors} spare executors" if config.spare_executors else ""
-    ahead = _size_words(config.read_ahead_bytes)
-    return f"{config.num_ranks} of {rows} samples a step{servers}{spares}; {where}; {ahead} read ahead"
+    spares = f", {config.ranks.spare_executors} spare executors" if config.ranks.spare_executors else ""
+    ahead = _size_words(config.reading.read_ahead_bytes)
+    return f"{config.ranks.num_ranks} of {rows} samples a step{servers}{spares}; {where}; {ahead} read ahead"
 
 
 def _size(config: TrainConfig, model: ModelSize) -> str:
     return (
-        f"{config.model}: {model.parameters:,} parameters, {_size_words(model.weights_bytes)}; "
+        f"{config.model.model}: {model.parameters:,} parameters, {_size_words(model.weights_bytes)}; "
         f"metrics {', '.join(model.metrics)}"
     )
 
 
 def _checkpoints(config: TrainConfig, plan: Plan, size: int) -> str:
-    every = CheckpointEvery.parse(config.checkpoint_every)
-    steps = steps_asked(plan, config.epochs, config.max_steps)
+    every = CheckpointEvery.parse(config.checkpoints.checkpoint_every)
+    steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
     number = f"every {every.steps} steps, {max(1, -(-steps // every.steps))} in all" if every.steps else "by time"
-    return f"{_size_words(size)} each, {number}; the newest {config.keep.last} are kept"
+    return f"{_size_words(size)} each, {number}; the newest {config.checkpoints.keep.last} are kept"
 
 
 def _size_words(size: int) -> str:

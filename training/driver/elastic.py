@@ -24,14 +24,14 @@ class Slots:
 
     def __init__(self, config: TrainConfig, numbers: list[int], launch: Launch) -> None:
         self._config, self._numbers, self._launch = config, numbers, launch
-        self._fits = config.num_ranks
+        self._fits = config.ranks.num_ranks
         """How many ranks the slots are enough for, by the last two looks."""
         self._in_file: int | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="slots", daemon=True)
 
     def __enter__(self) -> Slots:
-        if self._config.elastic:
+        if self._config.ranks.elastic:
             self._count()  # a file that has no number is refused before anything starts
             self._thread.start()
         return self
@@ -43,7 +43,7 @@ class Slots:
 
     def differ(self, num_ranks: int) -> bool:
         """Whether the slots have been enough for another number of ranks for a while."""
-        return self._config.elastic and self._fits != num_ranks
+        return self._config.ranks.elastic and self._fits != num_ranks
 
     def choose(self, before: int | None, ended: Callable[[], BaseException | None]) -> int:
         """The number of ranks of the next generation; `before`: of the last one, None for the first.
@@ -52,10 +52,10 @@ class Slots:
         LauncherError after that, and what `ended` returns.
         """
         config = self._config
-        if not config.elastic:
-            return config.num_ranks
-        most = config.num_ranks if before is None else config.ranks[-1]
-        wanted = config.num_ranks if before is None else before
+        if not config.ranks.elastic:
+            return config.ranks.num_ranks
+        most = config.ranks.num_ranks if before is None else config.ranks.possible[-1]
+        wanted = config.ranks.num_ranks if before is None else before
         began = time.monotonic()
         while True:
             slots = self._count()
@@ -66,7 +66,7 @@ class Slots:
                 return fits
             if (error := ended()) is not None:
                 raise error
-            if waited_s > config.start_limit_s:
+            if waited_s > config.limits.start_limit_s:
                 raise LauncherError(
                     f"there are too few slots for {self._numbers[0]} ranks",
                     got=f"{slots} slots, for {waited_s:.0f} s",
@@ -77,15 +77,15 @@ class Slots:
 
     @property
     def _patience_s(self) -> float:
-        return 0.0 if self._config.slots_file else LOST_S
+        return 0.0 if self._config.ranks.slots_file else LOST_S
 
     def _largest(self, slots: int) -> int | None:
         return max((number for number in self._numbers if number <= slots), default=None)
 
     def _count(self) -> int:
-        if self._config.slots_file:
+        if self._config.ranks.slots_file:
             try:
-                self._in_file = slots_in(self._config.slots_file)
+                self._in_file = slots_in(self._config.ranks.slots_file)
             except ConfigError:
                 if self._in_file is None:
                     raise
@@ -97,7 +97,7 @@ class Slots:
         before: int | None = None
         while not self._ended.wait(LOOK_S):
             try:
-                fits = self._largest(min(self._count(), self._config.ranks[-1]))
+                fits = self._largest(min(self._count(), self._config.ranks.possible[-1]))
             except LockstepError as error:
                 log.warning("slots were not counted: %s", error.what)
                 continue

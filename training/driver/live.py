@@ -51,7 +51,7 @@ class OnTerminal(Progress):
 
     def __init__(self, config: TrainConfig, steps: int, label: str = "training") -> None:
         super().__init__(label, steps, "steps")
-        self._batch, self._epochs, self._epoch = config.global_batch, config.epochs, 0
+        self._batch, self._epochs, self._epoch = config.data.global_batch, config.data.epochs, 0
 
     def __enter__(self) -> OnTerminal:
         return self
@@ -71,8 +71,8 @@ class InNotebook:
     """A line of progress and the curves so far, also of earlier calls, in one output of a cell, updated in place."""
 
     def __init__(self, config: TrainConfig, steps: int) -> None:
-        self._run, self._batch = config.run, config.global_batch
-        self._curves = Curves(steps, config.epochs)
+        self._run, self._batch = config.run, config.data.global_batch
+        self._curves = Curves(steps, config.data.epochs)
         self._done, self._note, self._picture = 0, "", ""
         self._pace = Pace()  # ranks take seconds to start, which is no part of it
         self._shown_at = self._drawn_at = time.monotonic()

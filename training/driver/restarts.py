@@ -22,7 +22,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.urls import join
 from lockstep.training.batches.decode import batch_row, record_words
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
 from lockstep.training.driver.stop import EndedByCallerError
 from lockstep.training.plan.client_plan import RunPlan
@@ -179,7 +179,7 @@ class RestartPolicy:
         `suspect`. Raises TrainingFailedError, or `error` itself, if there is to be no restart.
         """
         config = self._config
-        deaths = deaths_of(error, self._plan, lane_groups(config), num_ranks, shares)
+        deaths = deaths_of(error, self._plan, config.step.lane_groups, num_ranks, shares)
         again = next((death for death in deaths if death in self._before), None)
         self._before = deaths
         last, self._repeat = self._repeat, repeat_of(error, num_ranks)
@@ -193,13 +193,13 @@ class RestartPolicy:
             self._name(again, error, samples.get(again.rank, ()))
             raise error
         self._in_a_row = 1 if progress else self._in_a_row + 1
-        if self._in_a_row > config.max_restarts:
+        if self._in_a_row > config.limits.max_restarts:
             raise self._given_up(error) from error
         self._recent.append(time.monotonic())
         while self._recent[0] < self._recent[-1] - HOUR_S:
             self._recent.popleft()
-        if len(self._recent) > config.max_restarts_per_hour:
-            limit = config.max_restarts_per_hour
+        if len(self._recent) > config.limits.max_restarts_per_hour:
+            limit = config.limits.max_restarts_per_hour
             raise TrainingFailedError(
                 f"{config.run} failed more often than {limit} times in an hour",
                 got=str(error),
@@ -230,7 +230,7 @@ class RestartPolicy:
         return [f"sample {sample}: {place}" for sample, place in zip(samples, places, strict=True)]
 
     def _given_up(self, error: LockstepError) -> LockstepError:
-        limit = self._config.max_restarts
+        limit = self._config.limits.max_restarts
         log.error("failures in a row without a new checkpoint: %d, --max-restarts %d", limit + 1, limit)
         if isinstance(error, TrainingFailedError):
             return error
@@ -245,9 +245,9 @@ class RestartPolicy:
 def batch_places(config: TrainConfig, plan: Plan, lanes: range, batches: range) -> list[str]:
     """File and record of each row of some lanes' part of some batches, in the order of a rank's rows."""
     if isinstance(plan, MixedPlan):
-        plans, datasets = plan.parts, [[part] for part in open_mixture(config.datasets, config.split)[0]]
+        plans, datasets = plan.parts, [[part] for part in open_mixture(config.data.datasets, config.data.split)[0]]
     else:
-        plans, datasets = (plan,), [list(open_parts(config.datasets, config.split)[0])]
+        plans, datasets = (plan,), [list(open_parts(config.data.datasets, config.data.split)[0])]
     urls = [
         [join(part.url, shard.path) for part in parts for shard in part.manifest.splits[part.split].shards]
         for parts in datasets

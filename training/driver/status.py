@@ -62,17 +62,21 @@ class Board:
         every_s: float = WRITE_EVERY_S,
     ) -> None:
         self._inner, self._fs, self._paths, self._stop, self._confirm = inner, fs, paths, stop, confirm
-        self._batch, self._every_s, self._event = config.global_batch, every_s, on_event or OnEvent(None, paths.root)
+        self._batch, self._every_s, self._event = (
+            config.data.global_batch,
+            every_s,
+            on_event or OnEvent(None, paths.root),
+        )
         self._status = RunStatus(
             state=status.STARTING,
             started_at=now_utc().isoformat(timespec="seconds"),
             host=socket.gethostname(),
             pid=os.getpid(),
             application=application,
-            model=config.model,
-            datasets=list(config.datasets),
+            model=config.model.model,
+            datasets=list(config.data.datasets),
             steps=steps,
-            epochs=config.epochs,
+            epochs=config.data.epochs,
         )
         self._of_epoch = of_epoch
         self._tip: Callable[[], CheckpointRef | None] = lambda: None

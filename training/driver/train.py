@@ -27,7 +27,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.shown import counted
 from lockstep.training.comm.options import CommOptions
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import MemoryKillError, PreemptedError
 from lockstep.training.control.messages import RankResult, TrainOrder
 from lockstep.training.control.protocol import is_final
@@ -76,11 +76,11 @@ COMMIT_WAIT_S = 60.0
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
     """Return `base` with the configured deadlines."""
-    silent = config.heartbeat_limit_s
+    silent = config.limits.heartbeat_limit_s
     return replace(
         base,
-        start_s=config.start_limit_s,
-        stall_s=config.stall_limit_s,
+        start_s=config.limits.start_limit_s,
+        stall_s=config.limits.stall_limit_s,
         silent_s=base.silent_s if silent is None else silent,
     )
 
@@ -139,15 +139,15 @@ def train(
         return checked.finished
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
-    notes.show(notes.of_keep_best(config.keep_best))
+    notes.show(notes.of_keep_best(config.checkpoints.keep_best))
     memory = room_for(config, launch)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
-    with ended_in_order(), StopRequest(config.stop_grace_s).taken() as stop, signals, ownership:
+    with ended_in_order(), StopRequest(config.limits.stop_grace_s).taken() as stop, signals, ownership:
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm, search_metric=hooks.metric)
         limits = limits_of(config, hooks.limits)
-        steps = steps_asked(plan, config.epochs, config.max_steps)
+        steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
         board = Board(
             hooks.progress(config, steps),
             fs,
@@ -164,7 +164,7 @@ def train(
         with (
             board,
             Slots(config, [number for number, why in checked.numbers.items() if why is None], launch) as slots,
-            Launches(launch, config.processes, limits, spares=config.spare_executors) as launches,
+            Launches(launch, config.processes, limits, spares=config.ranks.spare_executors) as launches,
         ):
             return _Driver(config, plan, fs, paths, hooks, board, ownership, launches, slots, memory, stop).run()
 
@@ -176,8 +176,8 @@ def room_for(config: TrainConfig, launch: Launch) -> ExecutorMemory | None:
     """
     if not isinstance(launch, SessionLauncher):
         return None
-    others = config.num_servers + config.spare_executors
-    return launch.ready(config.ranks[0] + others, config.start_limit_s, config.ranks[-1] + others)
+    others, possible = config.num_servers + config.ranks.spare_executors, config.ranks.possible
+    return launch.ready(possible[0] + others, config.limits.start_limit_s, possible[-1] + others)
 
 
 def _show_numbers(numbers: dict[int, str | None]) -> None:
@@ -208,8 +208,8 @@ class _Driver:
         self._hooks, self._board, self._ownership, self._launches = hooks, board, ownership, launches
         self._slots, self._memory, self._stop = slots, memory, stop
         self._balancer: Balancer | None = None
-        if config.balance and isinstance(plan, EpochPlan | MixedPlan):
-            self._balancer = Balancer(plan, lane_groups(config), self._steps)
+        if config.ranks.balance and isinstance(plan, EpochPlan | MixedPlan):
+            self._balancer = Balancer(plan, config.step.lane_groups, self._steps)
         self._policy = RestartPolicy(config, plan)
         self._bad_records: dict[str, int] = {}  # words, and how many records they are for
         self._first_weights: str | None = None  # their URL, the same for all ranks and after a restart
@@ -248,7 +248,7 @@ class _Driver:
             self._say_saved(began)
             raise
         shares = None if self._balancer is None else self._balancer.begin(num_ranks)
-        claim = self._ownership.claim(began, epochs=self._config.epochs, num_ranks=num_ranks, shares=shares)
+        claim = self._ownership.claim(began, epochs=self._config.data.epochs, num_ranks=num_ranks, shares=shares)
         if claim is None:
             return None  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
         needed = {found.ref, found.base or found.ref} if found else set()
@@ -263,7 +263,7 @@ class _Driver:
             self._ownership.sweep()
         drop_stagings(self._fs, self._paths, claim.generation)
         self._fs.discard(self._paths.stopped)
-        tip = tidy_up(self._fs, self._paths, claim.generation, found, self._config.keep)
+        tip = tidy_up(self._fs, self._paths, claim.generation, found, self._config.checkpoints.keep)
         if tip is not None:
             before = self._ranks_before
             change = "" if before in (None, num_ranks) else f" with {num_ranks} ranks after {before}"
@@ -278,7 +278,7 @@ class _Driver:
         self._board.begin(claim, commits.newest)
         try:
             with handler, self._stop.waits():
-                processes = replace(self._config, num_ranks=claim.num_ranks).processes  # one rank has no servers
+                processes = self._config.but(num_ranks=claim.num_ranks).processes  # one rank has no servers
                 results = self._launches.run(self._task(claim), claim.generation, handler, processes)
             first = RankResult.from_json(results[0])
             self._board.set(first.steps)
@@ -298,7 +298,7 @@ class _Driver:
     def _after_leaving(self, claim: Claim, tip: CheckpointRef | None) -> None:
         """Return if the ranks left for another number of ranks or other lanes; else this call ends."""
         moves = self._balancer is not None and self._balancer.wanted is not None
-        if self._stop.by is None and (self._config.elastic or moves):
+        if self._stop.by is None and (self._config.ranks.elastic or moves):
             return
         self._stop.by = self._stop.by or "SIGTERM to a rank"
         self._stopped(claim, tip, saved=True)
@@ -358,8 +358,8 @@ class _Driver:
         if self._balancer is not None:
             self._balancer.shares = claims[began.generation].shares
         asked = epochs_asked(claims)
-        model, epochs = self._config.model, counted(self._config.epochs, "epoch")
-        if asked and asked != self._config.epochs and may_follow_length(model):
+        model, epochs = self._config.model.model, counted(self._config.data.epochs, "epoch")
+        if asked and asked != self._config.data.epochs and may_follow_length(model):
             print(
                 f"note: {epochs}, but this run was started with {asked}. A schedule of `{model}` over the run, such as "
                 f"its learning rate, spans {epochs} from now on; the steps so far followed a span of {asked}: the "
@@ -383,12 +383,12 @@ class _Driver:
 
     @property
     def _steps(self) -> int:
-        return steps_asked(self._plan, self._config.epochs, self._config.max_steps)
+        return steps_asked(self._plan, self._config.data.epochs, self._config.validation.max_steps)
 
     def _epochs(self, steps: int) -> float:
         of_epoch = steps_in_epoch(self._plan.identity())
         assert of_epoch is not None, "a plan counts records and batches"
-        return epochs_trained(steps, of_epoch, self._config.epochs)
+        return epochs_trained(steps, of_epoch, self._config.data.epochs)
 
     def _leave(self, num_ranks: int) -> float | None:
         if self._stop.by is not None:
@@ -407,14 +407,14 @@ class _Driver:
         self._stop.last_line = f"{self._paths.root}: {saved}; the same call {then}"
 
     def _task(self, claim: Claim) -> RankTask:
-        hooks, source = self._hooks, self._config.init_from
+        hooks, source = self._hooks, self._config.model.init_from
         if claim.parent is None and source is not None and self._first_weights is None:
             self._first_weights = located(source)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
-        config = replace(self._config, num_ranks=claim.num_ranks)
+        config = self._config.but(num_ranks=claim.num_ranks)
         options = CommOptions(
-            backend="tcp" if config.num_servers else config.backend,
-            trust_network=config.trust_network,
+            backend="tcp" if config.num_servers else config.ranks.backend,
+            trust_network=config.ranks.trust_network,
             plans=read_plans(self._fs, self._paths, config.processes),  # those that are frozen already
         )
         order = TrainOrder(
@@ -432,12 +432,12 @@ class _Driver:
             order.to_json(),
             hadoop=hadoop_settings(),
             logs=self._paths.logs(claim.generation),
-            tls=config.tls == "on",
+            tls=config.ranks.tls == "on",
             leaves=True,
         )
 
     def _handler(self, claim: Claim, tip: Checkpoint | None, commits: CommitHandler) -> RunHandler:
-        plan, ranks, groups = self._plan, claim.num_ranks, lane_groups(self._config)
+        plan, ranks, groups = self._plan, claim.num_ranks, self._config.step.lane_groups
         rows = [1] * ranks
         if isinstance(plan, EpochPlan | MixedPlan):
             rows = [plan.rows(rank, ranks, groups, claim.shares) for rank in range(ranks)]
@@ -460,8 +460,8 @@ class _Driver:
             self._paths,
             claim,
             self._plan.identity(),
-            keep=self._config.keep,
-            deadline_s=self._config.stall_limit_s,
+            keep=self._config.checkpoints.keep,
+            deadline_s=self._config.limits.stall_limit_s,
             before_rename=self._hooks.before_rename,
             confirm=self._ownership.confirm,
         )
@@ -474,7 +474,7 @@ class _Driver:
             generation=generation,
             steps=first.steps,
             epochs=self._epochs(first.steps),
-            epochs_asked=self._config.epochs,
+            epochs_asked=self._config.data.epochs,
             metrics=first.metrics,
             samples=first.samples,
             seconds=first.seconds,
@@ -484,12 +484,12 @@ class _Driver:
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,
             model=model if self._fs.exists(model) else None,
-            keep_best=self._config.keep_best,
+            keep_best=self._config.checkpoints.keep_best,
             best=None if best is None else best.to_json(),
             class_counts=first.class_counts,
             watching=first.watching,
             left_over=first.left_over,
-            max_steps=self._config.max_steps,
+            max_steps=self._config.validation.max_steps,
             stopped_by=first.stopped_by,
             privacy=privacy_of(self._config, first.steps, self._schema()),
             validation_s=first.validation_s,
@@ -504,7 +504,7 @@ class _Driver:
         return result
 
     def _schema(self) -> Schema:
-        return Schema.from_json(load_dataset(self._config.datasets[0]).schema)
+        return Schema.from_json(load_dataset(self._config.data.datasets[0]).schema)
 
     def _without_storage(self, error: StorageAwayError) -> StorageAwayError:
         cause = error.__cause__

@@ -34,6 +34,7 @@ from lockstep.training.steps.distribute import exchange_of, skipped_of
 from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import Calls
 from lockstep.training.steps.patching import swapped_class
+from lockstep.training.ways import EveryStep
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -196,10 +197,10 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
     """Raise ConfigError if the run cannot have tables in shards, or asks for them and the model has none."""
     layers = sharded_layers(model)
     if not layers:
-        if config.shard_embeddings is not None:
+        if config.step.shard_embeddings is not None:
             raise ConfigError(
-                f"the model {config.model} has no table to divide over the ranks",
-                got=f"--shard-embeddings {config.shard_embeddings}",
+                f"the model {config.model.model} has no table to divide over the ranks",
+                got=f"--shard-embeddings {config.step.shard_embeddings}",
                 allowed="two-tower or wide-deep with a table of at least so many bytes, or layers ShardedEmbedding",
                 next_step="Leave out --shard-embeddings, or give fewer bytes.",
             )
@@ -207,15 +208,16 @@ def check_combination(config: TrainConfig, model: keras.Model) -> None:
     loss_scale = without_loss_scale(model.optimizer) is not model.optimizer
     clipping = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(model.optimizer, name, None)]
     reasons = {
-        "--init-from": config.init_from is not None and "first rows are drawn by the ranks that own them",
-        "--delay": config.delay and "rows are updated in the step of their gradients",
-        "--sync-every": config.sync_every != 1 and "a row is on one rank only, so no copies can drift apart",
-        f"--strategy {config.strategy}": config.strategy != "sync" and "rows are updated in their step",
-        "--compression": config.compression != "none" and "the word of a row that is not finite must arrive as it is",
-        "--micro-batches": config.micro_batches > 1 and "rows are updated once a step",
-        "--canonical": config.canonical and "gradients of rows are added in the order of ranks, not in one tree",
+        "--init-from": config.model.init_from is not None and "first rows are drawn by the ranks that own them",
+        config.way.flag: not isinstance(config.way, EveryStep) and "a row, on one rank only, is updated in its step",
+        "--compression": config.step.compression != "none"
+        and "the word of a row that is not finite must arrive as it is",
+        "--micro-batches": config.step.micro_batches > 1 and "rows are updated once a step",
+        "--canonical": config.exactness.canonical
+        and "gradients of rows are added in the order of ranks, not in one tree",
         "--precision mixed_float16": loss_scale and "gradients of rows have no loss scale",
-        f"--backend {config.backend}": config.backend in ("tensorflow", "nccl") and "rows are in host memory",
+        f"--backend {config.ranks.backend}": config.ranks.backend in ("tensorflow", "nccl")
+        and "rows are in host memory",
         f"an optimizer with {', '.join(clipping)}": clipping and "its norm would not count gradients of rows",
     }
     for what, why in reasons.items():

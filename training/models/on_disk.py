@@ -30,7 +30,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, file_digest, lost_write, read_back, write_stream
 from lockstep.storage.urls import join, parent
 from lockstep.training import models
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.embeddings.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.two_tower import InBatch
@@ -163,7 +163,7 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
                 raise _other_data("set of fitted files", f"no {path}")
             if dataset.files[path].sha256 != files[name]["sha256"]:
                 raise _other_data("set of fitted files", f"{path} of other content")
-    return load_model(url, config.model)
+    return load_model(url, config.model.model)
 
 
 def load_model(url: str, name: str) -> keras.Model:
@@ -196,7 +196,7 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     plan = manifest["plan"]
     # Any dataset of a mixture has the schema and fitted files of all.
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
-        raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
+        raise _other_data("digest", what_differs([dataset], config.data.datasets, plan["dataset_digest"]))
     base = base_url(url, manifest)
     whole = manifest if base is None else read_manifest(base)
     specs = {
@@ -216,11 +216,11 @@ def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, whe
 
     Raises DataError naming `where` for tensors of another model.
     """
-    groups = lane_groups(config)
-    rows = config.global_batch // groups if groups else None
-    options = ModelOptions(seed=config.seed, group_rows=rows, extra=config.extra)
+    groups = config.step.lane_groups
+    rows = config.data.global_batch // groups if groups else None
+    options = ModelOptions(seed=config.data.seed, group_rows=rows, extra=config.model.extra)
     with plain_tables(tensors):
-        model = models.build(config.model, signature, options).model
+        model = models.build(config.model.model, signature, options).model
     kinds = (model_state.WEIGHTS,)
     model_state.load(model, plain_weights(tensors, model_state.specs_of(model, *kinds)), kinds, where)
     return model

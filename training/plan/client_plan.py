@@ -20,6 +20,7 @@ from lockstep.storage.errors import DataError, differences
 from lockstep.training.config import TrainConfig
 from lockstep.training.plan.datasets import split_of
 from lockstep.training.plan.permutation import derive_key, shuffled
+from lockstep.training.ways import Federated
 
 CLIENT_PLAN_VERSION = 1
 I64 = npt.NDArray[np.int64]
@@ -102,25 +103,26 @@ class ClientPlan:
     @classmethod
     def for_dataset(cls, manifest: DatasetManifest, config: TrainConfig) -> Self:
         """The plan of a run over the split of `config`. Raises DataError for a split without records."""
-        records = split_of(manifest, config.split).records
+        records = split_of(manifest, config.data.split).records
         if not records:
             raise DataError(
-                f"split `{config.split}` has no records",
+                f"split `{config.data.split}` has no records",
                 got="0 records",
                 allowed="at least one",
                 next_step="Train on another split, or build the dataset with other --split shares.",
             )
-        assert config.clients is not None
+        way = config.way
+        assert isinstance(way, Federated) and way.clients is not None
         return cls(
             dataset_digest=manifest.digest,
-            split=config.split,
+            split=config.data.split,
             records=records,
-            seed=config.seed,
-            clients=config.clients,
-            client_fraction=config.client_fraction,
-            local_epochs=config.local_epochs,
-            global_batch=config.global_batch,
-            each=config.noise_multiplier > 0,
+            seed=config.data.seed,
+            clients=way.clients,
+            client_fraction=way.client_fraction,
+            local_epochs=way.local_epochs,
+            global_batch=config.data.global_batch,
+            each=way.noise_multiplier > 0,
         )
 
     @classmethod

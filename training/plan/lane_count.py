@@ -92,11 +92,11 @@ def check_canonical(config: TrainConfig, lanes: int, groups: int | None) -> None
     """Raise ConfigError if ranks would own parts of subtrees, naming the numbers of ranks that fit."""
     units = units_of(config, lanes, groups)
     allowed = allowed_ranks(units)
-    if config.canonical and config.num_ranks not in allowed:
+    if config.exactness.canonical and config.ranks.num_ranks not in allowed:
         what = f"{units} {'lane groups' if groups else 'lanes'}"
         raise ConfigError(
-            f"{config.num_ranks} ranks cannot add up {what} in the order of one rank",
-            got=f"--canonical with --num-ranks {config.num_ranks}, {what}",
+            f"{config.ranks.num_ranks} ranks cannot add up {what} in the order of one rank",
+            got=f"--canonical with --num-ranks {config.ranks.num_ranks}, {what}",
             allowed=f"powers of two that divide {units}: {', '.join(map(str, allowed))}",
             next_step="Use one of these; --batchnorm local and more --lanes allow more ranks.",
         )

@@ -8,18 +8,19 @@ from lockstep.features.schema.encodings import fitted_part, is_declared
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
+from lockstep.training.ways import Federated
 
 
 def check_accountant(config: TrainConfig) -> None:
     """Raise ConfigError if the run will need dp-accounting and it is not installed."""
-    if not config.noise_multiplier:
+    if not isinstance(config.way, Federated) or not config.way.noise_multiplier:
         return
     try:
         import dp_accounting  # noqa: F401 - whether it is there
     except ImportError as error:
         raise ConfigError(
             "epsilon needs the package dp-accounting",
-            got=f"--noise-multiplier {config.noise_multiplier}, and {error}",
+            got=f"--noise-multiplier {config.way.noise_multiplier}, and {error}",
             allowed="dp-accounting where the driver runs",
             next_step="pip install -r requirements-privacy.txt, or leave out --noise-multiplier.",
         ) from None
@@ -37,10 +38,10 @@ def uncovered(config: TrainConfig, schema: Schema) -> list[str]:
     for field in schema:
         if field.is_baked and (field.encoding or {}).get("fitted", {}).get("splits"):
             found.append(f"what --bake has stored of `{field.name}`, fitted on all rows")
-    if config.early_stop is not None:
-        found.append(f"the end that --early-stop {config.early_stop} chose by metrics")
-    if config.keep_best is not None:
-        found.append(f"the checkpoint that --keep-best {config.keep_best} chose by metrics")
+    if config.validation.early_stop is not None:
+        found.append(f"the end that --early-stop {config.validation.early_stop} chose by metrics")
+    if config.checkpoints.keep_best is not None:
+        found.append(f"the checkpoint that --keep-best {config.checkpoints.keep_best} chose by metrics")
     return found
 
 
@@ -52,19 +53,20 @@ def privacy_of(config: TrainConfig, rounds: int, schema: Schema) -> dict[str, An
     `update_clip`: `rounds` Poisson-sampled Gaussian events, for neighbours that differ by one whole client. A repeated
     round repeats its noise, and reveals nothing more.
     """
-    if not config.noise_multiplier or config.privacy_delta is None:
+    way = config.way
+    if not isinstance(way, Federated) or not way.noise_multiplier or way.privacy_delta is None:
         return None
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
     from dp_accounting.pld import PLDAccountant
 
-    event = PoissonSampledDpEvent(config.client_fraction, GaussianDpEvent(config.noise_multiplier))
+    event = PoissonSampledDpEvent(way.client_fraction, GaussianDpEvent(way.noise_multiplier))
     accountant = PLDAccountant().compose(SelfComposedDpEvent(event, rounds))
     return {
-        "epsilon": float(accountant.get_epsilon(config.privacy_delta)),
-        "delta": config.privacy_delta,
+        "epsilon": float(accountant.get_epsilon(way.privacy_delta)),
+        "delta": way.privacy_delta,
         "unit": "client",
-        "noise_multiplier": config.noise_multiplier,
-        "client_fraction": config.client_fraction,
+        "noise_multiplier": way.noise_multiplier,
+        "client_fraction": way.client_fraction,
         "rounds": rounds,
         "not_covered": uncovered(config, schema),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from lockstep.storage.errors import require
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 from lockstep.training.comm.options import UNAUTHENTICATED, CommOptions
-from lockstep.training.config import OF_TENSORFLOW, TrainConfig
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.protocol import Message
 from lockstep.training.control.server import Handler
 from lockstep.training.control.task import CommOrder, Limits, RankTask
@@ -37,6 +37,7 @@ from lockstep.training.profiling.verdict import (
     put_together,
 )
 from lockstep.training.rank import runtime
+from lockstep.training.ways import Federated, OfTensorflow
 
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
@@ -136,12 +137,12 @@ def profile(
         right, allowed = value is None or value >= least, f"an integer from {least} up"
         require(right, f"a profile's `{name}`", f"{name} = {value}", allowed, f"Correct --{name}.")
     of_lanes = "sync or async: a profile measures steps of a global batch that ranks of ours add"
-    right = not config.is_federated and config.strategy not in OF_TENSORFLOW
-    require(right, "a profile's `strategy`", config.strategy, of_lanes, "Correct --strategy.")
-    config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
+    right = not isinstance(config.way, Federated | OfTensorflow)
+    require(right, "a profile's `strategy`", config.step.strategy, of_lanes, "Correct --strategy.")
+    config = config.but(datasets=tuple(map(absolute, config.data.datasets)), run=NO_RUN)
     _, encoder, plan = open_and_plan(config)
-    plan.steps(config.epochs)
-    options = CommOptions(backend=config.backend, trust_network=config.trust_network)
+    plan.steps(config.data.epochs)
+    options = CommOptions(backend=config.ranks.backend, trust_network=config.ranks.trust_network)
     order = ProfileOrder(
         config=config, plan=plan.identity(), comm=CommOrder(options=options), steps=steps, rounds=rounds
     )
@@ -153,10 +154,10 @@ def profile(
         return {}
 
     if isinstance(launch, SessionLauncher):
-        launch.ready(config.num_ranks, config.start_limit_s)
-    task = RankTask(ENTRY, order.to_json(), hadoop=hadoop_settings(), tls=config.tls == "on")
+        launch.ready(config.ranks.num_ranks, config.limits.start_limit_s)
+    task = RankTask(ENTRY, order.to_json(), hadoop=hadoop_settings(), tls=config.ranks.tls == "on")
     with ended_in_order():
-        ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=Handler(handle))
+        ranks = launch(task, config.ranks.num_ranks, limits=limits_of(config, Limits()), handler=Handler(handle))
     return _profile(config, encoder, list(map(RankProfile.from_json, ranks)))
 
 
@@ -164,8 +165,10 @@ def main(context: RankContext) -> dict[str, Any]:
     """A rank's part of a ProfileOrder; returns a RankProfile as JSON."""
     order = ProfileOrder.from_json(context.payload)
     config = order.config
-    runtime.configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
-    if config.backend in UNAUTHENTICATED:
+    runtime.configure(
+        context.world, precision=config.step.precision, seed=config.data.seed, canonical=config.exactness.canonical
+    )
+    if config.ranks.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
     from lockstep.training.profiling.profile_rank import (
         ProfileRank,
@@ -180,17 +183,17 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: Sequence[RankProfile]
     verdict = judge(measured)
     wide = [name for name, spec in encoder.signature.features.items() if _is_wide(spec.shape, spec.dtype)]
     setting = Setting(
-        num_ranks=config.num_ranks,
-        global_batch=config.global_batch,
+        num_ranks=config.ranks.num_ranks,
+        global_batch=config.data.global_batch,
         cores=min(rank.cores // rank.ranks_of_host or 1 for rank in ranks),
         local=all(rank.local for rank in ranks),
-        cache=config.cache is not None,
-        read_ahead_bytes=config.read_ahead_bytes,
-        micro_batches=config.micro_batches,
-        precision=config.precision,
-        batchnorm=config.batchnorm,
-        canonical=config.canonical,
-        augment=config.augment,
+        cache=config.reading.cache is not None,
+        read_ahead_bytes=config.reading.read_ahead_bytes,
+        micro_batches=config.step.micro_batches,
+        precision=config.step.precision,
+        batchnorm=config.step.batchnorm,
+        canonical=config.exactness.canonical,
+        augment=config.reading.augment,
         decodes=any((field.encoding or {}).get("kind") == "image" for field in encoder.schema.features),
         wide=tuple(wide),
     )

@@ -22,7 +22,7 @@ from lockstep.storage.urls import split_url
 from lockstep.training.batches.augmenting import augmentation_of, labels_of
 from lockstep.training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, pipeline_options
 from lockstep.training.batches.training_set import Feed, TrainingSet
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.client import ControlClient
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
@@ -127,11 +127,11 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         self._folder: str | None = None
         self._far: TrainingSet | None = None
         self._far_folder: str | None = None
-        self.local = all(split_url(url)[0] == "file" for url in config.datasets)
+        self.local = all(split_url(url)[0] == "file" for url in config.data.datasets)
         """Whether all shards are on this host's disk."""
         try:
-            if config.cache is not None or not self.local:
-                self._folder = self._stack.enter_context(_folder_on(config.cache))
+            if config.reading.cache is not None or not self.local:
+                self._folder = self._stack.enter_context(_folder_on(config.reading.cache))
             opened = self._open(self._folder and f"{self._folder}/near")
             self.plan = opened.plan(identity)
             self.signature = opened.encoder.signature
@@ -149,10 +149,10 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         """A feed whose blocks are in no cache of this host, as far as possible: pages of local shards are dropped, and
         a block cache is empty and fills as in a run's first epoch. Ends the feed of an earlier call.
         """
-        if self._far is None or self._config.cache is not None:
+        if self._far is None or self._config.reading.cache is not None:
             self._let_go()
             cache = None
-            if self._config.cache is not None:
+            if self._config.reading.cache is not None:
                 assert self._folder is not None
                 cache = self._far_folder = tempfile.mkdtemp(prefix="far-", dir=self._folder)
             self._far = self._open(cache)
@@ -170,15 +170,17 @@ class ProfileData(AbstractContextManager["ProfileData"]):
             shutil.rmtree(self._far_folder)  # each cold round has as much room as a run
 
     def _feed(self, opened: TrainingSet) -> Feed:
-        return opened.feed(self.plan, self._world, groups=lane_groups(self._config))
+        return opened.feed(self.plan, self._world, groups=self._config.step.lane_groups)
 
     def _open(self, cache: str | None) -> TrainingSet:
         config = self._config
-        options = replace(ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.cache_bytes)
-        opened = TrainingSet.at(config.datasets, config.split, config.mix, options)
+        options = replace(
+            ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.reading.cache_bytes
+        )
+        opened = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options)
         for reader in opened.readers:
             self._stack.callback(reader.close)
-        return opened.skipping_bad_images() if config.bad_images == "skip" else opened
+        return opened.skipping_bad_images() if config.reading.bad_images == "skip" else opened
 
 
 def drop_pages(path: str) -> None:
@@ -225,7 +227,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
             self._data = stack.enter_context(ProfileData(config, context.world, order.plan))
             plan, signature = self._data.plan, self._data.signature
             self._augmentation = augmentation_of(config, plan, signature)
-            non_finite = NonFinitePolicy(config.non_finite == "skip")
+            non_finite = NonFinitePolicy(config.exactness.non_finite == "skip")
             labels, rows = labels_of(config, signature), self._data.near.rows
             self._rank_model = RankModel(context, config, plan, labels, rows, non_finite)
             self._model, self._comm = self._rank_model.model, self._rank_model.communicator
@@ -245,7 +247,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         control, plan = self._context.control, self._data.plan
         self._rank_model.install_step()
         if self._comm.num_ranks > 1:
-            model_state.derive_seeds(self._model, self._config.seed, 0, self._comm.rank)
+            model_state.derive_seeds(self._model, self._config.data.seed, 0, self._comm.rank)
         chunk = self._largest(self._data.near.chunk_steps)
         self._steps = self._order.steps or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS)
         self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # for fed steps; the kept batch is ready
@@ -304,7 +306,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
     def _fit(
         self, dataset: tf.data.Dataset, loop: ProfileLoop, pipeline: FeedPipeline | None = None
     ) -> dict[str, float]:
-        callbacks = loop.callbacks(self._model, self._config.micro_batches)
+        callbacks = loop.callbacks(self._model, self._config.step.micro_batches)
         self._comm.barrier()
         self._rank_model.fit(dataset, loop.all_steps, callbacks, pipeline=pipeline)
         return loop.result()

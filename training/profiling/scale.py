@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import require
@@ -58,8 +58,8 @@ def scale(
     require(right, "--num-ranks of a scaling", f"{numbers}", "two or more different numbers", "Use --num-ranks 1 2 4.")
     profiles = []
     for number in numbers:
-        batch = config.global_batch * number // numbers[0] if weak else config.global_batch
-        measured = replace(config, num_ranks=number, global_batch=batch)
+        batch = config.data.global_batch * number // numbers[0] if weak else config.data.global_batch
+        measured = config.but(num_ranks=number, global_batch=batch)
         with cores_of(number / numbers[-1]) if isinstance(launch, OnHost) else cores_of(1.0):
             profiles.append(profile(measured, launch, steps=steps, rounds=rounds))
         on_point(len(profiles))

@@ -120,10 +120,10 @@ class Checkpoints:
     ) -> None:
         self._saver, self._exchange, self._clock = saver, exchange, clock
         self._control, self._weights, self._reports = control, weights, reports
-        self._limit_s = config.stall_limit_s
-        every = CheckpointEvery.parse(config.checkpoint_every)
+        self._limit_s = config.limits.stall_limit_s
+        every = CheckpointEvery.parse(config.checkpoints.checkpoint_every)
         self._schedule = Schedule(every)
-        self._keeps_best = config.keep_best is not None
+        self._keeps_best = config.checkpoints.keep_best is not None
         self._skipped = 0
         self._was_in_flight = False
         self._due = False  # since a step after which ranks were not equal

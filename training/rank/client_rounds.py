@@ -12,6 +12,7 @@ import tensorflow as tf
 from lockstep.features.encode.encoder import Encoded
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
+from lockstep.training import ways
 from lockstep.training.batches.audit_log import AuditLog
 from lockstep.training.batches.clients import ClientRows, check_client_field, read_table
 from lockstep.training.config import TrainConfig
@@ -40,19 +41,21 @@ class ClientModel(JoinedModel):
         self, context: RankContext, config: TrainConfig, plan: RunPlan, signature: Signature, metric: str | None
     ) -> None:
         super().__init__(context, config, plan, signature, min(plan.global_batch, plan.total), None, metric)
-        check_normalisation(self.model, config.batchnorm)
+        check_normalisation(self.model, config.step.batchnorm)
         self.local_exchange = self.exchange = LocalExchange(self.communicator, 1.0)
         self.local_exchange.part()
+        way = config.way
+        assert isinstance(way, ways.Federated)
         self.federated = self.strategy = Federated(
             self.model,
             self.local_exchange,
-            learning_rate=config.outer_learning_rate,
-            momentum=config.outer_momentum,
-            clip=config.update_clip,
-            noise_multiplier=config.noise_multiplier,
+            learning_rate=way.outer_learning_rate,
+            momentum=way.outer_momentum,
+            clip=way.update_clip,
+            noise_multiplier=way.noise_multiplier,
         )
         self._names = list(signature.features)
-        self._seed = config.seed
+        self._seed = config.data.seed
         self._step = tf.function(self._traced, reduce_retracing=True)
 
     def _traced(self, words: Any, batch: Any) -> Any:
@@ -77,11 +80,11 @@ class ClientRounds:
         self._context, self._config, self._data, self._counts = context, config, data, counts
         self.plan = plan = ClientPlan.of(data.order.plan, data.training.manifest)
         check_client_field(data.training.encoder.schema, plan.clients)
-        self.audit: AuditLog | None = AuditLog() if config.audit else None
+        self.audit: AuditLog | None = AuditLog() if config.exactness.audit else None
         self.joined = ClientModel(context, config, plan, data.signature, data.order.metric)
         if unseen := _callbacks_of_batches(self.joined.callbacks):
             raise ConfigError(
-                f"a callback of the model {config.model} counts batches, which clients have on different ranks",
+                f"a callback of the model {config.model.model} counts batches, which clients have on different ranks",
                 got=", ".join(unseen),
                 allowed="callbacks of epochs, which are rounds",
                 next_step="Leave it out of the model's function.",
@@ -101,7 +104,8 @@ class ClientRounds:
                 allowed=f"1 to {count} ranks",
                 next_step=f"Use --num-ranks {count}, or another field for --clients.",
             )
-        delta = self._config.privacy_delta
+        assert isinstance(self._config.way, ways.Federated)
+        delta = self._config.way.privacy_delta
         if delta is not None and delta * count >= 1:
             raise ConfigError(
                 "delta is too large to protect a client",
@@ -134,7 +138,7 @@ class ClientRounds:
             beat(number, f"client {table.names[client]}, number")
             weight = 1.0 if plan.each else float(table.counts[client])
             federated.client_begins()
-            derive_seeds(self.joined.model, self._config.seed, epoch, client)  # the same at any number of ranks
+            derive_seeds(self.joined.model, self._config.data.seed, epoch, client)  # the same at any number of ranks
             audit += self._train_client(epoch, client)
             federated.client_ends(table.names[client], weight)
             trained += int(table.counts[client])

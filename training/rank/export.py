@@ -26,8 +26,10 @@ def export_model(
     context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
 ) -> None:
     """Upload the final model and have the driver publish it; only on rank 0."""
-    files: list[dict[str, Any]] = export(model, staged_model(staging), config.datasets[0], data.manifest, signature)
-    context.control.request("model", config.stall_limit_s, files=files)
+    files: list[dict[str, Any]] = export(
+        model, staged_model(staging), config.data.datasets[0], data.manifest, signature
+    )
+    context.control.request("model", config.limits.stall_limit_s, files=files)
 
 
 def whole_model(

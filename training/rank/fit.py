@@ -43,6 +43,7 @@ from lockstep.training.steps.model_state import (
 )
 from lockstep.training.steps.other_optimizers import others_of
 from lockstep.training.steps.own_fit import of_all_ranks, only_on_leader
+from lockstep.training.ways import Delay, Federated
 
 
 def losses_of(agreement: Agreement) -> list[tuple[int, float]]:
@@ -102,25 +103,25 @@ class Fit(AbstractContextManager["Fit"]):
         self._context, self._config, world = context, config, context.world
         self._data = data = RankData.opened(context, config)
         self._counts = ClassCounts(data.signature)
-        made = ClientRounds if config.is_federated else PlannedEpochs
+        made = ClientRounds if isinstance(config.way, Federated) else PlannedEpochs
         self._epochs: Epochs = made(context, config, data, self._counts)
         self._plan, self._joined = self._epochs.plan, self._epochs.joined
         self._model, self._exchange = self._joined.model, self._joined.exchange
         self._strategy = self._joined.strategy
         self._comm = self._strategy.communicator
-        self._steps = steps_asked(self._plan, config.epochs, config.max_steps)
+        self._steps = steps_asked(self._plan, config.data.epochs, config.validation.max_steps)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._joined.callbacks]
         self._early_stop: EarlyStop | None = None
-        if config.early_stop is not None:
-            self._early_stop = EarlyStop(StopRule.parse(config.early_stop), self._is_judged)
+        if config.validation.early_stop is not None:
+            self._early_stop = EarlyStop(StopRule.parse(config.validation.early_stop), self._is_judged)
             callbacks.append(self._early_stop)
         self._callbacks = RunCallbacks(
             callbacks,
             self._model,
             self,
-            epochs=config.epochs,
+            epochs=config.data.epochs,
             steps=max(1, self._plan.total // self._plan.global_batch),
-            micro_batches=config.micro_batches,
+            micro_batches=config.step.micro_batches,
         )
         self._reports = StepReports(context.control) if world.is_leader else None
         if self._reports is not None and self._joined.learning_rate is not None:
@@ -198,7 +199,7 @@ class Fit(AbstractContextManager["Fit"]):
             if (first_weights := self._data.order.first_weights) is not None:
                 load_initial(self._model, first_weights)
             if self._comm.num_ranks > 1:
-                derive_seeds(self._model, config.seed, 0, self._comm.rank)
+                derive_seeds(self._model, config.data.seed, 0, self._comm.rank)
             return
         self._progress = self._saver.restore(restored)
         if self._progress.class_counts is not None:
@@ -239,7 +240,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._epochs.finalize()
         self._callbacks.end(self._progress.metrics)
         step = self._progress.step
-        if config.keep_best is not None:  # after all that ends a run, such as averages that become the weights
+        if (
+            config.checkpoints.keep_best is not None
+        ):  # after all that ends a run, such as averages that become the weights
             control.beat(step, "restore the best checkpoint")
             self._saver.restore_best()
         exported = whole_model(self._context, config, self._joined, data.signature)
@@ -257,11 +260,13 @@ class Fit(AbstractContextManager["Fit"]):
         return round(samples / seconds, 3) if samples and seconds > 0 else None
 
     def _stopped_by(self) -> str | None:
-        if self._progress.step >= self._plan.steps(self._config.epochs):
+        if self._progress.step >= self._plan.steps(self._config.data.epochs):
             return None
         if self._early_stop is not None and self._early_stop.reason is not None:
             return self._early_stop.reason
-        return "a callback of the model" if self._progress.stopped else f"--max-steps {self._config.max_steps}"
+        return (
+            "a callback of the model" if self._progress.stopped else f"--max-steps {self._config.validation.max_steps}"
+        )
 
     def _watching(self) -> list[str]:
         """The model's own callbacks that choose by the validation."""
@@ -276,8 +281,12 @@ class Fit(AbstractContextManager["Fit"]):
 
     def _is_judged(self, epoch: int) -> bool:
         """Whether --early-stop judges the epoch that ends now, as it would without --max-steps."""
-        config, last = self._config, self._progress.step == self._plan.steps(self._config.epochs)
-        scheduled = last or (epoch + 1) % config.validate_every == 0 or not of_validation(config.early_stop)
+        config, last = self._config, self._progress.step == self._plan.steps(self._config.data.epochs)
+        scheduled = (
+            last
+            or (epoch + 1) % config.validation.validate_every == 0
+            or not of_validation(config.validation.early_stop)
+        )
         return scheduled and not self._progress.cut
 
     # Called by RunCallbacks
@@ -312,7 +321,8 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None:
             for step, loss in losses_of(agreement):
                 self._reports.step(step, epoch, loss, skipped=agreement.skipped)
-        self._epochs.forget(agreement.step - self._config.delay)
+        way = self._config.way
+        self._epochs.forget(agreement.step - (way.delay if isinstance(way, Delay) else 0))
         if agreement.equal:
             self._weights.after(agreement.step)
         if self._model.stop_training:
@@ -345,7 +355,7 @@ class Fit(AbstractContextManager["Fit"]):
         sums = SoloCommunicator() if self._exchange.sums_metrics else self._comm
         metrics = of_all_ranks(self._model, sums, self._exchange.scale, logs)
         run_ends = step == self._steps or self._progress.stopped
-        if self._validation is None or not (run_ends or epochs % self._config.validate_every == 0):
+        if self._validation is None or not (run_ends or epochs % self._config.validation.validate_every == 0):
             return metrics
         with self._clock.validation():
             self._joined.to_score()  # with the weights of this step

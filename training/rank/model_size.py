@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
-from lockstep.training.config import lane_groups
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rank.runtime import configure
@@ -23,15 +22,15 @@ def main(context: RankContext) -> dict[str, Any]:
     """
     order = SizeOrder.from_json(context.payload)
     config = order.config
-    configure(replace(context.world, num_ranks=1), precision=config.precision, seed=config.seed)
+    configure(replace(context.world, num_ranks=1), precision=config.step.precision, seed=config.data.seed)
     from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
-    data = TrainingSet.at(config.datasets, config.split, config.mix)
+    data = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix)
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
     plan = data.plan(order.plan)
-    model = prepare(config, plan, signature, order.rows, lane_groups(config)).model
+    model = prepare(config, plan, signature, order.rows, config.step.lane_groups).model
     check_metrics(model, config, None)
     state = variable_bytes([*model.weights, *model.optimizer.variables])
     return ModelSize(
@@ -39,6 +38,6 @@ def main(context: RankContext) -> dict[str, Any]:
         weights_bytes=variable_bytes(model.weights),
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
-        rank_bytes=reckoned_bytes(before_bytes, model, config.num_ranks),
+        rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
         metrics=list(metric_names(model, config)),
     ).to_json()

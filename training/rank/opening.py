@@ -36,17 +36,17 @@ class RankData:
         order, world = TrainOrder.from_json(context.payload), context.world
         context.control.beat(0, OPENING)
         options = ReadOptions.of(config, world.num_ranks)
-        training = TrainingSet.at(config.datasets, config.split, config.mix, options)
-        if config.on_bad_record == "skip":
+        training = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options)
+        if config.exactness.on_bad_record == "skip":
             training = training.skipping_bad_records(lambda bad: report_bad(context, bad.to_row()))
-        elif config.bad_images == "skip":
+        elif config.reading.bad_images == "skip":
             training = training.skipping_bad_images()
         held_out = None
-        if config.validate is not None:
-            held_out = OpenSplit.at(config.datasets, config.validate, options=options)
-            if config.on_bad_record == "skip":
+        if config.validation.validate is not None:
+            held_out = OpenSplit.at(config.data.datasets, config.validation.validate, options=options)
+            if config.exactness.on_bad_record == "skip":
                 held_out.leave_out_bad_records()
-        if config.verify == "full":
+        if config.reading.verify == "full":
             readers = [*training.readers, *([held_out.reader] if held_out else [])]
             verify_share(readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
         return cls(order, training, held_out, labels_of(config, training.encoder.signature))

@@ -8,7 +8,7 @@ from lockstep.training.batches.audit_log import AuditLog, sample_hex
 from lockstep.training.batches.augmenting import augmentation_of
 from lockstep.training.batches.feed import Batch
 from lockstep.training.batches.tf_dataset import FeedPipeline
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.exchange.agreement import FedBatches, NonFinitePolicy
 from lockstep.training.plan.mixture import steps_asked
@@ -25,14 +25,14 @@ class PlannedEpochs:
     def __init__(self, context: RankContext, config: TrainConfig, data: RankData, counts: ClassCounts) -> None:
         self._context, self._data, self._counts = context, data, counts
         self.plan = plan = data.training.plan(data.order.plan)
-        self._steps = steps_asked(plan, config.epochs, config.max_steps)
+        self._steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
         self._augmentation = augmentation_of(config, plan, data.training.encoder.signature)
-        groups, shares = lane_groups(config), data.order.shares
+        groups, shares = config.step.lane_groups, data.order.shares
         self._feed = data.training.feed(plan, context.world, groups=groups, shares=shares)
         self._feed.watch(context.control.reads, lambda words: report_bad(context, {"what": words}))
-        self.audit: AuditLog | None = data.training.audit_log(plan, self._feed.rows) if config.audit else None
+        self.audit: AuditLog | None = data.training.audit_log(plan, self._feed.rows) if config.exactness.audit else None
         self._fed = FedBatches(self._feed.lanes.start, plan.global_batch // plan.lanes)
-        non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
+        non_finite = NonFinitePolicy(config.exactness.non_finite == "skip", self._fed, self._report_non_finite)
         self.joined = RankModel(context, config, plan, data.signature, self._feed.rows, non_finite, data.order.metric)
         self.share = self._feed.rows / plan.global_batch
 

@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.training import ways
 from lockstep.training.batches.tf_dataset import FeedPipeline, to_device
 from lockstep.training.comm.base import Communicator
 from lockstep.training.comm.tree_sums import TreeSums
 from lockstep.training.compression.method import NONE, Compression
-from lockstep.training.config import TrainConfig, lane_groups
+from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.embeddings.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
@@ -63,21 +64,21 @@ class Prepared:
 
 def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int, groups: int | None) -> Prepared:
     """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for a model that cannot run on ranks."""
-    steps, micro = plan.steps(config.epochs), config.micro_batches
+    steps, micro = plan.steps(config.data.epochs), config.step.micro_batches
     group_rows = plan.global_batch // groups if groups else None
     options = ModelOptions(
-        seed=config.seed,
+        seed=config.data.seed,
         group_rows=group_rows,
-        learning_rate=config.learning_rate,
+        learning_rate=config.step.learning_rate,
         global_batch=plan.global_batch,
         steps=steps,
-        shard_embeddings=config.shard_embeddings,
-        extra=config.extra,
+        shard_embeddings=config.step.shard_embeddings,
+        extra=config.model.extra,
     )
-    model, callbacks = build(config.model, signature, options)
+    model, callbacks = build(config.model.model, signature, options)
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"the model {config.model} runs several steps in one call",
+            f"the model {config.model.model} runs several steps in one call",
             got=f"steps_per_execution={model.steps_per_execution}",
             allowed="1: ranks agree after each step",
             next_step="Compile the model without steps_per_execution.",
@@ -95,32 +96,32 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         _accumulate(model, micro)
     elif steps_of(without_loss_scale(model.optimizer)) > 1:
         raise ConfigError(
-            f"the model {config.model} accumulates gradients itself",
+            f"the model {config.model.model} accumulates gradients itself",
             got="gradient_accumulation_steps of its optimizer",
             allowed="one step of the optimizer for each global batch: ranks agree and save checkpoints between these",
             next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
         )
     learning_rate = None
-    if config.learning_rate_scaling != "none" or config.warm_up_epochs or micro > 1:
+    if config.step.learning_rate_scaling != "none" or config.step.warm_up_epochs or micro > 1:
         learning_rate = scale_learning_rate(
             model,
-            config.learning_rate_scaling,
+            config.step.learning_rate_scaling,
             global_batch=plan.global_batch,
-            base_batch=config.base_batch,
-            warm_up_steps=round(config.warm_up_epochs * plan.total / plan.global_batch),
+            base_batch=config.step.base_batch,
+            warm_up_steps=round(config.step.warm_up_epochs * plan.total / plan.global_batch),
             calls_per_step=micro,
         )
     compression = _compression(model.optimizer, config, plan)
     build_all(model, signature, rows // micro)
     if len(found := optimizers_of(model)) > 1:
         seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
-        _check_others(build_others(model, seen.applied, config.model), config)
+        _check_others(build_others(model, seen.applied, config.model.model), config)
     return Prepared(model, callbacks, group_rows, learning_rate, compression)
 
 
 def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, plan: RunPlan) -> Compression:
     """The method of `config`; deep gradient compression takes momentum and clipping over from the optimizer."""
-    method = Compression.parse(config.compression, seed=config.seed)
+    method = Compression.parse(config.step.compression, seed=config.data.seed)
     if method.name != "dgc":
         return method
     others = [
@@ -143,15 +144,14 @@ def _compression(optimizer: keras.optimizers.Optimizer, config: TrainConfig, pla
 def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainConfig) -> None:
     """Raise ConfigError for a run that cannot have optimizers other than that of `compile`."""
     reasons = {
-        f"--strategy {config.strategy}": config.strategy != "sync",
-        "--delay": config.delay,
-        "--sync-every": config.sync_every != 1,
-        "--canonical": config.canonical,
-        "--micro-batches": config.micro_batches > 1,
-        "--compression": config.compression != "none",
-        "--non-finite skip": config.non_finite == "skip",
-        "--learning-rate-scaling or --warm-up-epochs": config.learning_rate_scaling != "none" or config.warm_up_epochs,
-        "--precision mixed_float16": config.precision == "mixed_float16",
+        config.way.flag: not isinstance(config.way, ways.EveryStep),
+        "--canonical": config.exactness.canonical,
+        "--micro-batches": config.step.micro_batches > 1,
+        "--compression": config.step.compression != "none",
+        "--non-finite skip": config.exactness.non_finite == "skip",
+        "--learning-rate-scaling or --warm-up-epochs": config.step.learning_rate_scaling != "none"
+        or config.step.warm_up_epochs,
+        "--precision mixed_float16": config.step.precision == "mixed_float16",
     }
     wrong = [what for what, is_so in reasons.items() if is_so]
     if others and wrong:
@@ -170,16 +170,16 @@ def check_metrics(model: keras.Model, config: TrainConfig, of_search: str | None
     if type(model).train_step is not keras.Model.train_step:  # it may return other metrics
         return
     names = metric_names(model, config)
-    check_metric(config.keep_best, names)
-    if config.early_stop is not None:
-        check_metric(StopRule.parse(config.early_stop).best, names, "--early-stop")
+    check_metric(config.checkpoints.keep_best, names)
+    if config.validation.early_stop is not None:
+        check_metric(StopRule.parse(config.validation.early_stop).best, names, "--early-stop")
     check_metric(of_search, names, "--metric")
 
 
 def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
     """The metrics that an epoch of a built model may have, those that a validation adds among them."""
     own = list(model.get_metrics_result())
-    added = [] if config.validate is None else [*own, DATA_LOSS, *BINARY, *CLASSES]
+    added = [] if config.validation.validate is None else [*own, DATA_LOSS, *BINARY, *CLASSES]
     return dict.fromkeys([*own, *(f"{VALIDATION}{name}" for name in added)])
 
 
@@ -223,7 +223,7 @@ def distributed(
     model, scale = prepared.model, rows / plan.global_batch
     statistics = tuple(statistics_of(model))
     step: RankStep | CanonicalStep
-    if config.canonical:
+    if config.exactness.canonical:
         units = units_of(config, plan.lanes, groups)
         count = units // communicator.num_ranks
         step = CanonicalStep(
@@ -231,7 +231,7 @@ def distributed(
             units=units,
             first=communicator.rank * count,
             count=count,
-            seed=config.seed,
+            seed=config.data.seed,
             group_rows=prepared.group_rows,
         )
         communicator, scale, statistics = TreeSums(communicator), 1.0, (*statistics, *step.metric_sums)
@@ -239,9 +239,9 @@ def distributed(
         step = RankStep(
             scale,
             group_rows=prepared.group_rows,
-            sync=config.batchnorm == "sync",
-            micro_batches=config.micro_batches,
-            seed=config.seed,
+            sync=config.step.batchnorm == "sync",
+            micro_batches=config.step.micro_batches,
+            seed=config.data.seed,
             checked=True,
         )
     distribute(
@@ -310,11 +310,11 @@ class JoinedModel:
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
-            control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
+            control.request("memory", config.limits.stall_limit_s, rank_mib=needed >> 20)
         control.beat(0, "join the ranks")
         self._whole = context.communicator(arena_bytes=arena_bytes(self.model))  # of ranks and parameter servers
-        self._whole.deadline_s = config.stall_limit_s
-        self.communicator = self._whole.group(range(config.num_ranks)) if config.num_servers else self._whole
+        self._whole.deadline_s = config.limits.stall_limit_s
+        self.communicator = self._whole.group(range(config.ranks.num_ranks)) if config.num_servers else self._whole
 
     def to_score(self) -> keras.Model:
         """The model to validate, with its weights now."""
@@ -342,7 +342,7 @@ class RankModel(JoinedModel):
         non_finite: NonFinitePolicy,
         metric: str | None = None,
     ) -> None:
-        groups = lane_groups(config)
+        groups = config.step.lane_groups
         self._plan, self._signature = plan, signature
         self._copy: keras.Model | None = None
         self._way = way = exchanging(config, context)
@@ -367,7 +367,7 @@ class RankModel(JoinedModel):
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
         group = self.communicator.group(range(self.communicator.num_ranks))
-        group.deadline_s = self._config.stall_limit_s
+        group.deadline_s = self._config.limits.stall_limit_s
         self._step.install(self.model, group)
         if self.tables is not None:
             self.tables.install()
@@ -377,17 +377,17 @@ class RankModel(JoinedModel):
         Checked on several ranks, and where a rank takes its rows in parts. A collective.
         """
         config = self._config
-        parts = self.communicator.num_ranks > 1 or config.micro_batches > 1
-        parts = parts or config.canonical or self._of_tensorflow is not None
-        if not parts or not self._way.sums_gradients or ready_model(config.model) is not None:
+        parts = self.communicator.num_ranks > 1 or config.step.micro_batches > 1
+        parts = parts or config.exactness.canonical or self._of_tensorflow is not None
+        if not parts or not self._way.sums_gradients or ready_model(config.model.model) is not None:
             return
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step
-        steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.seed)
+        steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.data.seed)
         rows = some_rows(batch(), self.communicator.on_host)
-        check_row_means(steps, rows, config.model)
+        check_row_means(steps, rows, config.model.model)
         with plain_lookups(model):
-            check_metric_sums(model, rows, config.model)
+            check_metric_sums(model, rows, config.model.model)
 
     def fit(
         self,
@@ -402,7 +402,7 @@ class RankModel(JoinedModel):
 
         `dataset` are the rank's batches: those of `pipeline`, if it is given.
         """
-        micro_batches = self._config.micro_batches
+        micro_batches = self._config.step.micro_batches
         # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         try:
@@ -435,8 +435,8 @@ class RankModel(JoinedModel):
         if self._of_tensorflow is None:
             return self.model
         if self._copy is None:
-            options = ModelOptions(seed=self._config.seed, extra=self._config.extra)
-            self._copy = build(self._config.model, self._signature, options).model
+            options = ModelOptions(seed=self._config.data.seed, extra=self._config.model.extra)
+            self._copy = build(self._config.model.model, self._signature, options).model
             self._copy.jit_compile = False
             build_all(self._copy, self._signature, 1)  # its metrics too: a rank may have no rows to score
         for variable, trained in zip(self._copy.weights, self.model.weights, strict=True):

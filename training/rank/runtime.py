@@ -21,6 +21,7 @@ from lockstep.training.devices import listed
 from lockstep.training.models import receive
 from lockstep.training.rank.usage import Usage
 from lockstep.training.strategies.server import Server
+from lockstep.training.ways import ParameterServer
 from lockstep.training.world import World
 
 if TYPE_CHECKING:
@@ -163,14 +164,17 @@ def main(context: RankContext) -> dict[str, Any]:
     order = TrainOrder.from_json(context.payload)
     config = order.config
     if order.model_function is not None:
-        receive(config.model, order.model_function)
+        receive(config.model.model, order.model_function)
     if config.num_servers:
         whole = context.communicator()  # before a rank opens its data: servers wait in it
-        if whole.rank >= config.num_ranks:
-            return Server(whole, config.num_ranks, config.staleness or 0, context.control.beat).run()
-        context.world = replace(context.world, num_ranks=config.num_ranks)
-    configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
-    if config.backend in UNAUTHENTICATED:
+        if whole.rank >= config.ranks.num_ranks:
+            assert isinstance(config.way, ParameterServer)
+            return Server(whole, config.ranks.num_ranks, config.way.staleness or 0, context.control.beat).run()
+        context.world = replace(context.world, num_ranks=config.ranks.num_ranks)
+    configure(
+        context.world, precision=config.step.precision, seed=config.data.seed, canonical=config.exactness.canonical
+    )
+    if config.ranks.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must start before the first tensor
     from lockstep.training.rank.fit import Fit  # which imports TensorFlow: it must be set up before
 

@@ -195,7 +195,7 @@ class Saver:
 
     def find(self) -> Found | None:
         """Ask the driver for the checkpoint to resume from, and read it; None for a new run. A collective."""
-        reply = Restore.from_json(self._context.control.request("restore", self._config.start_limit_s))
+        reply = Restore.from_json(self._context.control.request("restore", self._config.limits.start_limit_s))
         self.staging = reply.staging
         return None if reply.checkpoint is None else self._read(reply.checkpoint)
 
@@ -228,7 +228,7 @@ class Saver:
             model_state.load(self._model, parts[0], (model_state.SEEDS,), url)
         else:
             parts = [found.parts[rank] for rank in sorted(found.parts)]
-            model_state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
+            model_state.derive_seeds(self._model, self._config.data.seed, int(found.manifest["step"]), world.rank)
         takes_sums = same or world.is_leader
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
@@ -240,7 +240,7 @@ class Saver:
         by_rule = (
             rule is not None and rule["reason"] is not None
         )  # lockstep.training.rank.fit asks the rule of this call
-        stopped = bool(saved["stopped"]) and not by_rule and self._config.epochs <= int(saved["epochs"])
+        stopped = bool(saved["stopped"]) and not by_rule and self._config.data.epochs <= int(saved["epochs"])
         counts = [part[CLASS_COUNTS] for part in parts if takes_sums and CLASS_COUNTS in part]
         return Progress(
             self.last_step, stopped, dict(saved["metrics"]), class_counts=np.sum(counts, axis=0) if counts else None
@@ -250,7 +250,7 @@ class Saver:
         """Load weights and optimizer state of the run's best checkpoint, if the driver knows one. A collective, after
         the last checkpoint.
         """
-        url = self._context.control.request("best", self._config.stall_limit_s)["checkpoint"]
+        url = self._context.control.request("best", self._config.limits.stall_limit_s)["checkpoint"]
         if url is not None:
             self._load(self._read(url))
 
@@ -299,7 +299,7 @@ class Saver:
             document = {
                 "in_epoch": in_epoch,
                 "stopped": progress.stopped,
-                "epochs": self._config.epochs,
+                "epochs": self._config.data.epochs,
                 "metrics": json_safe(progress.metrics),
                 "callbacks": callbacks,
                 "early_stop": None if self._early_stop is None else self._early_stop.state(),
@@ -381,7 +381,7 @@ class Saver:
         audit = self._write_audit(step)
         report("waiting for the driver to commit what all ranks report")
         done = CheckpointReport(step=step, files=[written], **about, audit=audit, state=document)
-        self._context.control.request("checkpoint", self._config.stall_limit_s, **done.to_json())
+        self._context.control.request("checkpoint", self._config.limits.stall_limit_s, **done.to_json())
         return Saved(step, int(file.size), time.perf_counter() - began)
 
     def _write_audit(self, step: int) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class Validation:
         return Validated(
             {f"{VALIDATION}{name}": value for name, value in metrics.items()},
             {
-                "split": self._config.validate,
+                "split": self._config.validation.validate,
                 "samples": found["samples"],
                 "left_out": found["left_out"],
                 "class_counts": found["class_counts"],

@@ -60,7 +60,10 @@ class ReadOptions:
     def of(cls, config: TrainConfig, ranks: int) -> Self:
         """The options of a run's rank."""
         return cls(
-            read_ahead_bytes=config.read_ahead_bytes, cache=config.cache, cache_bytes=config.cache_bytes, ranks=ranks
+            read_ahead_bytes=config.reading.read_ahead_bytes,
+            cache=config.reading.cache,
+            cache_bytes=config.reading.cache_bytes,
+            ranks=ranks,
         )
 
     def shared_by(self, readers: int) -> ReadOptions:

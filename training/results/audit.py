@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from lockstep.storage.urls import join
 from lockstep.training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
 from lockstep.training.batches.clients import read_table
 from lockstep.training.batches.training_set import TrainingSet, sample_ids
-from lockstep.training.config import LANE_GROUPS
+from lockstep.training.config import TrainConfig
 from lockstep.training.plan.client_plan import ClientPlan
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, Plan
@@ -34,6 +33,7 @@ from lockstep.training.run.lineage import CheckpointRef, chain_of, epochs_asked,
 from lockstep.training.run.metrics import BAD_RECORD, read_rows
 from lockstep.training.run.paths import RunPaths, audit_step_of
 from lockstep.training.run.run_json import read_run
+from lockstep.training.ways import Federated
 
 _LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
 _MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
@@ -429,17 +429,17 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     fs, paths = filesystem(run_url), RunPaths(run_url)
     chain_of(fs, paths)  # first: a lost checkpoint is a fault without an audit too
     document = read_run(fs, paths)
-    config: dict[str, Any] = document["config"]
-    if not config["audit"]:
+    config = TrainConfig.from_json(document["config"])
+    if not config.exactness.audit:
         raise _unchecked(run_url, "a run without --audit")
     tip = find_tip(fs, paths)
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
-        datasets = [dataset_url] if dataset_url else config["datasets"]
-        opened = TrainingSet.at(datasets, config["split"], config["mix"])
+        datasets = [dataset_url] if dataset_url else config.data.datasets
+        opened = TrainingSet.at(datasets, config.data.split, config.data.mix)
         where = f"{paths.run_json}: plan"
-        federated = config["strategy"] == "federated"
+        federated = isinstance(config.way, Federated)
         clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None
         plan = None if federated else opened.plan(document["plan"], where)
     except CorruptionError:
@@ -447,7 +447,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     except (ConfigError, DataError) as error:
         raise _unchecked(run_url, error.what) from error
     skipped = [bad for _, row in read_rows(run_url, BAD_RECORD)[1] if (bad := BadRecords.of_row(row)) is not None]
-    if skipped or config["on_bad_record"] == "skip":
+    if skipped or config.exactness.on_bad_record == "skip":
         for reader in opened.readers:
             reader.skip_bad_records(Skipped(lambda bad: None))
     stand_ins = stand_ins_of(opened.readers, skipped)
@@ -465,7 +465,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     assert plan is not None
     # Only the epochs that the steps have reached, and one more: memory is proportional to their number.
     epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
-    places = Places(plan, LANE_GROUPS if config["batchnorm"] == "ghost" else None, ids, spans)
+    places = Places(plan, config.step.lane_groups, ids, spans)
 
     def audits() -> Iterator[Rows]:
         for url in files:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import LockstepError
+from lockstep.training.config import options_in
 from lockstep.training.rules import of_validation
 
 
@@ -15,20 +16,20 @@ def chosen_on(document: Mapping[str, Any], split: str, watching: Sequence[str] =
 
     `document` is run.json, `watching` the callbacks of its result that watch the validation.
     """
-    config = document["config"]
+    config = options_in(document["config"])
     rules = {
         "--keep-best": config.get("keep_best"),
         "--early-stop": config.get("early_stop"),
         "the --metric of a search,": document.get("search_metric"),
     }
-    judged = {True: [config.get("validate")], False: str(config["split"]).split(",")}
+    judged: dict[bool, list[Any]] = {True: [config.get("validate")], False: str(config["split"]).split(",")}
     found = [f"{flag} {rule}" for flag, rule in rules.items() if rule and split in judged[of_validation(rule)]]
     return found + [f"the model's {one}" for one in watching if split == config.get("validate")]
 
 
 def has_rows_of(document: Mapping[str, Any], datasets: Sequence[str]) -> bool:
     """Whether one of these datasets is one that the run was trained with, by its URL or its digest."""
-    urls = document["config"]["datasets"]
+    urls = options_in(document["config"])["datasets"]
     if set(urls) & set(datasets):
         return True
     digests = {document.get("dataset_digest")}

@@ -196,13 +196,15 @@ def evaluate_pooled(runs: Mapping[str, str], dataset: str, launch: Launch, *, nu
 
 def check_alike(models: Sequence[StoredModel], manifest: DatasetManifest, split: str) -> None:
     """Raise ConfigError for models that are fed other inputs, or were trained on other shares of the classes."""
-    trained_on = [one.config.split for one in models if split in one.config.split.split(",")]
+    trained_on = [one.config.data.split for one in models if split in one.config.data.split.split(",")]
     folds = {held_out(manifest, names, training=True) for names in trained_on}
     alike = len(folds) <= 1 and len(trained_on) in (0, len(models)) and len({one.kept for one in models}) == 1
     if not alike:
         raise ConfigError(
             "these models cannot be averaged",
-            got="; ".join(f"trained on {one.config.split}, shares of classes {one.kept or 'all'}" for one in models),
+            got="; ".join(
+                f"trained on {one.config.data.split}, shares of classes {one.kept or 'all'}" for one in models
+            ),
             allowed=f"all trained on the same folds, or none of them on `{split}`; with the same --sample",
             next_step="Choose another --split, or evaluate these runs one by one.",
         )
@@ -245,11 +247,11 @@ def _sampled(model: str | None, evaluated: DatasetManifest, digest: str) -> Samp
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
     """Raise ConfigError if the run's datasets have changed, or lack what `baseline` needs."""
-    trained_on = (open_parts if config.mix is None else open_mixture)(config.datasets, config.split)[1]
+    trained_on = (open_parts if config.data.mix is None else open_mixture)(config.data.datasets, config.data.split)[1]
     if trained_on.digest != digest:
         raise ConfigError(
             f"the baseline {baseline} cannot be counted on the run's training rows",
-            got=f"datasets {', '.join(config.datasets)} of digest {trained_on.digest}",
+            got=f"datasets {', '.join(config.data.datasets)} of digest {trained_on.digest}",
             allowed=f"digest {digest}",
             next_step="Put the run's datasets back in their places, or leave --baseline out.",
         )
@@ -377,7 +379,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 def main(context: RankContext) -> dict[str, Any]:
     """Evaluate this rank's share; rank 0 returns a result of `evaluate` from `samples` on, other ranks {}."""
     config = EvaluateOrder.from_json(context.payload).members[0].config
-    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    runtime.configure(context.world, precision=config.step.precision, seed=config.data.seed)
     from lockstep.training.results.evaluate_rank import run  # here, since it imports TensorFlow, which is set up now
 
     return run(context)

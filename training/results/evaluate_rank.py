@@ -41,7 +41,7 @@ def run(context: RankContext) -> dict[str, Any]:
     models = [_opened(context, order, member, split) for member, split in zip(order.members, splits, strict=True)]
     first = models[0]
     comm = context.communicator()
-    comm.deadline_s = config.stall_limit_s
+    comm.deadline_s = config.limits.stall_limit_s
     baseline: Baseline | NumberBaseline | None = None
     if request.baseline is not None:
         beat(0, "count the baseline")
@@ -74,19 +74,19 @@ def run(context: RankContext) -> dict[str, Any]:
 
 def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | NumberBaseline:
     """The baseline, counted on the run's training rows. A collective."""
-    trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
-    if config.on_bad_record == "skip":
+    trained_on = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix)
+    if config.exactness.on_bad_record == "skip":
         trained_on = trained_on.skipping_bad_records(lambda bad: None)
     baseline = baseline_of(name, trained_on.encoder.schema)
-    baseline.fit(trained_on.readers, config.mix, comm)
+    baseline.fit(trained_on.readers, config.data.mix, comm)
     return baseline
 
 
 def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
     config = member.config
     context.control.beat(0, OPENING)
-    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.split)
-    if config.on_bad_record == "skip":
+    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split)
+    if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     context.control.beat(0, "load the model")
     model = member.load(split.manifest, split.encoder.signature)

@@ -107,8 +107,8 @@ def export_run(
                 "generation": first.ref.generation,
                 "checkpoint": str(first.ref),
                 "plan": first.plan,
-                "model": first.stored.config.model,
-                "split": first.stored.config.split,
+                "model": first.stored.config.model.model,
+                "split": first.stored.config.data.split,
                 "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in made.files},
             }
             if len(members) > 1:
@@ -144,12 +144,12 @@ def _check_alike(members: Sequence[_Member]) -> None:
     one. That all have seen the same data is checked where the checkpoints are read.
     """
     configs = [one.stored.config for one in members]
-    names = {config.model for config in configs if ":" in config.model}
-    splits = {config.split for config in configs}
+    names = {config.model.model for config in configs if ":" in config.model.model}
+    splits = {config.data.split for config in configs}
     if len(splits) > 1 or len(names) > 1:
         raise ConfigError(
             "these models cannot be exported as their mean",
-            got="; ".join(f"{config.model} trained on {config.split}" for config in configs),
+            got="; ".join(f"{config.model.model} trained on {config.data.split}" for config in configs),
             allowed="runs with one --split, and one MODULE:FUNCTION or ready models",
             next_step="Leave the other runs out of --run.",
         )
@@ -181,7 +181,7 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
 def main(context: RankContext) -> dict[str, Any]:
     """Write the model of an ExportOrder; returns a MadeModel as JSON."""
     config = ExportOrder.from_json(context.payload).members[0].config
-    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    runtime.configure(context.world, precision=config.step.precision, seed=config.data.seed)
     return run(context)
 
 
@@ -204,14 +204,14 @@ def run(context: RankContext) -> dict[str, Any]:
 
         logits = [takes_logits(one) for one in models]
         model = saved_ensemble_of(models, logits, signature, inputs_of(signature))
-    files = export(model, directory, config.datasets[0], manifest, signature)
+    files = export(model, directory, config.data.datasets[0], manifest, signature)
     not_raw: dict[str, str] = {}
     if order.form == "savedmodel":
         from lockstep.training.models.saved_model import export_saved_model
 
         schema = raw_schema(Schema.from_json(manifest.schema))
-        fold = held_out(manifest, config.split, training=True)
-        fitted = load_fitted(schema, config.datasets[0], manifest, fold)
+        fold = held_out(manifest, config.data.split, training=True)
+        fitted = load_fitted(schema, config.data.datasets[0], manifest, fold)
         more, not_raw = export_saved_model(model, directory, signature, schema, fitted)
         files += more
     return MadeModel(files=files, not_raw=not_raw).to_json()

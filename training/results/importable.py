@@ -18,5 +18,5 @@ def check_importable(run: str, *, here: bool) -> None:
     if not fs.exists(paths.run_json):
         return
     config = TrainConfig.from_json(read_run(fs, paths)["config"])
-    if not config.model.startswith(f"{SENT}:"):
-        check_name(config.model, config.extra, here=here)
+    if not config.model.model.startswith(f"{SENT}:"):
+        check_name(config.model.model, config.model.extra, here=here)

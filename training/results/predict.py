@@ -238,7 +238,7 @@ def _run(order: PredictOrder, launch: Launch, fs: FileSystem, progress: Progress
 def main(context: RankContext) -> dict[str, Any]:
     """Write this rank's files; returns RankPredictions as JSON."""
     config = PredictOrder.from_json(context.payload).members[0].config
-    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    runtime.configure(context.world, precision=config.step.precision, seed=config.data.seed)
     from lockstep.training.results.predict_rank import run  # here, since it imports TensorFlow, which is set up now
 
     return run(context)

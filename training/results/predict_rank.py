@@ -53,7 +53,7 @@ def run(context: RankContext) -> dict[str, Any]:
     request, config, directory, parts = order.request, order.members[0].config, order.directory, order.parts
     world, beat, batch = context.world, context.control.beat, request.batch
     beat(0, OPENING)
-    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.split)
+    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.data.split)
     beat(0, "load the model")
     model = _mean_of(order.members, split)
     form = Form.of(model, split)
@@ -69,7 +69,7 @@ def run(context: RankContext) -> dict[str, Any]:
         nonlocal steps
         at, _ = eval_rows(split.reader, part, parts, batch)
         batches = eval_batches(split.reader, encoder, part, parts, batch)
-        with ReadAhead(batches, lambda: f"the rows of file {part}", config.stall_limit_s) as ahead:
+        with ReadAhead(batches, lambda: f"the rows of file {part}", config.limits.stall_limit_s) as ahead:
             for rows in ahead:
                 outputs = model.predict_on_batch(rows.x)
                 steps += 1

@@ -71,8 +71,8 @@ class ExportedModel:
             url=url,
             digest=sha256_hex(data),
             files=tuple(manifest["files"]),
-            model=config.model if config else str(manifest.get("model", "")),
-            split=config.split if config else str(manifest.get("split", "")),
+            model=config.model.model if config else str(manifest.get("model", "")),
+            split=config.data.split if config else str(manifest.get("split", "")),
             schema=raw_schema(schema),
             signature=Signature.from_json(_document(url, SIGNATURE_FILE)),
             pixels=Pixels.from_json(_document(url, PICTURES_FILE), join(url, PICTURES_FILE))

@@ -17,6 +17,7 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
+from lockstep.training.config import options_in
 from lockstep.training.plan.datasets import open_mixture, open_parts
 from lockstep.training.results import baselines
 from lockstep.training.results.chosen_on import chosen_on, chosen_words
@@ -120,7 +121,7 @@ def about_run(
     document: Mapping[str, Any], claims: Mapping[int, Claim], result: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     """What was trained, how and when, as rows of text, from run.json, the claims and the result."""
-    config = document["config"]
+    config = options_in(document["config"])
     versions = document.get("versions", {})
     rows = [
         ("model", config.get("model")),
@@ -153,7 +154,7 @@ def _scaling(config: Mapping[str, Any]) -> str:
 
 def _validation(document: Mapping[str, Any], watching: Sequence[str]) -> str:
     """Say `test, every 2 epochs`, and what was chosen on it; nothing for a run without validation."""
-    config = document["config"]
+    config = options_in(document["config"])
     split, every = config.get("validate"), config.get("validate_every")
     chosen = f"; {said}" if split is not None and (said := chosen_words(chosen_on(document, split, watching))) else ""
     return "" if split is None else f"{split}, every {f'{every} epochs' if every != 1 else 'epoch'}{chosen}"
@@ -239,10 +240,11 @@ def _result_section(
     last = history.epochs[-1]["metrics"] if history.epochs else {}
     names = sorted({name.removeprefix(VALIDATION) for name in last})
     rows = [(name, *(_number(last.get(key, "-")) for key in (name, VALIDATION + name))) for name in names]
-    chosen = document.get("config") and chosen_on(document, str(document["config"].get("validate")))
+    config = options_in(document.get("config", {}))
+    chosen = config and chosen_on(document, str(config.get("validate")))
     validation = "validation (chosen on: optimistic)" if chosen else "validation"
     body = table([("metric", "training", validation), *rows], head=True) if rows else Markup()
-    if dataset := next(iter(document.get("config", {}).get("datasets", [])), None):
+    if dataset := next(iter(config.get("datasets", [])), None):
         words = ["lockstep", "evaluate", "--run", run, "--dataset", str(dataset), "--split", "test"]
         of_classes = any("auc" in name or "accuracy" in name for name in names)
         of_numbers = any("error" in name for name in names) and not of_classes
@@ -344,7 +346,7 @@ def _dataset_links(datasets: Sequence[str], url: str) -> list[tuple[str, Markup]
 
 def _dataset_of(document: Mapping[str, Any]) -> DatasetManifest | str:
     """The manifest of the run's first dataset; why it cannot be read, if it cannot."""
-    config = document["config"]
+    config = options_in(document["config"])
     try:
         return (open_parts if config.get("mix") is None else open_mixture)(config["datasets"], config["split"])[1]
     except (LockstepError, KeyError) as error:
@@ -358,7 +360,7 @@ def _data_rows(document: Mapping[str, Any], manifest: DatasetManifest | str, url
         return [("cannot be read now", manifest), digest]
     counts = manifest.counts
     return [
-        *_dataset_links(document["config"]["datasets"], url),
+        *_dataset_links(options_in(document["config"])["datasets"], url),
         ("read", counts.read),
         ("written", counts.written),
         ("quarantined", counts.quarantined),

@@ -14,6 +14,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
 from lockstep.storage.urls import absolute, basename, join, parent
+from lockstep.training.config import options_in
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, read_lease
 from lockstep.training.results.evaluate import aligned, number
 from lockstep.training.results.pages import printable
@@ -164,7 +165,7 @@ def _read(url: str, name: str) -> ListedRun:
 
 def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
     document, claims = read_run(fs, paths), read_claims(fs, paths)
-    config, newest = dict(document["config"]), max(claims, default=0)
+    config, newest = options_in(document["config"]), max(claims, default=0)
     settings = config.pop("extra", None) or {}
     config |= {f"set.{key}": value for key, value in settings.items()}
     of_epoch, asked = steps_in_epoch(document["plan"]), epochs_asked(claims) or int(config["epochs"])

@@ -65,7 +65,7 @@ class StoredModel(Message):
 
 def task_of(entry: str, order: Message, members: Sequence[StoredModel]) -> RankTask:
     """The task of ranks that load `members`; they encrypt if one of the runs was trained so."""
-    tls = any(one.config.tls == "on" for one in members)
+    tls = any(one.config.ranks.tls == "on" for one in members)
     return RankTask(entry, order.to_json(), hadoop=hadoop_settings(), tls=tls)
 
 
@@ -96,16 +96,18 @@ def choose_checkpoint(
             next_step="Resume the run: `lockstep train` with the same flags.",
         )
     if which in ("best", None):
-        best = find_best(fs, paths, config.keep)
+        best = find_best(fs, paths, config.checkpoints.keep)
         if best is not None:
             return best.ref
         if which == "best":
-            raise _no_such(paths, f"--keep-best {config.keep_best}, and no checkpoint with that metric", chain)
+            raise _no_such(
+                paths, f"--keep-best {config.checkpoints.keep_best}, and no checkpoint with that metric", chain
+            )
     if which in ("last", None):
         return chain[0]
     found = [ref for ref in chain if ref.step == which]
     if not found:
-        raise _no_such(paths, f"step {which}", chain, best=find_best(fs, paths, config.keep) is not None)
+        raise _no_such(paths, f"step {which}", chain, best=find_best(fs, paths, config.checkpoints.keep) is not None)
     return found[0]
 
 

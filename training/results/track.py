@@ -21,6 +21,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError,
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute, basename, join
+from lockstep.training.config import options_in
 from lockstep.training.rules import VALIDATION
 from lockstep.training.run.epochs import epochs_words
 from lockstep.training.run.metrics import PARTS, History, read_history
@@ -227,9 +228,10 @@ class MLflow(Tracker):
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
         stored = read_run(filesystem(self._run), RunPaths(self._run))
+        config = options_in(stored["config"])
         created = self._client.create_run(self._experiment, run_name=basename(self._run), tags={RUN_TAG: self._run})
         run_id = str(created.info.run_id)
-        params = [Param(name, str(value)[:6000]) for name, value in _flat(stored["config"]) if value is not None]
+        params = [Param(name, str(value)[:6000]) for name, value in _flat(config) if value is not None]
         for at in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(run_id, params=params[at : at + MOST_PARAMS])
         datasets = [
@@ -239,7 +241,7 @@ class MLflow(Tracker):
                 ),
                 [InputTag("mlflow.data.context", "training")],
             )
-            for url in stored["config"]["datasets"]
+            for url in config["datasets"]
         ]
         self._client.log_inputs(run_id, datasets=datasets)
         return run_id

@@ -8,6 +8,7 @@ from typing import Any, Self
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import Shown, short
+from lockstep.training.config import options_in
 from lockstep.training.launch.session import Launch
 from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary
 from lockstep.training.results.pictures import Images, predict_raw
@@ -46,7 +47,7 @@ class TrainedRun(RunResult):
         Raises ConfigError for a run of several datasets if `dataset` is None.
         """
         if dataset is None:
-            trained_on = read_run(filesystem(self.run), RunPaths(self.run))["config"]["datasets"]
+            trained_on = options_in(read_run(filesystem(self.run), RunPaths(self.run))["config"])["datasets"]
             if len(trained_on) > 1:
                 raise ConfigError(
                     "the run was trained on several datasets",

@@ -6,26 +6,24 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
-from lockstep.training.config import TrainConfig, Value, flag_of
+from lockstep.training.config import Value, flag_of, options, options_in
 
 
 def command_of(config: Mapping[str, Any]) -> str:
     """The command line for a shell of the run of this stored configuration, without options that have their default."""
-    words = ["lockstep", "train"]
-    for field in fields(TrainConfig):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        value = config.get(field.name)
-        if value is None or value == default or value == {}:
+    words, given = ["lockstep", "train"], options_in(config)
+    for name, option in options().items():
+        value = given.get(name)
+        if value is None or value == option.default or value == {}:
             continue
-        words.append(flag_of(field.name))
+        words.append(flag_of(name))
         if isinstance(value, Mapping):
-            words += [f"{name}={setting_word(one)}" for name, one in value.items()]
+            words += [f"{setting}={setting_word(one)}" for setting, one in value.items()]
         elif isinstance(value, list | tuple):
             words += map(str, value)
-        elif field.name == "augment":
+        elif name == "augment":
             words += str(value).split()
         elif value is not True:
             words.append(str(value))

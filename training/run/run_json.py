@@ -24,7 +24,7 @@ from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, r
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
 # With the plan, these fields determine every weight, and none may change.
 FIXED = (
@@ -79,21 +79,21 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPla
 
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: RunPlan) -> None:
     identity, stored, begun = plan.identity(), found["plan"], TrainConfig.from_json(found["config"])
-    _same(paths, "strategy", "strategy", begun.strategy, config.strategy)  # of it depends the plan
+    _same(paths, "strategy", "strategy", begun.step.strategy, config.step.strategy)  # the plan depends on it
     names = sorted(identity.keys() | stored.keys())
     for name in ("split", "ratios"):  # first: with another split or mix, the records differ too
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     if stored.get("dataset_digest") != identity["dataset_digest"]:
         digest = str(stored.get("dataset_digest"))
-        difference = what_differs([load_dataset(url) for url in config.datasets], begun.datasets, digest)
+        difference = what_differs([load_dataset(url) for url in config.data.datasets], begun.data.datasets, digest)
         got = f"dataset_digest = {identity['dataset_digest']!r}: {difference}"
         _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     for name in FIXED:
-        _same(paths, name, name, getattr(begun, name), getattr(config, name))
-    if config.epochs < epochs_asked(read_claims(fs, paths)):
-        _check_not_past(fs, paths, config.epochs, plan)
+        _same(paths, name, name, begun.options()[name], config.options()[name])
+    if config.data.epochs < epochs_asked(read_claims(fs, paths)):
+        _check_not_past(fs, paths, config.data.epochs, plan)
 
 
 def _check_not_past(fs: FileSystem, paths: RunPaths, epochs: int, plan: RunPlan) -> None:
@@ -145,14 +145,15 @@ def open_run(
         document = seal({**_document(config, manifest, plan), "search_metric": search_metric})
         write_file(fs, paths.run_json, document, exclusive=not again, confirm=confirm)
         return
-    found, given = read_run(fs, paths), config.to_json()
-    before = TrainConfig.from_json(found["config"]).to_json()
+    found = read_run(fs, paths)
+    given, begun = config.options(), TrainConfig.from_json(found["config"])
+    before = begun.options()
     changed = {name: given[name] for name in MENDABLE if given[name] != before[name]}
     if changed:
         for name in (name for name in JUDGING if name in changed):
             words = f"{flag_of(name)} is {given[name] or 'unset'} from here on; it was {before[name] or 'unset'}"
             print(f"note: {words}", file=sys.stderr, flush=True)
-        mended = seal({**found, "config": found["config"] | changed})
+        mended = seal({**found, "config": begun.but(**changed).to_json()})
         write_file(fs, paths.run_json, mended, exclusive=False, confirm=confirm)
 
 

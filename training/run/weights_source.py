@@ -10,6 +10,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
+from lockstep.training.config import options_in
 from lockstep.training.rules import Keep
 from lockstep.training.run.best import find_best
 from lockstep.training.run.lineage import chain_of, find_tip
@@ -45,7 +46,7 @@ def newest_of(run: str) -> tuple[str | None, str | None]:
     try:
         return find_model(fs, paths), None
     except NotFoundError:
-        keep = Keep(best=read_run(fs, paths)["config"].get("keep_best"))
+        keep = Keep(best=options_in(read_run(fs, paths)["config"]).get("keep_best"))
         if (best := find_best(fs, paths, keep)) is not None:
             return None, best.url
         tip = find_tip(fs, paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lockstep.storage.documents import seal, unseal_as
@@ -11,7 +11,7 @@ from lockstep.storage.errors import ConfigError, NotFoundError, differences, req
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from lockstep.training.config import TrainConfig
+from lockstep.training.config import TrainConfig, options_in
 from lockstep.training.rules import BEST, BEST_ALLOWED, of_validation
 from lockstep.training.run.run_json import refuse_strange_directory
 from lockstep.training.search.space import OPERATIONAL, Parameter
@@ -43,15 +43,15 @@ class SearchConfig:
     it and no trial sees it."""
 
     def __post_init__(self) -> None:
-        urls = tuple(map(absolute, self.base.datasets))
-        object.__setattr__(self, "base", replace(self.base, run=absolute(self.base.run), datasets=urls))
+        urls = tuple(map(absolute, self.base.data.datasets))
+        object.__setattr__(self, "base", self.base.but(run=absolute(self.base.run), datasets=urls))
         require(BEST.fullmatch(self.metric) is not None, "--metric", self.metric, BEST_ALLOWED)
-        validated = self.base.validate is not None or not of_validation(self.metric)
+        validated = self.base.validation.validate is not None or not of_validation(self.metric)
         step = "Give --validate, or a metric of the training rows."
         require(validated, "--metric", f"{self.metric} without --validate", "a metric that trials have", step)
-        fixed = not self.base.elastic
+        fixed = not self.base.ranks.elastic
         require(fixed, "a search's number of ranks", "--min-ranks or --max-ranks", "a fixed number for each trial")
-        require(not self.base.balance, "a search's shares of ranks", "--balance", "even shares in each trial")
+        require(not self.base.ranks.balance, "a search's shares of ranks", "--balance", "even shares in each trial")
         apart, seen = "a split that no trial trains or is judged on", self.seen
         require(self.test is None or self.test not in seen, "--test", f"{self.test}, of {', '.join(seen)}", apart)
         require(self.parallel >= 1, "--parallel", str(self.parallel), "an integer from 1 up")
@@ -74,12 +74,15 @@ class SearchConfig:
     @property
     def seen(self) -> list[str]:
         """The splits that trials see: those that they train on, and the one that judges them."""
-        return [*self.base.split.split(","), *([] if self.base.validate is None else [self.base.validate])]
+        return [
+            *self.base.data.split.split(","),
+            *([] if self.base.validation.validate is None else [self.base.validation.validate]),
+        ]
 
     @property
     def chosen_on(self) -> str:
         """The split whose rows decide which trial is best."""
-        return str(self.base.validate) if of_validation(self.metric) else self.base.split
+        return str(self.base.validation.validate) if of_validation(self.metric) else self.base.data.split
 
     @property
     def number(self) -> int:
@@ -108,7 +111,9 @@ class SearchConfig:
     def identity(self) -> dict[str, Any]:
         """What every call of this search has in common, as a JSON object."""
         searched = {parameter.name for parameter in self.space}
-        base = {name: value for name, value in self.base.to_json().items() if name not in OPERATIONAL | searched}
+        base = {
+            name: value for name, value in options_in(self.base.to_json()).items() if name not in OPERATIONAL | searched
+        }
         return {
             "space": [parameter.to_json() for parameter in self.space],
             "metric": self.metric,

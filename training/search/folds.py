@@ -11,7 +11,6 @@ import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any
@@ -46,14 +45,14 @@ def runs_of_folds(config: TrainConfig) -> dict[str, TrainConfig]:
     refuse_validation(config)
     root = absolute(config.run)
     what, step = "the dataset of a cross-validation", "Make one with --split kfold:5, and name it alone."
-    require(len(config.datasets) == 1, what, ", ".join(config.datasets), "one dataset", step)
-    names = list(load_dataset(absolute(config.datasets[0])).splits)
+    require(len(config.data.datasets) == 1, what, ", ".join(config.data.datasets), "one dataset", step)
+    names = list(load_dataset(absolute(config.data.datasets[0])).splits)
     folded = len(names) > 1 and all(map(_FOLD.fullmatch, names))
     require(folded, what, f"splits {', '.join(names)}", "two folds or more: fold-0, fold-1, ...", step)
     names.sort(key=lambda name: int(name.removeprefix("fold-")))
     _refuse_strange_directory(root, names)
     runs = {
-        held_out: replace(config, run=join(root, held_out), split=",".join(name for name in names if name != held_out))
+        held_out: config.but(run=join(root, held_out), split=",".join(name for name in names if name != held_out))
         for held_out in names
     }
     for run in runs.values():
@@ -64,9 +63,9 @@ def runs_of_folds(config: TrainConfig) -> dict[str, TrainConfig]:
 def refuse_validation(config: TrainConfig) -> None:
     """Raise ConfigError for a validation: a fold's run is trained on all data but the fold that tests it."""
     require(
-        config.validate is None,
+        config.validation.validate is None,
         "the `validate` of a cross-validation",
-        str(config.validate),
+        str(config.validation.validate),
         "none: a run is trained on all folds but one, and a choice by that one would flatter its evaluation",
         "Leave --validate out; --early-stop may watch a metric of the training rows.",
     )
@@ -96,8 +95,8 @@ def cross_validate(
     result = {
         "format_version": FORMAT_VERSION,
         "kind": "cross_validation",
-        "dataset": absolute(config.datasets[0]),
-        "model": config.model,
+        "dataset": absolute(config.data.datasets[0]),
+        "model": config.model.model,
         "folds": found,
         "metrics": over_folds([fold["metrics"] for fold in found]),
         "pooled": pooled,
@@ -143,7 +142,7 @@ def _evaluated(fs: FileSystem, url: str, fold: str, run: TrainConfig, launch: La
     model, checkpoint = newest_of(run.run)
     if stored is not None and stored["model"] == (model or checkpoint):
         return stored
-    found = evaluate(EvaluateRequest((run.run,), run.datasets[0], fold, num_ranks=run.num_ranks), launch)
+    found = evaluate(EvaluateRequest((run.run,), run.data.datasets[0], fold, num_ranks=run.ranks.num_ranks), launch)
     document = {"format_version": FORMAT_VERSION, "kind": "evaluation", **found}
     write_file(fs, url, seal(document), exclusive=False)
     return document
@@ -160,7 +159,7 @@ def _pooled(
     if [fold["model"] for fold in stored["folds"]] == [fold["model"] for fold in folds] and "pooled" in stored:
         return dict(stored["pooled"])
     runs = {fold["fold"]: fold["run"] for fold in folds}
-    return evaluate_pooled(runs, config.datasets[0], launch, num_ranks=config.num_ranks)
+    return evaluate_pooled(runs, config.data.datasets[0], launch, num_ranks=config.ranks.num_ranks)
 
 
 def _refuse_strange_directory(root: str, folds: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
@@ -70,8 +69,11 @@ def render(
         ("its run", _trial_link(config, best, config.run_of(best.number))),
         ("its model", best.model or "none"),
         ("trials", ", ".join(f"{count} {state}" for state, count in _counts(trials).items())),
-        ("sampler, pruner, seed", f"{config.sampler}, {config.pruner}, {config.base.seed}"),
-        ("base", f"{config.base.model} on {', '.join(config.base.datasets)}, {config.base.epochs} epochs"),
+        ("sampler, pruner, seed", f"{config.sampler}, {config.pruner}, {config.base.data.seed}"),
+        (
+            "base",
+            f"{config.base.model.model} on {', '.join(config.base.data.datasets)}, {config.base.data.epochs} epochs",
+        ),
     ]
     head = ("trial", "state", config.metric_name, "epochs", *names, "reason")
     rows = []
@@ -105,10 +107,10 @@ def _trial_link(config: SearchConfig, trial: Trial, text: str = "") -> Markup:
 def _next_calls(config: SearchConfig, best: Trial) -> Markup:
     """The call that trains the best trial again for longer, and the one that continues the search."""
     longer = config_of_trial(config.base, best.parameters, f"{config.root}-best")
-    trained = command_of(replace(longer, epochs=2 * longer.epochs).to_json())
+    trained = command_of(longer.but(epochs=2 * longer.data.epochs).to_json())
     searched = {parameter.name for parameter in config.space}
-    settings = {name: value for name, value in config.base.extra.items() if f"{SETTING}{name}" not in searched}
-    words = shlex.split(command_of(replace(config.base, extra=settings).to_json()))
+    settings = {name: value for name, value in config.base.model.extra.items() if f"{SETTING}{name}" not in searched}
+    words = shlex.split(command_of(config.base.but(extra=settings).to_json()))
     words[1] = "tune"
     words += ["--metric", config.metric, "--trials", str(2 * config.number), "--parallel", str(config.parallel)]
     words += ["--sampler", config.sampler, "--pruner", config.pruner, "--space", "space.toml"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lockstep.storage.errors import nearest, require
-from lockstep.training.config import TrainConfig, Value, flag_of
+from lockstep.training.config import TrainConfig, Value, flag_of, option_names, options
 from lockstep.training.run.command import setting_word
 
 SETTING = "set."
@@ -26,7 +26,7 @@ OPERATIONAL = frozenset({
 })  # fmt: skip
 # With another value of these, the metrics of two trials measure different things; `extra` is searched by `set.NAME`.
 FIXED = frozenset({"datasets", "split", "mix", "audit", "extra", "validate", "validate_every", "keep_best"})
-SEARCHED = tuple(field.name for field in fields(TrainConfig) if field.name not in OPERATIONAL | FIXED)
+SEARCHED = tuple(name for name in option_names() if name not in OPERATIONAL | FIXED)
 KEYS = ("low", "high", "step", "log", "choices")
 MOST_STEPS = 2**53  # of a range: beyond, neighbouring doubles are further apart than the step
 EXAMPLES = "{low = 0.001, high = 1.0, log = true}, {low = 8, high = 64, step = 8} or {choices = [64, 128]}"
@@ -90,7 +90,7 @@ def space_of(document: Mapping[str, Any], where: str) -> tuple[Parameter, ...]:
         else:
             flat[name] = spec
     require(bool(flat), f"the space in {where}", "no parameter", "one parameter or more", f"Add one: {EXAMPLES}.")
-    kinds = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()}
+    kinds = {name: _kind(option.hint) for name, option in options().items()}
     found = []
     for name, spec in flat.items():
         setting = name.startswith(SETTING) and len(name) > len(SETTING)
@@ -113,7 +113,9 @@ def _steps(low: int | float, high: int | float, step: int | float) -> Fraction:
 
 
 def _kind(hint: Any) -> Any:
-    """The type of a field's values other than None; a Literal as it is."""
+    """The type of an option's values other than None; a Literal as it is."""
+    if get_origin(hint) is Annotated:
+        hint = hint.__origin__
     if get_origin(hint) in (Union, types.UnionType):
         return next(each for each in get_args(hint) if each is not types.NoneType)
     return hint
@@ -175,8 +177,8 @@ def config_of_trial(base: TrainConfig, parameters: Mapping[str, Any], run: str) 
     changed = {name: value for name, value in parameters.items() if not name.startswith(SETTING)}
     settings = {name.removeprefix(SETTING): value for name, value in parameters.items() if name.startswith(SETTING)}
     if settings:
-        changed["extra"] = {**base.extra, **settings}
-    return replace(base, run=run, **changed)
+        changed["extra"] = {**base.model.extra, **settings}
+    return base.but(run=run, **changed)
 
 
 def flags_of(parameters: Mapping[str, Any]) -> list[str]:

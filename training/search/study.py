@@ -197,7 +197,7 @@ class _Grid(GridSampler):
 
 
 def _sampler(config: SearchConfig) -> BaseSampler:
-    seed = config.base.seed % 2**32  # all that NumPy's RandomState takes
+    seed = config.base.data.seed % 2**32  # all that NumPy's RandomState takes
     if config.sampler == "random":
         return RandomSampler(seed=seed)
     if config.sampler == "grid":
@@ -211,4 +211,4 @@ def _pruner(config: SearchConfig) -> BasePruner:
     if config.pruner == "median":
         return MedianPruner(n_startup_trials=STARTUP_TRIALS)
     searched = any(parameter.name == "epochs" for parameter in config.space)
-    return HyperbandPruner(max_resource="auto" if searched else config.base.epochs)
+    return HyperbandPruner(max_resource="auto" if searched else config.base.data.epochs)

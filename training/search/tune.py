@@ -40,6 +40,7 @@ from lockstep.training.search.live import AsLines, SearchProgress
 from lockstep.training.search.report import tested_words, write_search_report
 from lockstep.training.search.space import config_of_trial, corners, flags_of
 from lockstep.training.search.study import DONE, FAILED, OPEN, PRUNED, VERSION, Study, Trial
+from lockstep.training.ways import Federated
 
 FORMAT_VERSION = 1
 LOOK_S = 0.5
@@ -86,8 +87,8 @@ def tune(
     def tests(run: str) -> dict[str, Any] | None:
         if test is None:
             return None
-        first, *more = config.base.datasets
-        request = EvaluateRequest((run,), first, test, num_ranks=config.base.num_ranks, more=tuple(more))
+        first, *more = config.base.data.datasets
+        request = EvaluateRequest((run,), first, test, num_ranks=config.base.ranks.num_ranks, more=tuple(more))
         found = evaluate(request, launches.get_nowait())
         return {name: found[name] for name in ("split", "model", "samples", "metrics", "intervals", "compared_by")}
 
@@ -103,7 +104,7 @@ def split_apart(config: SearchConfig) -> str | None:
     if config.test is not None:
         check_validation(config.base, config.test, "--test")
         return config.test
-    there = all(TEST in load_dataset(url).splits for url in config.base.datasets)
+    there = all(TEST in load_dataset(url).splits for url in config.base.data.datasets)
     if there and TEST not in config.seen:
         return TEST
     note = (
@@ -122,9 +123,9 @@ def _launches(config: SearchConfig, launch: Launch) -> Sequence[Launch]:
 
 
 def _check_slots(config: SearchConfig, launch: SessionLauncher) -> None:
-    ranks = config.parallel * (config.base.processes + config.base.spare_executors)
+    ranks = config.parallel * (config.base.processes + config.base.ranks.spare_executors)
     try:
-        launch.ready(ranks, config.base.start_limit_s)
+        launch.ready(ranks, config.base.limits.start_limit_s)
     except ConfigError as error:
         raise ConfigError(
             f"{config.parallel} trials of {config.base.processes} processes do not fit at once",
@@ -145,7 +146,8 @@ def run_trials(
 ) -> dict[str, Any]:
     """Do what `tune` does without its checks; `trainer` runs a trial, `tests` evaluates the best one."""
     fs = filesystem(config.root)
-    notes.show(notes.of_private_search(config.base.noise_multiplier))
+    way = config.base.way
+    notes.show(notes.of_private_search(way.noise_multiplier if isinstance(way, Federated) else 0.0))
     lease = Lease(fs, f"{config.root}/lease.json", hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), lease:
         open_search(fs, config, VERSION)
@@ -276,7 +278,7 @@ class _Search:
                 if not isinstance(content, dict):
                     del self._running[number]
                     self._end(running.trial, content)
-                elif self._judge(running.trial, content, running.config.epochs):
+                elif self._judge(running.trial, content, running.config.data.epochs):
                     running.end("pruned")
         finally:
             for running in self._running.values():
@@ -296,7 +298,7 @@ class _Search:
         config = config_of_trial(self._config.base, trial.parameters, run)
         if filesystem(run).exists(RunPaths(run).run_json):
             for row in read_history(run).epochs:  # those that an earlier driver may not have judged
-                if self._judge(trial, row, config.epochs):
+                if self._judge(trial, row, config.data.epochs):
                     return
         hooks = replace(self._hooks, progress=self._progress.of_trial(trial.number))
         self._running[trial.number] = _Running(trial, config, self._trainer, hooks, self._messages)

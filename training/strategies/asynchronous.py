@@ -21,6 +21,7 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training import ways
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.buckets import all_finite
@@ -307,10 +308,11 @@ class Asynchronous(Exchanging):
     sums_gradients = False
 
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
-        config = self._config
-        noise = Noise(config.gradient_noise, config.seed, self._context.world.rank)
-        every = CheckpointEvery.parse(config.checkpoint_every).steps
-        return partial(AsyncExchange, staleness=config.staleness or 0, every=every, noise=noise)
+        config, way = self._config, self._config.way
+        assert isinstance(way, ways.Asynchronous)
+        noise = Noise(way.gradient_noise, config.data.seed, self._context.world.rank)
+        every = CheckpointEvery.parse(config.checkpoints.checkpoint_every).steps
+        return partial(AsyncExchange, staleness=way.staleness or 0, every=every, noise=noise)
 
     def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
         assert isinstance(exchange, ApartExchange)

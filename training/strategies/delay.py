@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training import ways
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.agreement import Inquiry, NonFiniteError, NonFinitePolicy
 from lockstep.training.exchange.exchange import Array, Exchange
@@ -251,7 +252,9 @@ class DelayedSums(Exchanging):
     """The way of --delay."""
 
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
-        return partial(DelayedExchange, delay=self._config.delay)
+        way = self._config.way
+        assert isinstance(way, ways.Delay)
+        return partial(DelayedExchange, delay=way.delay)
 
     def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
         assert isinstance(exchange, DelayedExchange)

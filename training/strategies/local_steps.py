@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import DataError
+from lockstep.training import ways
 from lockstep.training.comm.base import FLOATS, Communicator
 from lockstep.training.exchange.agreement import FLAGS, SHOWN_SAMPLES, Agreement
 from lockstep.training.exchange.buckets import copy_scaled
@@ -239,14 +240,15 @@ class Meetings(Exchanging):
 
     def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
         assert isinstance(exchange, LocalExchange)
-        config = self._config
+        way = self._config.way
+        assert isinstance(way, ways.LocalSteps)
         return LocalSteps(
             model,
             exchange,
-            every=config.sync_every,
-            first_epoch=config.sync_until_epoch,
-            learning_rate=config.outer_learning_rate,
-            momentum=config.outer_momentum,
+            every=way.sync_every,
+            first_epoch=way.sync_until_epoch,
+            learning_rate=way.outer_learning_rate,
+            momentum=way.outer_momentum,
         )
 
 

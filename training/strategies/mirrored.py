@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training import ways
 from lockstep.training.comm.base import Communicator
 from lockstep.training.comm.hosts import require_trust
 from lockstep.training.comm.tf.cluster import JOB, addresses, written
@@ -43,14 +44,14 @@ def start_strategy(config: TrainConfig, context: RankContext) -> tf.distribute.S
     Raises ConfigError for devices that are not there, and without a network to trust.
     """
     gpus = len(tf.config.list_physical_devices("GPU"))
-    if config.strategy == "mirrored":
-        return tf.distribute.MirroredStrategy(_devices(config.devices, gpus))
-    world, address = context.world, require_trust(config.trust_network, "multi-worker-mirrored")
+    if isinstance(config.way, ways.Mirrored):
+        return tf.distribute.MirroredStrategy(_devices(config.way.devices, gpus))
+    world, address = context.world, require_trust(config.ranks.trust_network, "multi-worker-mirrored")
     context.communicator()
     with addresses(world.rank, world.num_ranks, address, context.control.rendezvous) as table:
         cluster = {JOB: [written(host, port) for host, port in table]}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": JOB, "index": world.rank}})
-        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=config.stall_limit_s)
+        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=config.limits.stall_limit_s)
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
@@ -75,10 +76,10 @@ def share_of_replica(config: TrainConfig, strategy: tf.distribute.Strategy, rows
     """
     replicas = strategy.num_replicas_in_sync
     here = len(strategy.extended.worker_devices)
-    if rows % here or rows // here * replicas != config.global_batch:
+    if rows % here or rows // here * replicas != config.data.global_batch:
         raise ConfigError(
-            f"--strategy {config.strategy} cannot divide a global batch into equal parts",
-            got=f"{rows} of {config.global_batch} rows on a rank with {here} of {replicas} devices",
+            f"--strategy {config.step.strategy} cannot divide a global batch into equal parts",
+            got=f"{rows} of {config.data.global_batch} rows on a rank with {here} of {replicas} devices",
             allowed="equally many rows on each device",
             next_step="Choose --global-batch and --lanes as multiples of the number of devices.",
         )
@@ -254,7 +255,7 @@ class OfTensorflow(Exchanging):
         self, model: keras.Model, communicator: Communicator, non_finite: NonFinitePolicy, group_rows: int | None
     ) -> TensorflowStep:
         exchange = TensorflowExchange(communicator, non_finite=non_finite)
-        seed, name = self._config.seed, self._config.strategy
+        seed, name = self._config.data.seed, self._config.step.strategy
         return TensorflowStep(self.strategy, model, exchange, seed=seed, group_rows=group_rows, name=name)
 
 

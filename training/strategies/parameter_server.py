@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.training import ways
 from lockstep.training.comm.base import Communicator, part_bounds
 from lockstep.training.exchange.agreement import Agreement
 from lockstep.training.exchange.compare_ranks import view_of
@@ -230,9 +231,10 @@ class Served(Exchanging):
     sums_gradients = False
 
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
-        config = self._config
-        every = CheckpointEvery.parse(config.checkpoint_every).steps
-        return partial(ServedExchange, staleness=config.staleness or 0, every=every, whole=whole)
+        config, way = self._config, self._config.way
+        assert isinstance(way, ways.ParameterServer)
+        every = CheckpointEvery.parse(config.checkpoints.checkpoint_every).steps
+        return partial(ServedExchange, staleness=way.staleness or 0, every=every, whole=whole)
 
     def between_steps(self, model: keras.Model, exchange: Exchange) -> EveryStep:
         assert isinstance(exchange, ServedExchange)

@@ -121,7 +121,7 @@ def test_a_mixture_is_the_same_at_any_ranks_and_is_what_a_run_trains_on(pair: li
         datasets=tuple(pair), run="r", model="m", num_ranks=1, batchnorm="local",
         **MIXED,
     )  # fmt: skip
-    opened = TrainingSet.at(pair, "train", config.mix)
+    opened = TrainingSet.at(pair, "train", config.data.mix)
     plan = plan_for(opened.manifest, config)
     planned = PlannedBatches.open(pair, **MIXED)
     assert planned.plan == plan

@@ -249,10 +249,10 @@ def test_an_order_tells_no_secret() -> None:
 def test_the_production_profile_turns_it_on() -> None:
     numbers = ["--num-ranks=2", "--global-batch=8", "--epochs=1"]
     call = ["--dataset=d", "--run=r", "--model=logistic", *numbers]
-    assert config_of(parser().parse(call)).tls == "off"
-    assert config_of(parser().parse([*call, "--config", "conf/production.toml"])).tls == "on"
+    assert config_of(parser().parse(call)).ranks.tls == "off"
+    assert config_of(parser().parse([*call, "--config", "conf/production.toml"])).ranks.tls == "on"
     tables = tomllib.loads(Path("conf/production.toml").read_text())
     with_tls = {job for job in JOBS if "--tls" in flags_of(job)}
     assert tables == {job: {"tls": "on"} for job in with_tls}
     with pytest.raises(ConfigError, match="tls"):
-        TrainConfig.from_json({**dict.fromkeys(("run", "model"), "r"), "datasets": ["d"], "tls": "yes", **NUMBERS})
+        TrainConfig(datasets=["d"], run="r", model="m", tls="yes", **NUMBERS)  # type: ignore[arg-type]  # not a switch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
 
@@ -44,6 +43,6 @@ def test_silence_names_the_flag_that_gives_more_time() -> None:
 
 def test_the_heartbeat_limit_reaches_the_driver() -> None:
     plain = TrainConfig(datasets=("d",), run="r", model="logistic", num_ranks=2, global_batch=8, epochs=1)
-    longer = limits_of(replace(plain, heartbeat_limit_s=60.0), Limits(silent_s=3.0))
+    longer = limits_of(plain.but(heartbeat_limit_s=60.0), Limits(silent_s=3.0))
     assert (limits_of(plain, Limits(silent_s=3.0)).silent_s, longer.silent_s) == (3.0, 60.0)
     assert failure_of(RankState(0, phase="train", joined_at=0.0), 59.0, -1000.0, longer) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,7 +202,7 @@ def test_lanes_that_moved_change_no_batch_and_no_weight(
     monkeypatch.setattr(_threads.Control, "beat", leaves)
     monkeypatch.setattr(Balancer, "add", decided)
     config = config_of(tmp_path, **options)
-    assert run(replace(config, max_steps=8)).restarts == 1
+    assert run(config.but(max_steps=8)).restarts == 1
     run(config)
     claims = read_claims(filesystem(config.run), RunPaths(config.run)).values()
     assert [claim.shares for claim in claims] == [None, (6, 26), (6, 26)], "the last was resumed"

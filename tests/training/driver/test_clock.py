@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         if number:
             monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
             monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(next(jumps) * 1e9))
-        config = replace(whole, run=str(tmp_path / f"run-{number}"))
+        config = whole.but(run=str(tmp_path / f"run-{number}"))
         result = run(config)
         assert (result.steps, result.restarts) == (25, 0)
         found.append(fingerprint(config.run))

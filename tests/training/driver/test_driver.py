@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -109,7 +108,7 @@ def test_no_secret_is_kept(config: TrainConfig, monkeypatch: pytest.MonkeyPatch)
 def test_killed_rank_goes_on_from_its_checkpoint(
     config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = dataclasses.replace(config, run=str(tmp_path / "whole"))
+    whole = config.but(run=str(tmp_path / "whole"))
     go(whole)
     result = go(config, "train_killed_once")
     assert (result.generation, result.restarts, result.steps) == (2, 1, 25)
@@ -123,7 +122,7 @@ def test_killed_rank_goes_on_from_its_checkpoint(
 
 def test_ranks_killed_while_a_checkpoint_is_in_flight(config: TrainConfig, tmp_path: Path) -> None:
     """In the midst of an upload: as if that checkpoint had not begun. After all reports: it is committed."""
-    whole = dataclasses.replace(config, run=str(tmp_path / "whole"), num_ranks=1)
+    whole = config.but(run=str(tmp_path / "whole"), num_ranks=1)
     go(whole)
     renames = []
 
@@ -144,7 +143,7 @@ def test_ranks_killed_while_a_checkpoint_is_in_flight(config: TrainConfig, tmp_p
 
 def test_gives_up_without_progress(config: TrainConfig) -> None:
     with pytest.raises(RankFailedError, match="it never works") as caught:
-        go(dataclasses.replace(config, max_restarts=1), "train_never")
+        go(config.but(max_restarts=1), "train_never")
     assert "RuntimeError: it never works" in caught.value.tail and len(caught.value.tail) <= 40
     assert living_ranks(os.getpid()) == []
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
@@ -171,7 +170,7 @@ def test_resume(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
     # Complete: nothing is claimed or launched.
     assert train(config, refuses, hooks=Hooks(entry="_ranks:train", limits=QUICK)) == first
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
-    longer, note = dataclasses.replace(config, epochs=3, num_ranks=1), "3 epochs, but this run was started with 2"
+    longer, note = config.but(epochs=3, num_ranks=1), "3 epochs, but this run was started with 2"
 
     with pytest.raises(ConfigError, match="nowhere to run"):
         train(longer, refuses, hooks=Hooks(entry="_ranks:train", limits=QUICK))
@@ -195,7 +194,7 @@ def test_a_run_may_end_at_an_earlier_epoch_than_it_was_begun_for(
         return _ranks._train(context, hurdle)
 
     def trained(epochs: int, entry: Any) -> RunResult:
-        asked = dataclasses.replace(config, num_ranks=1, epochs=epochs)
+        asked = config.but(num_ranks=1, epochs=epochs)
         return train(asked, in_this_process(entry), hooks=Hooks(lease_watch_s=0.1))
 
     with pytest.raises(RuntimeError, match="told to die"):
@@ -221,13 +220,13 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
         ({"learning_rate": 0.5}, "learning_rate"),
         ({"audit": True}, "audit"),
     ]
-    go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
+    go(config.but(num_ranks=1, checkpoint_every=1000))
     for change, named in changes:
         with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
-            go(dataclasses.replace(config, **change))
+            go(config.but(**change))
         assert caught.value.exit_code == 2
     with pytest.raises(ConfigError, match="cannot end after 1 epochs") as caught:
-        go(dataclasses.replace(config, epochs=1))
+        go(config.but(epochs=1))
     got, allowed = "epochs = 1; 2 epochs are done (step 25)", "epochs = 2 or more"
     assert (caught.value.got, caught.value.allowed) == (got, allowed)
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
@@ -235,12 +234,12 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
 
 def test_corrected_call_is_not_refused_for_the_wrong_one_before_it(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="no such model"):
-        go(dataclasses.replace(config, model="typo", epochs=3), "one_refuses")
+        go(config.but(model="typo", epochs=3), "one_refuses")
     result = go(config)
     assert (result.generation, result.steps, verify(config.run)) == (2, 25, [])
     assert go(config) == result  # nor are the wrong one's epochs asked for
     with pytest.raises(ConfigError, match="another `model`"):
-        go(dataclasses.replace(config, model="typo", epochs=3))
+        go(config.but(model="typo", epochs=3))
 
 
 def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainConfig, tmp_path: Path) -> None:
@@ -251,7 +250,7 @@ def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainCon
 
     def refused(*names: str) -> str:
         with pytest.raises(ConfigError, match="another `dataset_digest`") as caught:
-            go(dataclasses.replace(config, datasets=tuple(str(tmp_path / name) for name in names)))
+            go(config.but(datasets=tuple(str(tmp_path / name) for name in names)))
         return caught.value.got
 
     data = f"{tmp_path / 'data'}: "
@@ -274,7 +273,7 @@ def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainCon
 
 @pytest.mark.parametrize("changes", [{"plan": None}, {"config": []}, {"kind": "model"}, {"format_version": 99}])
 def test_run_json_of_another_form_is_refused(config: TrainConfig, changes: dict[str, Any]) -> None:
-    document = {"format_version": 1, "kind": "run", "plan": {}, "config": {}}
+    document = {"format_version": 2, "kind": "run", "plan": {}, "config": {}}
     Path(config.run).mkdir()
     Path(config.run, "run.json").write_bytes(seal(document | changes))
     with pytest.raises(DataError, match=r"run\.json"):
@@ -304,7 +303,7 @@ def test_flipped_tip_is_refused_and_its_parent_used(config: TrainConfig, caplog:
     data = bytearray(file.read_bytes())
     data[3] ^= 1
     file.write_bytes(data)
-    result = go(dataclasses.replace(config, epochs=3))
+    result = go(config.but(epochs=3))
     assert "step-0000000025.g0001 is refused" in caplog.text
     claim = read_claims(filesystem(config.run), RunPaths(config.run))[2]
     assert str(claim.parent) == "step-0000000020.g0001"
@@ -314,7 +313,7 @@ def test_flipped_tip_is_refused_and_its_parent_used(config: TrainConfig, caplog:
 
 def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig, tmp_path: Path) -> None:
     """An old driver's process is stopped between upload and rename while a new driver goes on, then woken."""
-    whole = dataclasses.replace(config, run=str(tmp_path / "whole"))
+    whole = config.but(run=str(tmp_path / "whole"))
     go(whole)
     held = subprocess.Popen(
         [sys.executable, "-c", HELD, json.dumps(config.to_json()), HERE],
@@ -327,7 +326,7 @@ def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig,
         assert held.stdout is not None
         assert held.stdout.readline() == "held\n"
         os.kill(held.pid, signal.SIGSTOP)
-        more = dataclasses.replace(config, num_ranks=1)
+        more = config.but(num_ranks=1)
         result = go(more, lease_watch_s=2.0)
         assert (result.generation, result.checkpoint) == (2, "step-0000000025.g0002")
         fs, paths = filesystem(config.run), RunPaths(config.run)
@@ -393,7 +392,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
         "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"
     )
-    slow = dataclasses.replace(config, epochs=4, stop_grace_s=0.0)  # as after a second signal
+    slow = config.but(epochs=4, stop_grace_s=0.0)  # as after a second signal
     with (tmp_path / "told").open("wb") as told:
         first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=told)
     try:
@@ -422,7 +421,7 @@ def test_dead_driver_takes_its_ranks_along_and_is_not_waited_for(config: TrainCo
     code = HELD.replace(
         'Hooks(entry="_ranks:train", before_rename=before_rename, ', 'Hooks(entry="_ranks:train_at_a_crawl", '
     )
-    slow = dataclasses.replace(config, epochs=4)
+    slow = config.but(epochs=4)
     first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=subprocess.DEVNULL)
     try:
         until(lambda: find_tip(filesystem(config.run), RunPaths(config.run)))
@@ -439,6 +438,6 @@ def test_dead_driver_takes_its_ranks_along_and_is_not_waited_for(config: TrainCo
 
 def test_storage_failure_names_the_missing_dataset(config: TrainConfig) -> None:
     with pytest.raises(LockstepError) as caught:
-        go(dataclasses.replace(config, datasets=("/no/such/dataset",)))
+        go(config.but(datasets=("/no/such/dataset",)))
     assert caught.value.exit_code == 2
     assert not Path(config.run).exists()  # refused before anything is written

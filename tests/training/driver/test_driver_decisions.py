@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,10 +114,10 @@ def test_a_run_is_opened_and_planned_once_before_its_ranks_start(
     with pytest.raises(ConfigError, match="that is all"):
         train(config, launches(lambda task: None), hooks=Hooks(lease_watch_s=0.1), checked=checked)
     assert opened == 1
-    assert preflight.preflight_before_spark(replace(config, run="hdfs://nowhere:1/run")) is None
+    assert preflight.preflight_before_spark(config.but(run="hdfs://nowhere:1/run")) is None
     for wrong in ("nothing", "data"):
         with pytest.raises(ConfigError, match="holds no weights"):
-            preflight.preflight(replace(config, run=str(tmp_path / "new"), init_from=str(tmp_path / wrong)))
+            preflight.preflight(config.but(run=str(tmp_path / "new"), init_from=str(tmp_path / wrong)))
 
 
 def dies_after_each_checkpoint(context: Any) -> dict[str, Any]:
@@ -143,11 +142,11 @@ def test_a_run_that_only_creeps_ends(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="a rank died"):
         train(config, launch, hooks=Hooks(lease_watch_s=0.1))
     with pytest.raises(TrainingFailedError, match="failed more often than 2 times in an hour") as caught:
-        train(replace(config, max_restarts=1), launch, hooks=Hooks(lease_watch_s=0.1))
+        train(config.but(max_restarts=1), launch, hooks=Hooks(lease_watch_s=0.1))
     assert "a rank died" in caught.value.got and "--max-restarts-per-hour" in caught.value.allowed
     claims = read_claims(filesystem(config.run), RunPaths(config.run))
     assert [claim.parent.step if claim.parent else 0 for claim in claims.values()] == [0, 5, 10, 15]
-    more = replace(config, max_restarts=1, max_restarts_per_hour=20)
+    more = config.but(max_restarts=1, max_restarts_per_hour=20)
     assert train(more, launch, hooks=Hooks(lease_watch_s=0.1)).steps == 25
 
 
@@ -174,7 +173,7 @@ def test_a_claim_whose_checkpoint_an_older_driver_has_deleted_since_is_followed_
         return claimed(ownership, parent, **asked)
 
     monkeypatch.setattr(Ownership, "claim", claim_late)
-    result = train(replace(config, epochs=2), launch, hooks=Hooks(lease_watch_s=0.1))
+    result = train(config.but(epochs=2), launch, hooks=Hooks(lease_watch_s=0.1))
     assert (result.steps, result.samples, result.generation) == (25, 13 * 8, 3)
     claims = read_claims(filesystem(config.run), paths)
     assert [str(claims[generation].parent) for generation in (2, 3)] == [
@@ -357,7 +356,7 @@ def test_a_dry_run_asks_for_the_slots_and_the_memory_of_the_run(
     for call in (train, dry_run):
         with pytest.raises(ConfigError, match="no room"):
             call(config, Small())
-    assert asked == [(least, config.start_limit_s, most)] * 2
+    assert asked == [(least, config.limits.start_limit_s, most)] * 2
 
 
 def test_the_status_names_the_checkpoint_of_a_run_that_waits_for_its_first_slots(

@@ -81,7 +81,7 @@ def test_a_cache_on_a_full_tmpfs_costs_one_note_and_changes_no_weight(
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         # Without room from the start its folders cannot be made; else the first blocks find none.
         fill(disk) if from_the_start else fill(disk, left_bytes=12 << 10)
-        cached = replace(plain, run=str(tmp_path / "cached"), cache=str(disk / "cache"), cache_bytes=1 << 30)
+        cached = plain.but(run=str(tmp_path / "cached"), cache=str(disk / "cache"), cache_bytes=1 << 30)
         run(cached)
         assert capsys.readouterr().err.count("takes no more blocks (No space left on device)") == 1
         rows = rows_of(cached.run, "reading").values()

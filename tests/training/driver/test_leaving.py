@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -125,7 +124,7 @@ def test_all_ranks_leave_with_a_checkpoint(config: TrainConfig, by: signal.Signa
 
 
 def test_ranks_that_do_not_leave_are_ended_after_the_grace(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, stop_grace_s=1.0, checkpoint_every=5)
+    config = config.but(stop_grace_s=1.0, checkpoint_every=5)
     with driver(config, "train_and_never_leave") as first:
         pids = hanging(config, first)
         first.send_signal(signal.SIGTERM)
@@ -140,7 +139,7 @@ def test_ranks_grow_and_shrink_with_the_slots(config: TrainConfig, tmp_path: Pat
     """From two ranks to one, and to three; then a signal to a rank costs nothing but a restart."""
     slots = tmp_path / "slots"
     slots.write_text("2")
-    config = dataclasses.replace(config, min_ranks=1, max_ranks=3, slots_file=str(slots))
+    config = config.but(min_ranks=1, max_ranks=3, slots_file=str(slots))
 
     def ranks() -> list[int]:
         return [claim.num_ranks for claim in read_claims(filesystem(config.run), RunPaths(config.run)).values()]
@@ -174,7 +173,7 @@ def test_before_the_first_step_nothing_is_waited_for(config: TrainConfig) -> Non
 
 
 def test_a_second_signal_ends_at_once(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, checkpoint_every=5)
+    config = config.but(checkpoint_every=5)
     with driver(config, "train_and_never_leave") as first:
         pids = hanging(config, first)
         first.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ def launch(data: Path, url: Path, ranks: int, **more: Any) -> None:
     config = TrainConfig(
         datasets=(str(data),), run=str(url), num_ranks=ranks, launcher="local", audit=True, max_restarts=0, **options
     )
-    assert run(config).steps == (config.max_steps or STEPS)
+    assert run(config).steps == (config.validation.max_steps or STEPS)
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_a_sample_that_kills_its_rank_ends_the_run_at_the_second_death_and_is_na
     )  # fmt: skip
     with pytest.raises(TrainingFailedError, match="twice in step") as caught:
         train(config, run_local, hooks=Hooks(lease_watch_s=0.1, limits=Limits(grace_s=1.0, silent_s=60.0)))
-    (reader,) = TrainingSet.at(config.datasets, "train", None).readers
+    (reader,) = TrainingSet.at(config.data.datasets, "train", None).readers
     row = sample_id([b"61"], 0)
     (place,) = [place for place, one in ids_of(reader).items() if one == row]
     assert "killed by SIGABRT; both times with sample " in caught.value.got

@@ -314,7 +314,7 @@ def test_how_a_run_ended_is_in_its_status_and_its_last_event(tmp_path: Path) -> 
         launcher="local",
     )  # fmt: skip
     hooks = Hooks(lease_watch_s=0.1, on_event=f"sh -c 'cat >> {events}; echo >> {events}'")
-    before = replace(config, model="logistic", epochs=1, max_restarts=0)
+    before = config.but(model="logistic", epochs=1, max_restarts=0)
     with pytest.raises(TrainingFailedError, match="broken"):
         train(before, broken, hooks=hooks)
     now = read_status(filesystem(run), RunPaths(run))

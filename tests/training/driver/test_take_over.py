@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -128,7 +127,7 @@ def test_driver_that_wakes_changes_nothing(config: TrainConfig, start: Start, me
 @pytest.mark.slow
 def test_ranks_of_a_stopped_driver_end_by_themselves(config: TrainConfig, start: Start) -> None:
     """With real ranks: two, whose driver is stopped from outside while they train."""
-    config = dataclasses.replace(config, num_ranks=2, epochs=8)
+    config = config.but(num_ranks=2, epochs=8)
     old = start(pace="train_at_a_crawl", config=config)
     until(lambda: Path(config.run, "checkpoints").exists() and bool(list(Path(config.run, "checkpoints").iterdir())))
     pids = _ranks.living_ranks(old.pid)
@@ -136,7 +135,7 @@ def test_ranks_of_a_stopped_driver_end_by_themselves(config: TrainConfig, start:
     os.kill(old.pid, signal.SIGSTOP)
     until(lambda: not any(map(_ranks.lives, pids)))
     theirs = f"logs/{generation_name(max(read_claims(filesystem(config.run), RunPaths(config.run))))}/"
-    drive(dataclasses.replace(config, num_ranks=1), take_over=True)
+    drive(config.but(num_ranks=1), take_over=True)
     before = everything(config.run)
     os.kill(old.pid, signal.SIGCONT)
     assert "SupersededError" in old.communicate(timeout=WAIT_S)[0]
@@ -148,7 +147,7 @@ def test_ranks_of_a_stopped_driver_end_by_themselves(config: TrainConfig, start:
 @pytest.mark.slow
 def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start: Start) -> None:
     """It ends its launch within seconds, although its rank does well and no commit is due."""
-    config = dataclasses.replace(config, epochs=400, checkpoint_every=100_000)
+    config = config.but(epochs=400, checkpoint_every=100_000)
     old = start(pace="train_slowly", config=config)
     until(Path(config.run, "generations", "000001.json").exists)
     with pytest.raises(ConfigError, match="another driver is working") as caught:

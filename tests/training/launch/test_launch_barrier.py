@@ -171,7 +171,7 @@ def test_dead_jvm_is_told_and_not_tried_again(
 
 def test_run_that_cannot_start_leaves_nothing(session: SparkSession, config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="exceed the 2 task slots"):
-        train(dataclasses.replace(config, num_ranks=4), OnSpark(session))
+        train(config.but(num_ranks=4), OnSpark(session))
     assert not Path(config.run).exists()
 
 
@@ -223,12 +223,12 @@ def test_a_task_that_gets_a_sigterm_lets_all_ranks_write_a_checkpoint(
     slots = OnSpark(session).slots()
     assert slots >= 2
     hooks = Hooks(entry="_ranks:train_supervisor_asked_once", limits=QUICK)
-    elastic = dataclasses.replace(config, min_ranks=1, max_ranks=2, checkpoint_every=1000)
+    elastic = config.but(min_ranks=1, max_ranks=2, checkpoint_every=1000)
     result = train(elastic, OnSpark(session), hooks=hooks)
     claims = read_claims(filesystem(config.run), RunPaths(config.run))
     assert claims[2].parent is not None and 15 < claims[2].parent.step < 25
     assert (result.steps, result.restarts, claims[2].num_ranks) == (25, 1, 2)
-    fixed = dataclasses.replace(config, run=f"{config.run}-2", checkpoint_every=1000)
+    fixed = config.but(run=f"{config.run}-2", checkpoint_every=1000)
     with pytest.raises(SystemExit) as caught:
         train(fixed, OnSpark(session), hooks=hooks)
     assert caught.value.code == EXIT_STOPPED

@@ -130,7 +130,7 @@ def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
     for call in (train, dry_run):
         with pytest.raises(ConfigError, match="no room"):
             call(config, launch)
-    assert launch.asked == [(4, config.start_limit_s, 5)] * 2
+    assert launch.asked == [(4, config.limits.start_limit_s, 5)] * 2
     names = ("rank_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
     model: dict[str, Any] = {**dict.fromkeys(names, 1), "metrics": []}
     monkeypatch.setattr("lockstep.training.driver.dry_run.run_local", lambda *_, **__: (model,))

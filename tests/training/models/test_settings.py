@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentTypeError
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,9 +55,9 @@ def test_other_texts_are_refused(text: str) -> None:
 
 def test_a_configuration_keeps_a_copy_in_one_order() -> None:
     mine: dict[str, Any] = {"width": 64, "decay": 1e-4}
-    config = replace(PLAIN, extra=mine)
+    config = PLAIN.but(extra=mine)
     mine["width"] = 1
-    assert list(config.extra.items()) == [("decay", 1e-4), ("width", 64)]
+    assert list(config.model.extra.items()) == [("decay", 1e-4), ("width", 64)]
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config != PLAIN
     assert isinstance(hash(config), int)
 
@@ -66,7 +65,7 @@ def test_a_configuration_keeps_a_copy_in_one_order() -> None:
 @pytest.mark.parametrize("extra", [{"a b": 1}, {"a": None}, {"a": [1]}, {"a": float("nan")}, {"a": float("inf")}])
 def test_what_json_cannot_hold_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="`extra`") as caught:
-        replace(PLAIN, extra=extra)
+        PLAIN.but(extra=extra)
     assert caught.value.next_step == "Correct --set."
 
 

@@ -100,8 +100,8 @@ def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="cannot be trained on as one"):
         open_parts(str(tmp_path / "a"), "train,train")
     assert open_parts(str(tmp_path / "a"), "train") == open_parts([str(tmp_path / "a")], "train")
-    one = TrainConfig(datasets="a/b", run="r", model="m", num_ranks=1, global_batch=1, epochs=1)  # type: ignore[arg-type]  # as people call it
-    assert one.datasets == ("a/b",)
+    one = TrainConfig(datasets="a/b", run="r", model="m", num_ranks=1, global_batch=1, epochs=1)
+    assert one.data.datasets == ("a/b",)
     with pytest.raises(NotFoundError):
         open_parts([str(tmp_path / "a"), str(tmp_path / "none")], "train")
     other = replace(first, digest="0" * 64, files={**first.files, "_fitted/x.json": FileInfo(1, "0" * 64)})

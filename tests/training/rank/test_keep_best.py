@@ -14,7 +14,7 @@ from lockstep.data import numpy_batches
 from lockstep.storage.errors import TrainingFailedError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.verify import verify
-from lockstep.training.config import TrainConfig
+from lockstep.training.config import TrainConfig, options_in
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.logistic import logistic
 from lockstep.training.reading.open import OpenSplit
@@ -213,7 +213,7 @@ def test_what_a_run_is_judged_by_may_change_when_it_resumes(data: str, tmp_path:
     stopped = run(config(data, tmp_path / "run", 2, name, epochs=6, **changed))
     assert (stopped.steps, str(stopped.stopped_by)[:12]) == (24, "--early-stop"), "judges from epoch 2 on"
     assert_model_is(stopped, 16)
-    stored = read_run(filesystem(stopped.run), RunPaths(stopped.run))["config"]
+    stored = options_in(read_run(filesystem(stopped.run), RunPaths(stopped.run))["config"])
     assert {key: stored[key] for key in changed} == changed and stored["validate"] == "test", "run.json has the newest"
     # More patience for the same metric goes on counting; another rule, or none, lets the run go on.
     patient = changed | {"early_stop": f"{RISES}:3"}

@@ -44,13 +44,13 @@ def plain(chosen: TrainConfig) -> list[np.ndarray]:
     from lockstep.training.world import World
 
     keras.utils.clear_session()
-    set_precision(chosen.precision)
-    keras.utils.set_random_seed(chosen.seed)
-    split = TrainingSet.at(chosen.datasets, chosen.split, chosen.mix, ReadOptions.of(chosen, 1))
-    plan = plan_for(load_dataset(chosen.datasets[0]), chosen)
-    model = build(chosen.model, split.encoder.signature, ModelOptions(extra=chosen.extra)).model
+    set_precision(chosen.step.precision)
+    keras.utils.set_random_seed(chosen.data.seed)
+    split = TrainingSet.at(chosen.data.datasets, chosen.data.split, chosen.data.mix, ReadOptions.of(chosen, 1))
+    plan = plan_for(load_dataset(chosen.data.datasets[0]), chosen)
+    model = build(chosen.model.model, split.encoder.signature, ModelOptions(extra=chosen.model.extra)).model
     model.jit_compile = False
-    with FeedPipeline(split.feed(plan, World.local(0, 1, 1)), 0, plan.steps(chosen.epochs)) as pipeline:
+    with FeedPipeline(split.feed(plan, World.local(0, 1, 1)), 0, plan.steps(chosen.data.epochs)) as pipeline:
         model.fit(pipeline.dataset, verbose=0, shuffle=False)
     set_precision("float32")
     return [np.asarray(weight.value) for weight in model.weights]

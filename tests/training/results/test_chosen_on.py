@@ -35,7 +35,8 @@ SAID = ["--keep-best val_auc:max", "--early-stop val_auc:max:3"]
 def test_what_chose_by_a_split(
     config: dict[str, Any], search: str | None, watching: list[str], split: str, found: list[str]
 ) -> None:
-    document = {"config": {"split": "train", "validate": None, **config}, "search_metric": search}
+    given = TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1, **config)
+    document = {"config": given.to_json(), "search_metric": search}
     assert chosen_on(document, split, watching) == found
     assert bool(chosen_words(found)) == bool(found)
 

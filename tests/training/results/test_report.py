@@ -38,8 +38,9 @@ def run(tmp_path: Path) -> str:
     """Generation 1 did steps 1-5; generation 2 went on from step 3 and did 4-6."""
     paths, fs = RunPaths(str(tmp_path / "run")), filesystem(str(tmp_path))
     fs.mkdirs(paths.root)
-    config = {"model": "logistic", "datasets": [str(tmp_path / "data")], "split": "train"}
-    document = {"format_version": 1, "kind": "run", "plan": {}, "config": config, "dataset_digest": "00ff"}
+    data = {"datasets": [str(tmp_path / "data")], "split": "train"}
+    config = {"model": {"model": "logistic"}, "data": data}
+    document = {"format_version": 2, "kind": "run", "plan": {}, "config": config, "dataset_digest": "00ff"}
     Path(paths.run_json).write_bytes(seal(document))
     claim_next(fs, paths, None, epochs=1, num_ranks=1)
     claim_next(fs, paths, CheckpointRef(3, 1), epochs=1, num_ranks=1)
@@ -264,9 +265,11 @@ def test_a_dataset_is_linked_with_its_page_or_how_to_make_one(run: str, tmp_path
 
 def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:
     config = {
-        "model": "resnet20", "datasets": ["a", "b"], "split": "train", "global_batch": 128, "num_ranks": 2,
-        "learning_rate": None, "seed": 0,
-    }  # fmt: skip
+        "model": {"model": "resnet20"},
+        "data": {"datasets": ["a", "b"], "split": "train", "global_batch": 128, "seed": 0},
+        "ranks": {"num_ranks": 2},
+        "step": {"learning_rate": None},
+    }
     document = {"config": config, "created_at": "2026-01-02T03:04:05+00:00", "versions": {"keras": "3"}}
     claims = {
         1: Claim(1, "a", None, epochs=2, num_ranks=2),

@@ -178,7 +178,8 @@ def test_a_damaged_run_is_a_line_and_the_others_are_listed(folder: Path) -> None
     (folder / "first" / "run.json").write_text("{")
     Path(RunPaths(str(folder / "claim")).claim(1)).write_text("{}")
     (folder / "no-json" / "run.json").unlink()
-    strange = {"format_version": 1, "kind": "run", "plan": {"parts": []}, "config": {"epochs": HOSTILE}}
+    config = {"data": {"epochs": HOSTILE}}
+    strange = {"format_version": 2, "kind": "run", "plan": {"parts": []}, "config": config}
     (folder / "strange" / "run.json").write_bytes(seal(strange))
     found = {run.name: run for run in read_runs([str(folder)])}
     assert {name for name, run in found.items() if run.state == "damaged"} == {"first", "claim", "no-json", "strange"}

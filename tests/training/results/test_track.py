@@ -122,7 +122,7 @@ def test_a_run_in_mlflow(config: TrainConfig, tmp_path: Path, mlflow_packages: N
     losses = {(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "step_loss")}
     assert losses == {(row["step"], row["loss"]) for row in history.steps}
     assert run.data.metrics["val_auc"] == history.epochs[-1]["metrics"]["val_auc"]
-    assert run.inputs.dataset_inputs[0].dataset.source == config.datasets[0]
+    assert run.inputs.dataset_inputs[0].dataset.source == config.data.datasets[0]
     with pytest.raises(LockstepError, match="did not answer"):
         track(config.run, MLflow(config.run, "http://127.0.0.1:9", "tiny"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import pytest
 
@@ -20,9 +19,9 @@ PLAIN = TrainConfig(
     "config",
     [
         PLAIN,
-        replace(PLAIN, mix=(3, 1), lanes=8, audit=True, launcher="local", learning_rate=1e-4, early_stop="loss:min:2"),
-        replace(PLAIN, extra={"width": 32, "decay": 1e-5, "name": "64", "flag": True, "way": "a b"}, validate="test"),
-        replace(PLAIN, augment="flip crop:4", split="fold-1,fold-2", checkpoint_every="auto", stall_limit_s=7.5),
+        PLAIN.but(mix=(3, 1), lanes=8, audit=True, launcher="local", learning_rate=1e-4, early_stop="loss:min:2"),
+        PLAIN.but(extra={"width": 32, "decay": 1e-5, "name": "64", "flag": True, "way": "a b"}, validate="test"),
+        PLAIN.but(augment="flip crop:4", split="fold-1,fold-2", checkpoint_every="auto", stall_limit_s=7.5),
     ],
 )
 def test_the_command_of_a_configuration_is_read_back_as_it(config: TrainConfig) -> None:
@@ -32,5 +31,5 @@ def test_the_command_of_a_configuration_is_read_back_as_it(config: TrainConfig) 
 
 
 def test_options_with_their_default_are_left_out_and_fields_may_be_missing() -> None:
-    assert command_of({"model": "mlp", "seed": 0, "extra": {}}) == "lockstep train --model mlp"
+    assert command_of({"model": {"model": "mlp", "extra": {}}, "data": {"seed": 0}}) == "lockstep train --model mlp"
     assert setting_word("64") == '"64"' and setting_word("relu") == "relu" and setting_word(False) == "false"

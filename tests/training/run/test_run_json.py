@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.training.config import TrainConfig, flag_of
+from lockstep.training.config import TrainConfig, flag_of, option_names
 from lockstep.training.driver.preflight import plan_for
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
 from lockstep.training.run import run_json
 from lockstep.training.run.paths import RunPaths
+from lockstep.training.ways import Federated
 from tests.training._tiny import write_table
 
 REFUSED: dict[str, Any] = {
@@ -94,7 +94,7 @@ OF_CLIENTS = {
 
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {field.name for field in fields(TrainConfig)}
+    named = set(option_names())
     several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
     ways = OF_MEETINGS.keys() | OF_ASYNC.keys() | OF_CLIENTS.keys() | {"strategy", "servers", "devices", "balance"}
     answered = REFUSED.keys() | FREE.keys() | ways
@@ -117,10 +117,14 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     fs, paths = filesystem(given.run), RunPaths(given.run)
     run_json.open_run(fs, paths, given, manifest, plan_for(manifest, given))
     monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
-    monkeypatch.setattr(run_json, "epochs_asked", lambda _: given.epochs)
+    monkeypatch.setattr(run_json, "epochs_asked", lambda _: given.data.epochs)
 
     def plan_of(config: TrainConfig) -> RunPlan:
-        return ClientPlan.for_dataset(manifest, config) if config.is_federated else plan_for(manifest, config)
+        return (
+            ClientPlan.for_dataset(manifest, config)
+            if isinstance(config.way, Federated)
+            else plan_for(manifest, config)
+        )
 
     def goes_on(config: TrainConfig) -> bool:
         return run_json.check_run(fs, RunPaths(config.run), config, plan_of(config))
@@ -128,7 +132,7 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     def refuses(begun: TrainConfig, changes: dict[str, Any]) -> None:
         for name, value in changes.items():
             with pytest.raises(ConfigError) as caught:
-                goes_on(replace(begun, **{name: value}))
+                goes_on(begun.but(**{name: value}))
             assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
             if name not in ("model", "extra", "init_from", "shard_embeddings"):  # other weights than the run's
                 assert f"--init-from {begun.run}" in caught.value.next_step, name
@@ -136,37 +140,37 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     assert goes_on(given)
     refuses(given, REFUSED)
     other = write_table(tmp_path / "other", records={"train": 96, "test": 64}, seed=5)
-    elsewhere = replace(given, datasets=(str(tmp_path / "other"),))
+    elsewhere = given.but(datasets=(str(tmp_path / "other"),))
     with pytest.raises(ConfigError, match="dataset_digest") as caught:
         run_json.check_run(fs, paths, elsewhere, plan_for(other, elsewhere))
     assert f"--init-from {given.run}" in caught.value.next_step
-    apart = replace(given, run=str(tmp_path / "apart"), sync_every=2)
+    apart = given.but(run=str(tmp_path / "apart"), sync_every=2)
     run_json.open_run(fs, RunPaths(apart.run), apart, manifest, plan_for(manifest, apart))
     refuses(apart, OF_MEETINGS)
-    late = replace(given, run=str(tmp_path / "late"), strategy="async", staleness=2)
+    late = given.but(run=str(tmp_path / "late"), strategy="async", staleness=2)
     run_json.open_run(fs, RunPaths(late.run), late, manifest, plan_for(manifest, late))
     refuses(late, OF_ASYNC)
     lanes: dict[str, Any] = {"lanes": None, "cache_groups": None, "learning_rate_scaling": "none", "base_batch": None}
     noisy: dict[str, Any] = {"update_clip": 1.0, "noise_multiplier": 1.0, "privacy_delta": 0.02}
-    rounds = replace(given, run=str(tmp_path / "rounds"), strategy="federated", clients="a", **lanes, **noisy)
+    rounds = given.but(run=str(tmp_path / "rounds"), strategy="federated", clients="a", **lanes, **noisy)
     run_json.open_run(fs, RunPaths(rounds.run), rounds, manifest, plan_of(rounds))
     refuses(rounds, OF_CLIENTS)
     with pytest.raises(ConfigError, match="begun with another"):
-        goes_on(replace(late, strategy="sync", staleness=None))
-    moves = replace(given, run=str(tmp_path / "moves"), batchnorm="ghost", cache_groups=None)
+        goes_on(late.but(strategy="sync", staleness=None))
+    moves = given.but(run=str(tmp_path / "moves"), batchnorm="ghost", cache_groups=None)
     run_json.open_run(fs, RunPaths(moves.run), moves, manifest, plan_for(manifest, moves))
-    assert goes_on(replace(moves, balance=True, num_ranks=3))
-    alone = replace(given, run=str(tmp_path / "alone"), num_ranks=1, strategy="mirrored", devices=2)
+    assert goes_on(moves.but(balance=True, num_ranks=3))
+    alone = given.but(run=str(tmp_path / "alone"), num_ranks=1, strategy="mirrored", devices=2)
     run_json.open_run(fs, RunPaths(alone.run), alone, manifest, plan_for(manifest, alone))
-    assert goes_on(replace(alone, devices=4))
-    served = replace(late, run=str(tmp_path / "served"), strategy="parameter-server", servers=1)
+    assert goes_on(alone.but(devices=4))
+    served = late.but(run=str(tmp_path / "served"), strategy="parameter-server", servers=1)
     run_json.open_run(fs, RunPaths(served.run), served, manifest, plan_for(manifest, served))
     refuses(served, {"staleness": 3})
     with pytest.raises(ConfigError, match="begun with another"):
-        goes_on(replace(served, strategy="async", servers=None))
-    assert goes_on(replace(served, servers=3, num_ranks=3)), "servers keep nothing"
+        goes_on(served.but(strategy="async", servers=None))
+    assert goes_on(served.but(servers=3, num_ranks=3)), "servers keep nothing"
     for name, value in FREE.items():
-        assert goes_on(replace(given, **{name: value})), name
+        assert goes_on(given.but(**{name: value})), name
 
 
 @pytest.mark.parametrize(
@@ -203,23 +207,31 @@ def small_run(folder: Path) -> tuple[DatasetManifest, TrainConfig]:
 def test_a_stored_configuration_has_known_fields_and_defaults() -> None:
     """What a version writes, a later one with more fields reads; a field that nobody knows is refused by name."""
     plain = TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1)
-    fewer = {name: value for name, value in plain.to_json().items() if name not in ("delay", "extra", "backend")}
+    stored = plain.to_json()
+    ranks = {name: value for name, value in stored["ranks"].items() if name != "backend"}
+    fewer = {**{name: value for name, value in stored.items() if name != "way"}, "ranks": ranks}
     assert TrainConfig.from_json(fewer) == plain
-    for wrong in ({**fewer, "algorithm": "ring"}, {name: value for name, value in fewer.items() if name != "model"}):
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("ranks.algorithm", {**fewer, "ranks": {**ranks, "algorithm": "ring"}}),
+        ("data.delay", {**fewer, "data": {**stored["data"], "delay": 1}}),
+        ("num_ranks", {**fewer, "num_ranks": 2}),
+        ("'model'", {name: value for name, value in fewer.items() if name != "model"}),
+    ]
+    for named, document in wrong:
         with pytest.raises(ConfigError, match="stored training configuration") as caught:
-            TrainConfig.from_json(wrong)
-        assert ("algorithm" if "algorithm" in wrong else "model") in caught.value.got
+            TrainConfig.from_json(document)
+        assert named in caught.value.got
 
 
 def test_a_run_without_a_field_has_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, given = small_run(tmp_path)
     fs, paths, plan = filesystem(given.run), RunPaths(given.run), plan_for(manifest, given)
     document = run_json._document(given, manifest, plan)
-    del document["config"]["micro_batches"]
+    del document["config"]["step"]["micro_batches"]
     fs.mkdirs(paths.root)
     write_file(fs, paths.run_json, seal(document))
     monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
     assert run_json.check_run(fs, paths, given, plan)
     with pytest.raises(ConfigError, match="another `micro_batches`") as caught:
-        run_json.check_run(fs, paths, replace(given, micro_batches=2), plan)
+        run_json.check_run(fs, paths, given.but(micro_batches=2), plan)
     assert caught.value.allowed == "micro_batches = 1"

@@ -17,9 +17,9 @@ from lockstep.training.driver.preflight import plan_for
 def train(context: RankContext) -> dict[str, Any]:
     """`_ranks.train` with a row for each epoch: {loss: learning rate / epochs done}."""
     config = TrainConfig.from_json(context.payload["config"])
-    plan = plan_for(load_dataset(config.datasets[0]), config)
-    rate = config.learning_rate or 1.0
-    ends = {plan.steps(epochs): epochs for epochs in range(1, config.epochs + 1)}
+    plan = plan_for(load_dataset(config.data.datasets[0]), config)
+    rate = config.step.learning_rate or 1.0
+    ends = {plan.steps(epochs): epochs for epochs in range(1, config.data.epochs + 1)}
 
     def hurdle(step: int) -> None:
         """Called before step `step` + 1."""
@@ -32,4 +32,4 @@ def train(context: RankContext) -> dict[str, Any]:
         return {"kind": "epoch", "step": step, "epoch": ends[step] - 1, "metrics": metrics, "seconds": 0.1}
 
     result: dict[str, Any] = _ranks._train(context, hurdle)
-    return {**result, "metrics": {"loss": rate / config.epochs, "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}}
+    return {**result, "metrics": {"loss": rate / config.data.epochs, "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}}

@@ -35,11 +35,11 @@ def config_of(folder: Path, **more: Any) -> TrainConfig:
 def test_each_fold_is_held_out_of_one_run(tmp_path: Path) -> None:
     write_table(tmp_path / "data", records={f"fold-{number}": 20 for number in range(11)})
     runs = runs_of_folds(config_of(tmp_path, early_stop="loss:min:3"))
-    assert {run.early_stop for run in runs.values()} == {"loss:min:3"}
+    assert {run.validation.early_stop for run in runs.values()} == {"loss:min:3"}
     assert list(runs) == [f"fold-{number}" for number in range(11)], "in the order of their numbers"
     for held_out, run in runs.items():
         assert run.run == str(tmp_path / "cv" / held_out)
-        assert sorted(run.split.split(",")) == sorted({*runs} - {held_out})
+        assert sorted(run.data.split.split(",")) == sorted({*runs} - {held_out})
     assert not (tmp_path / "cv").exists()
 
 

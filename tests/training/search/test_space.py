@@ -105,9 +105,14 @@ def test_the_flag_of_a_text_gives_the_same_text() -> None:
 def test_a_trial_is_the_base_with_its_parameters_and_its_flags_are_those_of_the_job() -> None:
     base = search("tune").base
     config = config_of_trial(base, {"learning_rate": 0.1, "global_batch": 64, "canonical": True}, "there")
-    assert (config.run, config.learning_rate, config.global_batch, config.epochs) == ("there", 0.1, 64, base.epochs)
-    base = dataclasses.replace(base, extra={"depth": 2, "width": 8})
-    assert config_of_trial(base, {"set.width": 64}, "there").extra == {"depth": 2, "width": 64}
+    assert (config.run, config.step.learning_rate, config.data.global_batch, config.data.epochs) == (
+        "there",
+        0.1,
+        64,
+        base.data.epochs,
+    )
+    base = base.but(extra={"depth": 2, "width": 8})
+    assert config_of_trial(base, {"set.width": 64}, "there").model.extra == {"depth": 2, "width": 64}
     parameters = {"learning_rate": 0.1, "canonical": True, "set.width": 32, "set.bias": False}
     flags = ["--learning-rate", "0.1", "--canonical", "--set", "width=32", "--set", "bias=false"]
     assert flags_of(parameters) == flags and flags_of({"canonical": False}) == []
@@ -115,10 +120,10 @@ def test_a_trial_is_the_base_with_its_parameters_and_its_flags_are_those_of_the_
 
 def test_every_end_and_choice_is_checked_before_anything_starts() -> None:
     config = search("tune", {"global_batch": {"choices": [8, 16]}, "learning_rate": {"low": 0.1, "high": 1.0}})
-    found = [(each.global_batch, each.learning_rate) for each in corners(config.base, config.space, "check")]
+    found = [(each.data.global_batch, each.step.learning_rate) for each in corners(config.base, config.space, "check")]
     assert found == [(8, 0.1), (16, 0.1), (8, 1.0)]
     negative = space_of({"learning_rate": {"low": -1.0, "high": 1.0}}, "space.toml")
     with pytest.raises(ConfigError, match="learning_rate"):
         corners(config.base, negative, "check")
     with pytest.raises(ConfigError, match="shares of ranks"):
-        dataclasses.replace(config, base=dataclasses.replace(config.base, balance=True))
+        dataclasses.replace(config, base=config.base.but(balance=True))

@@ -105,8 +105,8 @@ def test_the_page_marks_the_best_links_trials_and_says_how_to_continue(tmp_path:
     assert "<b>" not in page and "<script" not in page and 'class="card whole"' in page
     trained, more = (html.unescape(text) for text in re.findall("<pre><code>(.*?)</code></pre>", page, re.DOTALL))
     flags = _train.config_of(_train.parser("", "train").parse(shlex.split(trained)[2:]))
-    assert (flags.learning_rate, flags.epochs) == (best.parameters["learning_rate"], 8)
-    assert flags.run == f"{config.root}-best" and flags.extra == {"name": best.parameters["set.name"]}
+    assert (flags.step.learning_rate, flags.data.epochs) == (best.parameters["learning_rate"], 8)
+    assert flags.run == f"{config.root}-best" and flags.model.extra == {"name": best.parameters["set.name"]}
     declared, call = more.removeprefix("cat > space.toml <<'EOF'\n").split("\nEOF\n")
     (tmp_path / "space.toml").write_text(declared)
     again = config_of(parser_of_tune().parse(shlex.split(call.replace("space.toml", f"{tmp_path}/space.toml"))[2:]))

@@ -107,7 +107,7 @@ def test_a_pruned_trial_is_ended_and_its_threads_with_it(tmp_path: Path) -> None
 
     def waits(config: TrainConfig, hooks: Hooks) -> Any:
         """As a run does that is asked every 0.2 s: it makes steps until it is ended."""
-        assert config.learning_rate is not None
+        assert config.step.learning_rate is not None
         if int(Path(config.run).name) < 10:
             return trainer(config, hooks)
         hooks.on_epoch({"kind": "epoch", "step": 1, "epoch": 0, "metrics": {"loss": 1e9}})

@@ -159,7 +159,7 @@ def test_the_winner_is_reported_on_rows_that_no_trial_has_seen(
     shutil.rmtree(tmp_path / "data")
     write_table(tmp_path / "data", records={"train": 96, "validation": 40})
     capsys.readouterr()
-    again = replace(base, run=str(tmp_path / "two"))
+    again = base.but(run=str(tmp_path / "two"))
     assert tune(replace(search(), base=again), run_threads, hooks=QUICK)["test"] is None
     assert "no split is kept apart: the best value is chosen on split `validation`" in capsys.readouterr().err
 
@@ -238,7 +238,7 @@ def test_trials_share_a_spark_session_and_pruned_ones_save_steps(
     slots = spark.sparkContext.defaultParallelism
     with pytest.raises(ConfigError, match="Lower --parallel"):
         tune(SearchConfig(base=base, space=space, parallel=slots + 1, **options), OnSpark(spark), hooks=hooks)
-    spares = replace(base, launcher="barrier", spare_executors=slots // 2)
+    spares = base.but(launcher="barrier", spare_executors=slots // 2)
     with pytest.raises(ConfigError, match="Lower --parallel"):  # a trial's spares would take the slots of others' ranks
         tune(SearchConfig(base=spares, space=space, parallel=2, **options), OnSpark(spark), hooks=hooks)
     assert not (tmp_path / "tune").exists()

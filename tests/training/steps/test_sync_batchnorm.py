@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,5 +260,5 @@ def test_a_run_of_three_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> Non
         )
         assert run(config).steps == 8
         tensors.append(final_tensors(url))
-        assert plan_for(manifest, replace(config, num_ranks=9, lanes=12)).lanes == 12
+        assert plan_for(manifest, config.but(num_ranks=9, lanes=12)).lanes == 12
     assert_same(*tensors)

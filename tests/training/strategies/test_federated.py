@@ -383,9 +383,9 @@ fields = [
         "the end that --early-stop val_loss:min:2 chose by metrics",
         "the checkpoint that --keep-best val_loss:min chose by metrics",
     ]
-    plain = replace(config, early_stop=None, keep_best=None)
+    plain = config.but(early_stop=None, keep_best=None)
     declared = Schema(tuple(field for field in schema if field.name not in ("page", "tags", "price")))
     assert uncovered(plain, declared) == []
-    notes.show(notes.of_private_search(config.noise_multiplier))
+    notes.show(notes.of_private_search(config.options()["noise_multiplier"]))
     assert "the choice among trials by a metric without noise is not covered" in capsys.readouterr().err
     assert notes.of_private_search(0.0) == []

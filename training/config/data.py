@@ -1,0 +1,55 @@
+"""What a run trains on, in which order and in which batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from lockstep.storage.urls import several
+from lockstep.training.parts import Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(Part):
+    """The datasets, and the order of their samples. Raises ConfigError for invalid values."""
+
+    title: ClassVar[str] = "order of samples (docs/batches.md)"
+
+    datasets: Annotated[tuple[str, ...], "URL"]
+    """Datasets to train on, in this order; several must fit together, as a dataset and its appends do."""
+    global_batch: Annotated[int, "G"]
+    """Samples of one optimizer step, over all ranks."""
+    epochs: Annotated[int, "E"]
+    """Passes over the split in total; a resumed run counts those it has done."""
+    split: Annotated[str, "NAME"] = "train"
+    """The split to train on; several folds with commas between them: fold-1,fold-2."""
+    mix: Annotated[tuple[int, ...] | None, "R"] = None
+    """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
+    datasets end to end)."""
+    seed: int = 0
+    """Seed of the order of samples and of the first weights."""
+    lanes: Annotated[int | None, "L"] = None
+    """Streams of samples that a global batch is taken from; divides G (default: the largest divisor up to 64)."""
+    window_bytes: int = 8 << 20
+    """Memory of a rank in which samples are shuffled, over all lanes."""
+    interleave: Annotated[int, "B"] = 1
+    """Number of places that a lane reads from at once; for sorted data, 64 / L."""
+    cache_groups: Annotated[int | None, "C"] = None
+    """With --cache, the number of nodes: each reads the same blocks in every epoch; divides L (default: no groups)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "datasets", several(self.datasets))
+        if self.mix is not None:
+            object.__setattr__(self, "mix", tuple(self.mix))
+        count = len(self.datasets)
+        self.check("datasets", count > 0 and all(self.datasets), "one dataset URL or more")
+        self.check("split", bool(self.split), "a split's name")
+        if self.mix is not None:
+            right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
+            self.check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
+        self.check_count("epochs", "global_batch", "window_bytes", "interleave")
+        self.check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
+        if self.lanes is not None:
+            right = self.lanes >= 1 and self.global_batch % self.lanes == 0
+            self.check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+        self.check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
