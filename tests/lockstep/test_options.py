@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any, get_type_hints
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -15,6 +15,8 @@ from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.training.batches.planned import PlannedBatches, PlannedOptions
 from lockstep.training.config import TrainConfig
+from lockstep.training.config import options as training_options
+from lockstep.training.config.options import Changes
 from lockstep.training.search.folds import NOT_OF_FOLDS
 
 # A call also takes what the configuration makes a tuple of.
@@ -30,14 +32,31 @@ CALLS = [
 ]  # fmt: skip
 
 
+def types_of(config: Any) -> dict[str, Any]:
+    """The types of a configuration's options: those of the fields of all parts, or of a dataclass without parts."""
+    if config is TrainConfig:
+        return {name: get_args(kind.hint)[0] if get_origin(kind.hint) is Annotated else kind.hint
+                for name, kind in training_options().items()}  # fmt: skip
+    hints = get_type_hints(config)
+    return {field.name: hints[field.name] for field in fields(config)}
+
+
 @pytest.mark.parametrize(("call", "typed", "config", "others"), CALLS, ids=[call[0] for call in CALLS])
 def test_options_are_the_fields_of_the_configuration(call: str, typed: Any, config: Any, others: set[str]) -> None:
-    kinds = get_type_hints(config)
-    wanted = {field.name: kinds[field.name] for field in fields(config) if field.name not in others}
+    wanted = {name: kind for name, kind in types_of(config).items() if name not in others}
     assert get_type_hints(typed) == {name: WIDER.get(kind, kind) for name, kind in wanted.items()}
     signature = inspect.signature(getattr(lockstep, call))
     assert signature.parameters["options"].annotation == f"Unpack[{typed.__name__}]"
     assert others - {"inputs", "datasets"} - signature.parameters.keys() <= {"launcher", "run", *NOT_OF_FOLDS}
+
+
+def test_the_constructor_and_but_take_all_options_and_need_those_without_a_default() -> None:
+    known = {name: WIDER.get(kind, kind) for name, kind in types_of(TrainConfig).items()}
+    assert get_type_hints(Changes) == known
+    needed = {
+        name: hint for name, hint in get_type_hints(TrainConfig.__init__).items() if name not in ("options", "return")
+    }
+    assert needed == {name: known[name] for name, option in training_options().items() if option.default is MISSING}
 
 
 def test_options_of_batches_are_those_of_planned_batches() -> None:

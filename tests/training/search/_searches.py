@@ -40,7 +40,7 @@ def loss_of(parameters: dict[str, Any], epochs: int) -> float:
 
 def trainer(config: TrainConfig, hooks: Hooks) -> RunResult:
     """A trial that ends at once."""
-    losses = [loss_of(config.to_json(), epochs) for epochs in range(1, config.data.epochs + 1)]
+    losses = [loss_of(config.options(), epochs) for epochs in range(1, config.data.epochs + 1)]
     for epoch, loss in enumerate(losses):
         hooks.on_epoch({"kind": "epoch", "step": epoch + 1, "epoch": epoch, "metrics": {"loss": loss}})
         if (error := hooks.ended()) is not None:
