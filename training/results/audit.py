@@ -232,10 +232,9 @@ def _left_records(
 
 def _records_at(plan: EpochPlan, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The records at positions (n,) of an epoch, numbered over all shards: (n,) int64."""
-    starts = np.concatenate([[0], np.cumsum(plan.shard_records)])
     first = int(positions.min())
     runs = plan.runs(epoch, first, int(positions.max()) + 1)
-    records = [np.arange(run.count) + starts[run.shard] + run.first_record for run in runs]
+    records = [np.arange(run.count) + plan.table.number(run) for run in runs]
     return np.concatenate(records)[positions - first]
 
 
