@@ -54,8 +54,9 @@ def flag_of(field: str) -> str:
 OF_CLIENTS = ("clients", "client_fraction", "local_epochs", "update_clip", "noise_multiplier", "privacy_delta")
 # What a global batch of all ranks has, and a client's batch has not; these must have their defaults.
 NOT_FEDERATED = (
-    "mix", "lanes", "interleave", "cache_groups", "bad_images", "on_bad_record", "augment", "learning_rate_scaling",
-    "warm_up_epochs", "delay", "sync_every", "shard_embeddings", "compression", "min_ranks", "max_ranks",
+    "where", "mix", "lanes", "interleave", "cache_groups", "bad_images", "on_bad_record", "augment",
+    "learning_rate_scaling", "warm_up_epochs", "delay", "sync_every", "shard_embeddings", "compression",
+    "min_ranks", "max_ranks",
 )  # fmt: skip
 
 # The groups of fields in --help, each by its first field.
@@ -102,6 +103,9 @@ class TrainConfig:
     """Passes over the split in total; a resumed run counts those it has done."""
     split: Annotated[str, "NAME"] = "train"
     """The split to train on; several folds with commas between them: fold-1,fold-2."""
+    where: Annotated[str | None, "CONDITION"] = None
+    """Train and validate only on the samples that meet a condition in SQL on their columns, such as "age >= 18 AND
+    country IN ('DE', 'AT')" (docs/batches.md; default: all)."""
     mix: Annotated[tuple[int, ...] | None, "R"] = None
     """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
     datasets end to end)."""
@@ -300,6 +304,12 @@ class TrainConfig:
         count = len(self.datasets)
         self._check("datasets", count > 0 and all(self.datasets), "one dataset URL or more")
         self._check("split", bool(self.split), "a split's name")
+        if self.where is not None:
+            from lockstep.features.condition import one_form  # its parser is loaded only for those who need it
+
+            object.__setattr__(self, "where", one_form(self.where))
+            kept = "stop with --where: whether a record that cannot be decoded meets it is not known"
+            self._check("on_bad_record", self.on_bad_record == "stop", kept)
         if self.mix is not None:
             right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
             self._check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")

@@ -51,26 +51,14 @@ class Condition:
     @classmethod
     def parse(cls, text: str, schema: Schema) -> Condition:
         """Check a condition against the columns of a dataset. Raises ConfigError naming what does not fit."""
-        if len(text) > _LONGEST:
-            raise _wrong(text, f"{len(text)} characters", f"at most {_LONGEST}")
-        try:
-            statements = [one for one in parse(text, dialect="spark") if one is not None]
-        except RecursionError:
-            raise _wrong(text, f"more than {_DEEPEST} levels of parentheses and operators") from None
-        except sql_errors.SqlglotError as error:
-            raise _wrong(text, str(error).splitlines()[0]) from None
-        if len(statements) != 1:
-            raise _wrong(text, f"{len(statements)} conditions", f"one, of {ALLOWED}")
-        tree = cast(exp.Expression, statements[0])
-        if max(node.depth for node in tree.walk()) > _DEEPEST:
-            raise _wrong(text, f"more than {_DEEPEST} levels of parentheses and operators")
+        tree = _tree(text)
         names = _column_names(tree, text, schema)
         unsigned = frozenset(name for name in names if schema[name].dtype == "uint64")
         whole = frozenset(name for name in names if schema[name].dtype == "int64") | unsigned
         columns = tuple(field.name for field in schema if field.name in names)
         floats = any(schema[name].dtype in ("float32", "float64") for name in names)
         decide = not floats or tree.find(exp.Not, exp.NEQ) is None
-        found = cls(tree.sql(dialect="spark", comments=False), columns, decide, _Evaluation(tree, whole, unsigned))
+        found = cls(_text(tree), columns, decide, _Evaluation(tree, whole, unsigned))
         try:
             empty = pa.RecordBatch.from_pylist([], schema=schema.arrow_schema())
             kept = found._evaluation.of(empty.column, pa.scalar)
@@ -190,6 +178,32 @@ def _literal(node: exp.Expression, exact: type | None) -> Any:
         case exp.Null():
             raise _NotACondition("a comparison with NULL, which is never true; IS NULL finds nulls")
     raise _NotACondition(f"`{node.sql(dialect='spark')}` in place of a constant")
+
+
+def one_form(text: str) -> str:
+    """A condition in the one form of writing of `Condition.text`. Raises ConfigError for what is not SQL."""
+    return _text(_tree(text))
+
+
+def _text(tree: exp.Expression) -> str:
+    return tree.sql(dialect="spark", comments=False)
+
+
+def _tree(text: str) -> exp.Expression:
+    if len(text) > _LONGEST:
+        raise _wrong(text, f"{len(text)} characters", f"at most {_LONGEST}")
+    try:
+        statements = [one for one in parse(text, dialect="spark") if one is not None]
+    except RecursionError:
+        raise _wrong(text, f"more than {_DEEPEST} levels of parentheses and operators") from None
+    except sql_errors.SqlglotError as error:
+        raise _wrong(text, str(error).splitlines()[0]) from None
+    if len(statements) != 1:
+        raise _wrong(text, f"{len(statements)} conditions", f"one, of {ALLOWED}")
+    tree = cast(exp.Expression, statements[0])
+    if max(node.depth for node in tree.walk()) > _DEEPEST:
+        raise _wrong(text, f"more than {_DEEPEST} levels of parentheses and operators")
+    return tree
 
 
 def _column_names(tree: exp.Expression, text: str, schema: Schema) -> set[str]:

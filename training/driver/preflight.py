@@ -24,7 +24,9 @@ from lockstep.training.plan.lane_count import check_canonical, check_lanes, larg
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
 from lockstep.training.plan.privacy import check_accountant
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import load_encoder
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.run_json import check_run
@@ -122,6 +124,8 @@ class CheckedRun:
     config: TrainConfig
     """The configuration with absolute URLs."""
     manifest: DatasetManifest
+    selection: Selection | None
+    """The samples that meet --where."""
     plan: RunPlan
     finished: RunResult | None
     """The result of a run that has ended already."""
@@ -141,6 +145,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         run=absolute(config.run),
         init_from=None if config.init_from is None else absolute(config.init_from),
     )
+    selection = selection_of(config)
     plan: RunPlan
     numbers: dict[int, str | None] = {config.num_ranks: None}
     if config.is_federated:
@@ -150,7 +155,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         _check_learning_rate(config)
         plan = ClientPlan.for_dataset(manifest, config)
     else:
-        manifest, _, plan = open_and_plan(config)
+        manifest, _, plan = open_and_plan(config, selection)
         numbers = numbers_of_ranks(config, plan)
     plan.steps(config.epochs)
     if config.validate is not None:
@@ -161,7 +166,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         check_weights(config.init_from)
     if config.slots_file is not None:
         slots_in(config.slots_file)
-    return CheckedRun(config, manifest, plan, finished, numbers)
+    return CheckedRun(config, manifest, selection, plan, finished, numbers)
 
 
 def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
@@ -188,22 +193,22 @@ class PlannedData(NamedTuple):
     plan: Plan
 
 
-def open_and_plan(config: TrainConfig) -> PlannedData:
+def open_and_plan(config: TrainConfig, selection: Selection | None) -> PlannedData:
     """Call `open_dataset` and `plan_for`, which the augmentation is checked against too."""
-    manifest, encoder = open_dataset(config)
+    manifest, encoder = open_dataset(config, selection)
     plan = plan_for(manifest, config)
     if config.augment:
         augmentation_of(config, plan, encoder.signature)
     return PlannedData(manifest, encoder, plan)
 
 
-def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
+def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tuple[DatasetManifest, Encoder]:
     """Manifest and encoder of the training data.
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
     open_them = open_parts if config.mix is None else open_mixture
-    parts, manifest = open_them(config.datasets, config.split)
+    parts, manifest = open_them(config.datasets, config.split, selection)
     first = parts[0]
     split_of(manifest, config.split)
     encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))

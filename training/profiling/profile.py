@@ -37,6 +37,7 @@ from lockstep.training.profiling.verdict import (
     put_together,
 )
 from lockstep.training.rank import runtime
+from lockstep.training.reading.selecting import selection_of
 
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
@@ -139,7 +140,7 @@ def profile(
     right = not config.is_federated and config.strategy not in OF_TENSORFLOW
     require(right, "a profile's `strategy`", config.strategy, of_lanes, "Correct --strategy.")
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
-    _, encoder, plan = open_and_plan(config)
+    _, encoder, plan = open_and_plan(config, selection_of(config))
     plan.steps(config.epochs)
     options = CommOptions(backend=config.backend, trust_network=config.trust_network)
     order = ProfileOrder(

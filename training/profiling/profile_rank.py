@@ -34,6 +34,7 @@ from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.metrics import StepClock
 from lockstep.training.rank.prepare import RankModel, agreement_on
 from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.checkpoint import HostBuffer
 from lockstep.training.run.metrics import PARTS
 from lockstep.training.steps import model_state
@@ -175,7 +176,7 @@ class ProfileData(AbstractContextManager["ProfileData"]):
     def _open(self, cache: str | None) -> TrainingSet:
         config = self._config
         options = replace(ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.cache_bytes)
-        opened = TrainingSet.at(config.datasets, config.split, config.mix, options)
+        opened = TrainingSet.at(config.datasets, config.split, config.mix, options, selection_of(config))
         for reader in opened.readers:
             self._stack.callback(reader.close)
         return opened.skipping_bad_images() if config.bad_images == "skip" else opened

@@ -11,6 +11,7 @@ from lockstep.training.config import lane_groups
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rank.runtime import configure
+from lockstep.training.reading.selecting import selection_of
 
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
@@ -27,7 +28,7 @@ def main(context: RankContext) -> dict[str, Any]:
     from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
-    data = TrainingSet.at(config.datasets, config.split, config.mix)
+    data = TrainingSet.at(config.datasets, config.split, config.mix, selection=selection_of(config))
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
     plan = data.plan(order.plan)

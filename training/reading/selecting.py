@@ -1,37 +1,87 @@
-"""Counts the records of a split that meet a condition, block by block."""
+"""Counts the records of a run's splits that meet its --where, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from lockstep.features.condition import Condition
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.dataset.manifest_entries import ShardInfo
+from lockstep.storage.documents import unseal_as
+from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import damaged_footer, read_published_footer
 from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join
+from lockstep.training.config import TrainConfig
 from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.shards import Shard, ShardOpener
+from lockstep.training.run.paths import RunPaths
+
+if TYPE_CHECKING:
+    from lockstep.features.condition import Condition
 
 SHARDS_AT_ONCE = 4
 
 
+def selection_of(config: TrainConfig, datasets: Sequence[str] | None = None) -> Selection | None:
+    """The records that a run trains and validates on: as its run directory has them, else counted now, with progress;
+    None without --where. `datasets` are where the run's datasets are now, if not where they were.
+
+    Raises ConfigError for a condition that does not fit the datasets' columns, and as reading the splits does.
+    """
+    if config.where is None:
+        return None
+    from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
+
+    fs, path = filesystem(config.run), RunPaths(config.run).selection
+    kept: dict[tuple[str, str], tuple[int, ...]] = {}
+    with suppress(NotFoundError):
+        stored = Selection.from_json(unseal_as("selection", fs.read_bytes(path), path), path)
+        kept = dict(stored.kept) if stored.where == config.where else {}
+    names = [*config.split.split(","), *([] if config.validate is None else [config.validate])]
+    for url in datasets or config.datasets:
+        manifest = load_dataset(url)
+        condition = Condition.parse(config.where, Schema.from_json(manifest.schema))
+        for name in names:
+            if name in manifest.splits and (manifest.digest, name) not in kept:
+                kept[manifest.digest, name] = _counted(url, manifest, name, condition)
+    return Selection(config.where, kept)
+
+
+def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition) -> tuple[int, ...]:
+    shards, whole = len(manifest.splits[split].shards), manifest.splits[split].records
+    with Progress("where", shards, "shards") as progress:
+        kept = count_kept(url, manifest, split, condition, progress.update)
+    if not sum(kept):
+        raise ConfigError(
+            f"no sample of split `{split}` of {url} meets --where",
+            got=f"{condition.text}: 0 of {whole:,} samples",
+            allowed="a condition that one sample or more meets",
+            next_step="Correct --where; lockstep describe shows the values of each column.",
+        )
+    print(f"where: {sum(kept):,} of {whole:,} samples of {split} meet {condition.text}", file=sys.stderr, flush=True)
+    return kept
+
+
 def count_kept(
-    dataset_url: str, manifest: DatasetManifest, split: str, condition: Condition, report: Callable[[int, int], None]
+    dataset_url: str, manifest: DatasetManifest, split: str, condition: Condition, report: Callable[[], None]
 ) -> tuple[int, ...]:
     """Count the records of each block of a split that meet a condition, in the order of the shards.
 
     Of Parquet it reads only the columns of the condition, in row groups whose statistics leave it open; of other
-    formats, all records. Calls `report(shards done, shards)`. Raises as reading the split does.
+    formats, all records. Calls `report` after each shard. Raises as reading the split does.
     """
     info, fs, schema = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
     opener = ShardOpener(schema)
@@ -50,9 +100,9 @@ def count_kept(
 
     found: list[int] = []
     with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="where") as threads:
-        for done, counts in enumerate(threads.map(counted, range(len(info.shards))), 1):
+        for counts in threads.map(counted, range(len(info.shards))):
             found += counts
-            report(done, len(info.shards))
+            report()
     return tuple(found)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lockstep.features.condition import Condition
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.read import check_block_bytes, check_count, strict
 from lockstep.storage.dataset.layout import index_path
@@ -20,6 +20,9 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
 from lockstep.training.reading.parquet_shard import ParquetShard
+
+if TYPE_CHECKING:
+    from lockstep.features.condition import Condition
 
 _LINES = b"0123456789 \n"
 KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: up to 1.6 million records no index is read twice
@@ -291,6 +294,8 @@ class ShardOpener:
         return SelectedShard(stored, url, shard.records, block_records, self._condition(info.where), kept)
 
     def _condition(self, where: str) -> Condition:
+        from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
+
         if self._parsed is None or self._parsed.text != where:
             self._parsed = Condition.parse(where, self._schema)
         return self._parsed

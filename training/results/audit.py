@@ -22,13 +22,14 @@ from lockstep.storage.urls import join
 from lockstep.training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
 from lockstep.training.batches.clients import read_table
 from lockstep.training.batches.training_set import TrainingSet, sample_ids
-from lockstep.training.config import LANE_GROUPS
+from lockstep.training.config import LANE_GROUPS, TrainConfig
 from lockstep.training.plan.client_plan import ClientPlan
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, Plan
 from lockstep.training.plan.order import Run
 from lockstep.training.reading.bad_records import BadRecords, Skipped
 from lockstep.training.reading.reader import SplitReader
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.audit_clients import check_clients
 from lockstep.training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
 from lockstep.training.run.metrics import BAD_RECORD, read_rows
@@ -436,7 +437,9 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
         datasets = [dataset_url] if dataset_url else config["datasets"]
-        opened = TrainingSet.at(datasets, config["split"], config["mix"])
+        opened = TrainingSet.at(
+            datasets, config["split"], config["mix"], selection=selection_of(TrainConfig.from_json(config), datasets)
+        )
         where = f"{paths.run_json}: plan"
         federated = config["strategy"] == "federated"
         clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None
