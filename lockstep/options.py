@@ -31,6 +31,7 @@ from lockstep.training.config import (
 class FoldOptions(TypedDict, total=False):
     """The options of cross_validate: fields of TrainConfig."""
 
+    where: str | None
     init_from: str | None
     extra: Mapping[str, Value]
     seed: int

@@ -97,7 +97,7 @@ class _Evaluation:
     whole: frozenset[str]
     """The columns of integers, which are compared with exact numbers."""
     unsigned: frozenset[str]
-    """Those of uint64, which Arrow holds as decimals and compares with its own kind only."""
+    """The columns of uint64, which Arrow holds as decimals and compares with its own kind only."""
 
     def of(self, column: Callable[[str], Any], constant: Callable[[Any], Any]) -> Any:
         """The condition's value; `column` and `constant` make Arrow's values of names and constants."""
