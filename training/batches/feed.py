@@ -209,7 +209,7 @@ def eval_batches(
 
 def eval_rows(reader: SplitReader, rank: int, num_ranks: int, batch_size: int) -> tuple[int, int]:
     """The rows start..stop-1 of the split, in file order, that `eval_batches` gives a rank."""
-    rows = int(reader.table.shard_records.sum())
+    rows = reader.table.records
     batches = -(-rows // batch_size)
     start, stop = (min(rows, number * batches // num_ranks * batch_size) for number in (rank, rank + 1))
     return start, stop

@@ -19,6 +19,7 @@ from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.make_plan import plan_from
 from lockstep.training.plan.mixture import MixedPlan, Plan
 from lockstep.training.plan.order import Run
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.bad_records import BadRecords, Skipped
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.reader import ReadOptions, SplitReader
@@ -60,15 +61,21 @@ class TrainingSet:
 
     @classmethod
     def at(
-        cls, datasets: Sequence[str], split: str, mix: Sequence[int] | None, options: ReadOptions | None = None
+        cls,
+        datasets: Sequence[str],
+        split: str,
+        mix: Sequence[int] | None,
+        options: ReadOptions | None = None,
+        selection: Selection | None = None,
     ) -> Self:
         """Open datasets end to end or, with `mix`, as a mixture; makes all checks that are made at the start."""
         if mix is None:
-            opened = OpenSplit.at(datasets, split, training=True, options=options)
+            opened = OpenSplit.at(datasets, split, training=True, options=options, selection=selection)
             return cls(opened.manifest, (opened,))
-        manifest = open_mixture(datasets, split)[1]
+        manifest = open_mixture(datasets, split, selection)[1]
         each = None if options is None else options.shared_by(len(datasets))
-        return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
+        opened_each = (OpenSplit.at(url, split, training=True, options=each, selection=selection) for url in datasets)
+        return cls(manifest, tuple(opened_each))
 
     def skipping_bad_images(self) -> Self:
         """Return this set, but broken images get weight 0. Raises ConfigError if no images are decoded."""

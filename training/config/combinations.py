@@ -45,6 +45,9 @@ def _check_validation(config: TrainConfig) -> None:
     config.check("validate", apart, f"one split that is not trained on (--split {split})")
     right = held_out is not None or not of_validation(config.checkpoints.keep_best)
     config.check("keep_best", right, "a training metric, unless --validate SPLIT is given")
+    known = config.data.where is None or config.exactness.on_bad_record == "stop"
+    unknown = "stop with --where: whether a record that cannot be decoded meets it is not known"
+    config.check("on_bad_record", known, unknown)
     durable = not config.run.startswith(("webhdfs:", "swebhdfs:"))
     config.check("run", bool(config.run.strip("/")), "the URL of a directory for this run")
     config.check("run", durable, "a local path or hdfs://, which sync durably")

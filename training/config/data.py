@@ -23,6 +23,9 @@ class DataConfig(Part):
     """Passes over the split in total; a resumed run counts those it has done."""
     split: Annotated[str, "NAME"] = "train"
     """The split to train on; several folds with commas between them: fold-1,fold-2."""
+    where: Annotated[str | None, "CONDITION"] = None
+    """Train and validate only on the samples that meet a condition in SQL on their columns, such as "age >= 18 AND
+    country IN ('DE', 'AT')" (docs/batches.md; default: all)."""
     mix: Annotated[tuple[int, ...] | None, "R"] = None
     """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
     datasets end to end)."""
@@ -44,6 +47,10 @@ class DataConfig(Part):
         count = len(self.datasets)
         self.check("datasets", count > 0 and all(self.datasets), "one dataset URL or more")
         self.check("split", bool(self.split), "a split's name")
+        if self.where is not None:
+            from lockstep.features.condition import one_form  # its parser is loaded only for those who need it
+
+            object.__setattr__(self, "where", one_form(self.where))
         if self.mix is not None:
             right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
             self.check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")

@@ -21,6 +21,7 @@ from lockstep.training.ways import Strategy
 class FoldOptions(TypedDict, total=False):
     """The options of cross_validate: fields of TrainConfig."""
 
+    where: str | None
     init_from: str | None
     extra: Mapping[str, Value]
     seed: int

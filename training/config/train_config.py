@@ -26,7 +26,8 @@ from lockstep.training.ways import Way, way_asked
 # The first group of --help: what most calls give, whichever part it belongs to.
 FIRST_GROUP = "what is trained on what"
 FIRST = (
-    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "mix", "init_from", "extra", "seed",
+    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "mix", "init_from", "extra",
+    "seed",
 )  # fmt: skip
 
 

@@ -24,7 +24,9 @@ from lockstep.training.plan.lane_count import check_canonical, check_lanes, larg
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
 from lockstep.training.plan.privacy import check_accountant
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import load_encoder
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.run_json import check_run
@@ -125,6 +127,8 @@ class CheckedRun:
     config: TrainConfig
     """The configuration with absolute URLs."""
     manifest: DatasetManifest
+    selection: Selection | None
+    """The samples that meet --where."""
     plan: RunPlan
     finished: RunResult | None
     """The result of a run that has ended already."""
@@ -143,6 +147,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         run=absolute(config.run),
         init_from=None if config.model.init_from is None else absolute(config.model.init_from),
     )
+    selection = selection_of(config)
     plan: RunPlan
     numbers: dict[int, str | None] = {config.ranks.num_ranks: None}
     if isinstance(config.way, Federated):
@@ -152,7 +157,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         _check_learning_rate(config)
         plan = ClientPlan.for_dataset(manifest, config)
     else:
-        manifest, _, plan = open_and_plan(config)
+        manifest, _, plan = open_and_plan(config, selection)
         numbers = numbers_of_ranks(config, plan)
     plan.steps(config.data.epochs)
     if config.validation.validate is not None:
@@ -163,7 +168,7 @@ def preflight(config: TrainConfig) -> CheckedRun:
         check_weights(config.model.init_from)
     if config.ranks.slots_file is not None:
         slots_in(config.ranks.slots_file)
-    return CheckedRun(config, manifest, plan, finished, numbers)
+    return CheckedRun(config, manifest, selection, plan, finished, numbers)
 
 
 def preflight_before_spark(config: TrainConfig) -> CheckedRun | None:
@@ -190,22 +195,22 @@ class PlannedData(NamedTuple):
     plan: Plan
 
 
-def open_and_plan(config: TrainConfig) -> PlannedData:
+def open_and_plan(config: TrainConfig, selection: Selection | None) -> PlannedData:
     """Call `open_dataset` and `plan_for`, which the augmentation is checked against too."""
-    manifest, encoder = open_dataset(config)
+    manifest, encoder = open_dataset(config, selection)
     plan = plan_for(manifest, config)
     if config.reading.augment:
         augmentation_of(config, plan, encoder.signature)
     return PlannedData(manifest, encoder, plan)
 
 
-def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
+def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tuple[DatasetManifest, Encoder]:
     """Manifest and encoder of the training data.
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
     open_them = open_parts if config.data.mix is None else open_mixture
-    parts, manifest = open_them(config.data.datasets, config.data.split)
+    parts, manifest = open_them(config.data.datasets, config.data.split, selection)
     first = parts[0]
     split_of(manifest, config.data.split)
     encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.data.split, training=True))

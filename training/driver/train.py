@@ -66,7 +66,7 @@ from lockstep.training.run.lineage import (
 )
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
-from lockstep.training.run.run_json import open_run
+from lockstep.training.run.run_json import keep_selection, open_run
 from lockstep.training.run.weights_source import located
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ def train(
     signals = launch.signals() if isinstance(launch, SessionLauncher) else nullcontext()
     with ended_in_order(), StopRequest(config.limits.stop_grace_s).taken() as stop, signals, ownership:
         open_run(fs, paths, config, checked.manifest, plan, confirm=ownership.confirm, search_metric=hooks.metric)
+        keep_selection(fs, paths, checked.selection, confirm=ownership.confirm)
         limits = limits_of(config, hooks.limits)
         steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
         board = Board(

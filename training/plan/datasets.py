@@ -13,6 +13,7 @@ from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError, LockstepError, differences
 from lockstep.storage.urls import several
+from lockstep.training.plan.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,16 @@ class MixedManifest(DatasetManifest):
     mixed: tuple[DatasetManifest, ...] = ()
 
 
-def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
+def open_mixture(
+    urls: str | Sequence[str], split: str, selection: Selection | None = None
+) -> tuple[tuple[Part, ...], MixedManifest]:
     """The parts of the datasets of a mixture, which is trained on in given ratios, and their manifest.
 
     All datasets must have one schema and the same fitted files, since one model and one encoder see all; format,
     compression and the size of blocks may differ. Raises as `open_parts`.
     """
     urls = several(urls)
-    opened = [open_parts([url], split) for url in urls]
+    opened = [open_parts([url], split, selection) for url in urls]
     manifests = tuple(manifest for _, manifest in opened)
     first = manifests[0]
     for url, manifest in zip(urls, manifests, strict=True):
@@ -53,13 +56,16 @@ def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...
     return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
 
 
-def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
+def open_parts(
+    urls: str | Sequence[str], split: str, selection: Selection | None = None
+) -> tuple[tuple[Part, ...], DatasetManifest]:
     """The parts named by `urls` and `split` (names separated by `,`, such as fold-1,fold-2), and one manifest of them.
 
     The manifest is that of the first dataset. With several parts, its split `split` has the shards of all; with several
     datasets, its digest is that of the list of their digests. The datasets must have one schema, one format, the same
     fitted files and blocks of one size; they need not be appended to one another. Sample ids are not compared: only an
     append was checked against the dataset that it continues, and two appends of one parent may have the same records.
+    With `selection`, the split has only the records that it selects.
     Raises NotFoundError for a missing dataset, ConfigError for parts that do not fit together or a dataset given twice.
     """
     urls = several(urls)
@@ -67,6 +73,9 @@ def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...],
         raise _unfit("nothing", "no dataset", "one or more", "Name a dataset.")
     manifests = [load_dataset(url) for url in urls]
     names = split.split(",")
+    if selection is not None:
+        for name in names:
+            manifests = [selection.applied(manifest, name) for manifest in manifests]
     first = manifests[0]
     parts = tuple(Part(url, found, name) for url, found in zip(urls, manifests, strict=True) for name in names)
     if len(parts) == 1:
@@ -85,9 +94,11 @@ def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...],
     sizes = {part.manifest.splits[part.split].block_records for part in parts}
     if len(sizes) > 1:
         raise _unfit(", ".join(urls), f"blocks of {', '.join(map(str, sorted(sizes)))} records", "blocks of one size")
-    shards = tuple(shard for part in parts for shard in part.manifest.splits[part.split].shards)
+    joined = [part.manifest.splits[part.split] for part in parts]
+    shards = tuple(shard for info in joined for shard in info.shards)
+    kept = None if selection is None else tuple(count for info in joined for count in info.kept or ())
     digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
-    splits = {**first.splits, split: SplitInfo(sizes.pop(), shards)}
+    splits = {**first.splits, split: SplitInfo(sizes.pop(), shards, joined[0].where, kept)}
     return parts, replace(first, splits=splits, digest=digest, created_by=_created_by(manifests))
 
 

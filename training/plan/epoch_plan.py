@@ -93,6 +93,10 @@ class EpochPlan:
     interleave: int | None = None
     """B, from 2 up: a lane reads B parts of its span in turns (lockstep.training.plan.order); None reads it in order.
     """
+    where: str | None = None
+    """The condition that the records of the plan meet; None is all records."""
+    kept: tuple[int, ...] | None = None
+    """With `where`, how many records of each block meet it, in file order."""
     version: int = PLAN_VERSION
     """Version of the rules below; another version makes other batches."""
     total: int = field(init=False, compare=False)
@@ -102,9 +106,9 @@ class EpochPlan:
     _orders: EveryOrder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(self.shard_records))
+        table = BlockTable(self.shard_records, max(1, self.block_records), self.kept)
+        object.__setattr__(self, "total", table.records)
         check_plan(self)
-        table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
         orders: EveryOrder = Orders(table, root)
         if self.cache_groups is not None:
@@ -148,7 +152,9 @@ class EpochPlan:
             seed=seed,
             global_batch=global_batch,
             lanes=lanes,
-            window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
+            window_records=max(1, window_bytes * info.stored_records // (lanes * disk_bytes)),
+            where=info.where,
+            kept=info.kept,
             cache_groups=cache_groups,
             interleave=interleave,
         )
@@ -160,7 +166,7 @@ class EpochPlan:
 
     def identity(self) -> dict[str, Any]:
         """JSON that is equal exactly if all batches are equal; kept in run.json and in every checkpoint."""
-        chosen = {name: getattr(self, name) for name in OPTIONAL}
+        chosen = {name: getattr(self, name) for name in (*OPTIONAL, "where")}
         return {
             "version": self.version,
             "dataset_digest": self.dataset_digest,

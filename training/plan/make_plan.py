@@ -28,10 +28,10 @@ def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str
 def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:
     identity = documents.mapping(identity, where=where)
     split = documents.string(identity.get("split"), where=f"{where}: split")
-    numbers = {
+    numbers: dict[str, Any] = {
         name: documents.count(identity.get(name), where=f"{where}: {name}", least=n) for name, n in NUMBERS.items()
     }
-    chosen = {
+    chosen: dict[str, Any] = {
         name: documents.count(identity[name], where=f"{where}: {name}", least=1)
         for name in OPTIONAL
         if name in identity
@@ -44,6 +44,8 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
             shard_records=tuple(shard.records for shard in info.shards),
             block_records=info.block_records,
             seed=_seed(identity.get("seed"), where),
+            where=info.where,
+            kept=info.kept,
             **numbers,
             **chosen,
         )

@@ -7,7 +7,7 @@ the short blocks before it; these are at most one a shard, so memory is O(shards
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,29 +31,53 @@ class Run:
 
 
 class BlockTable:
-    """The blocks of a split, numbered shard after shard; the same for every epoch."""
+    """The blocks of a split, numbered shard after shard; the same for every epoch.
 
-    def __init__(self, shard_records: tuple[int, ...], block_records: int) -> None:
+    `kept` are the records that a condition keeps in each block, for a split of which only these are read
+    (lockstep.training.plan.selection); None is all. A block of which none is kept is not in the table. The kept records
+    of a block count from its first record on, without gaps. Memory: O(shards); with `kept` O(blocks).
+    """
+
+    def __init__(self, shard_records: tuple[int, ...], block_records: int, kept: Sequence[int] | None = None) -> None:
         self.block_records = block_records
         self.shard_records = np.asarray(shard_records, dtype=np.int64)
         blocks = -(-self.shard_records // block_records)
-        # (shards + 1,) int64: first_block[s] is the number of shard s's first block; the last entry is the number of
-        # blocks.
-        self.first_block = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
-        self.num_blocks = int(self.first_block[-1])
+        # (shards + 1,) int64: the number of each shard's first block in the files, and the number of all blocks.
+        self._first_stored = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         short_shards = np.flatnonzero(self.shard_records % block_records)
-        self.short_blocks: I64 = self.first_block[short_shards + 1] - 1
+        self.short_blocks: I64 = self._first_stored[short_shards + 1] - 1
         self.short_by: I64 = block_records - self.shard_records[short_shards] % block_records
+        self.num_blocks = int(self._first_stored[-1])
+        self.records = int(self.shard_records.sum())
+        self._stored: I64 | None = None  # (blocks,) int64: which block of the files each block of the table is
+        self._sizes: I64 | None = None
+        if kept is not None:
+            found = np.asarray(kept, dtype=np.int64)
+            self._stored = np.flatnonzero(found)
+            self._sizes = found[self._stored]
+            self.num_blocks, self.records = len(self._stored), int(found.sum())
+            self.short_blocks = np.flatnonzero(self._sizes < block_records)
+            self.short_by = block_records - self._sizes[self.short_blocks]
 
     def locate(self, blocks: I64) -> tuple[I64, I64]:
         """Shard and first record of each block: (n,) int64 -> two (n,) int64."""
-        shards = np.searchsorted(self.first_block, blocks, side="right") - 1
-        return shards, (blocks - self.first_block[shards]) * self.block_records
+        stored = blocks if self._stored is None else self._stored[blocks]
+        shards = np.searchsorted(self._first_stored, stored, side="right") - 1
+        return shards, (stored - self._first_stored[shards]) * self.block_records
 
     def sizes(self, blocks: I64) -> I64:
         """Records in each block: (n,) int64 -> (n,) int64."""
+        if self._sizes is not None:
+            return self._sizes[blocks]
         shards, first = self.locate(blocks)
         return np.minimum(self.block_records, self.shard_records[shards] - first)
+
+    def number(self, run: Run) -> int:
+        """Return how many records come before a run in file order."""
+        stored = int(self._first_stored[run.shard]) + run.first_record // self.block_records
+        block = stored if self._stored is None else int(np.searchsorted(self._stored, stored))
+        before = block * self.block_records - int(self.short_by[: np.searchsorted(self.short_blocks, block)].sum())
+        return before + run.first_record % self.block_records
 
     def runs(self, blocks: I64, cut: I64, counts: I64) -> list[Run]:
         """Make a run of `counts` records of each block after its first `cut`: three (n,) int64."""

@@ -37,6 +37,7 @@ from lockstep.training.profiling.verdict import (
     put_together,
 )
 from lockstep.training.rank import runtime
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.ways import Federated, OfTensorflow
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def profile(
     right = not isinstance(config.way, Federated | OfTensorflow)
     require(right, "a profile's `strategy`", config.step.strategy, of_lanes, "Correct --strategy.")
     config = config.but(datasets=tuple(map(absolute, config.data.datasets)), run=NO_RUN)
-    _, encoder, plan = open_and_plan(config)
+    _, encoder, plan = open_and_plan(config, selection_of(config))
     plan.steps(config.data.epochs)
     options = CommOptions(backend=config.ranks.backend, trust_network=config.ranks.trust_network)
     order = ProfileOrder(

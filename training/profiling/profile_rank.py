@@ -34,6 +34,7 @@ from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.metrics import StepClock
 from lockstep.training.rank.prepare import RankModel, agreement_on
 from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.checkpoint import HostBuffer
 from lockstep.training.run.metrics import PARTS
 from lockstep.training.steps import model_state
@@ -177,7 +178,7 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         options = replace(
             ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.reading.cache_bytes
         )
-        opened = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options)
+        opened = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options, selection_of(config))
         for reader in opened.readers:
             self._stack.callback(reader.close)
         return opened.skipping_bad_images() if config.reading.bad_images == "skip" else opened

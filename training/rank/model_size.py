@@ -10,6 +10,7 @@ from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rank.runtime import configure
+from lockstep.training.reading.selecting import selection_of
 
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
@@ -26,7 +27,7 @@ def main(context: RankContext) -> dict[str, Any]:
     from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
-    data = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix)
+    data = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config))
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
     plan = data.plan(order.plan)

@@ -16,6 +16,7 @@ from lockstep.training.control.messages import TrainOrder
 from lockstep.training.control.protocol import OPENING
 from lockstep.training.reading.open import OpenSplit, verify_share
 from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.metrics import BAD_RECORD
 
 
@@ -36,14 +37,17 @@ class RankData:
         order, world = TrainOrder.from_json(context.payload), context.world
         context.control.beat(0, OPENING)
         options = ReadOptions.of(config, world.num_ranks)
-        training = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options)
+        selection = selection_of(config)
+        training = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options, selection)
         if config.exactness.on_bad_record == "skip":
             training = training.skipping_bad_records(lambda bad: report_bad(context, bad.to_row()))
         elif config.reading.bad_images == "skip":
             training = training.skipping_bad_images()
         held_out = None
         if config.validation.validate is not None:
-            held_out = OpenSplit.at(config.data.datasets, config.validation.validate, options=options)
+            held_out = OpenSplit.at(
+                config.data.datasets, config.validation.validate, options=options, selection=selection
+            )
             if config.exactness.on_bad_record == "skip":
                 held_out.leave_out_bad_records()
         if config.reading.verify == "full":

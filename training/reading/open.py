@@ -17,6 +17,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
 from lockstep.storage.urls import join
 from lockstep.training.plan.datasets import held_out, open_parts
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.bad_records import Skipped
 from lockstep.training.reading.reader import ReadOptions, SplitReader
 
@@ -89,12 +90,13 @@ class OpenSplit:
         training: bool = False,
         as_trained_on: str | None = None,
         options: ReadOptions | None = None,
+        selection: Selection | None = None,
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
         that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
         `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
         """
-        parts, manifest = open_parts(datasets, split)
+        parts, manifest = open_parts(datasets, split, selection)
         first, fold = parts[0], split
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True

@@ -141,6 +141,7 @@ class SplitReader:
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # least recently used first
         self._shards: list[Shard] = []
+        self._kept: tuple[int, ...] = ()  # of each block, where only records that meet a condition are read
         self._stand_ins: StandIns | None = None
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
         """The file system, URL and manifest entry of each shard."""
@@ -199,7 +200,10 @@ class SplitReader:
             if self._cached is not None:
                 self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
                 self._cached.epoch_bytes += shard.bytes // self._options.ranks
-        self.table = BlockTable(tuple(shard.records for _, _, shard in self.stored), info.block_records)
+        if info.kept is not None:
+            self._kept += info.kept
+        records = tuple(shard.records for _, _, shard in self.stored)
+        self.table = BlockTable(records, info.block_records, None if info.where is None else self._kept)
 
     def prefetch(self, runs: Iterable[Run]) -> None:
         """Announce runs that will be read soon, in this order, after those of earlier calls. Their bytes are fetched in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
 from lockstep.training.reading.parquet_shard import ParquetShard
+
+if TYPE_CHECKING:
+    from lockstep.features.condition import Condition
 
 _LINES = b"0123456789 \n"
 KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: up to 1.6 million records no index is read twice
@@ -203,7 +207,64 @@ class GzipShard:
         return found
 
 
-Shard = TFRecordShard | GzipShard | ParquetShard
+StoredShard = TFRecordShard | GzipShard | ParquetShard
+
+
+class SelectedShard:
+    """Reads the records of a shard that meet a condition; a block is read whole, whatever the format.
+
+    `kept` are how many records of each of its blocks meet it. Records of a block count from its first on, without gaps.
+    """
+
+    by_block = True
+    """Whether only whole blocks can be decoded."""
+
+    def __init__(
+        self,
+        shard: StoredShard,
+        url: str,
+        records: int,
+        block_records: int,
+        condition: Condition,
+        kept: tuple[int, ...],
+    ) -> None:
+        self._shard, self._url, self._records, self._block_records = shard, url, records, block_records
+        self._condition, self._kept = condition, kept
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The start of each block and the end of the last; empty if blocks are not stored in order."""
+        return self._shard.edges
+
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for some of a block: all of it."""
+        first = first_record - first_record % self._block_records
+        return first, min(self._block_records, self._records - first)
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of the block of these records, and the byte after its last. Thread-safe."""
+        return self._shard.extent(*self.records_read(first_record, count))
+
+    def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
+        """Decode the records of a block that meet the condition. Raises what the shard's format raises, and
+        CorruptionError if they are not as many as were counted.
+        """
+        first, size = self.records_read(first_record, count)
+        rows = self._condition.kept(self._shard.decode(data, start, first, size))
+        wanted = self._kept[first // self._block_records]
+        if len(rows) != wanted:
+            raise CorruptionError(
+                "a block has another number of records that meet --where",
+                file=self._url,
+                record=first,
+                offset=start,
+                got=f"{len(rows)}",
+                allowed=f"{wanted}, as when the run began",
+            )
+        return rows
+
+
+Shard = StoredShard | SelectedShard
 
 
 class ShardOpener:
@@ -212,16 +273,38 @@ class ShardOpener:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._index_bytes = 0
+        self._parsed: Condition | None = None
         self.starts = BlockStarts()
 
     def open(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int) -> Shard:
-        """Open a shard of a split. Raises CorruptionError if it is missing or has another length, or if its footer or
-        index does not match the manifest.
+        """Open a shard of a split, of which only selected records are read if the manifest says so.
+
+        Raises CorruptionError if it is missing or has another length, or if its footer or index does not match the
+        manifest.
         """
         info = manifest.splits[split]
         shard, block_records = info.shards[number], info.block_records
         url = join(dataset_url, shard.path)
         _check_length(fs, url, shard)
+        stored = self._stored(fs, url, dataset_url, manifest, split, number)
+        if info.where is None or info.kept is None:
+            return stored
+        first = sum(-(-one.records // block_records) for one in info.shards[:number])
+        kept = info.kept[first : first - (-shard.records // block_records)]
+        return SelectedShard(stored, url, shard.records, block_records, self._condition(info.where), kept)
+
+    def _condition(self, where: str) -> Condition:
+        from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
+
+        if self._parsed is None or self._parsed.text != where:
+            self._parsed = Condition.parse(where, self._schema)
+        return self._parsed
+
+    def _stored(
+        self, fs: FileSystem, url: str, dataset_url: str, manifest: DatasetManifest, split: str, number: int
+    ) -> StoredShard:
+        info = manifest.splits[split]
+        shard, block_records = info.shards[number], info.block_records
         if manifest.format == "parquet":
             return ParquetShard(fs, url, shard, block_records, self._schema)
         if manifest.compression is not None:

@@ -28,6 +28,7 @@ from lockstep.training.plan.mixture import MixedPlan, Plan
 from lockstep.training.plan.order import Run
 from lockstep.training.reading.bad_records import BadRecords, Skipped
 from lockstep.training.reading.reader import SplitReader
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.audit_clients import check_clients
 from lockstep.training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
 from lockstep.training.run.metrics import BAD_RECORD, read_rows
@@ -232,10 +233,9 @@ def _left_records(
 
 def _records_at(plan: EpochPlan, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The records at positions (n,) of an epoch, numbered over all shards: (n,) int64."""
-    starts = np.concatenate([[0], np.cumsum(plan.shard_records)])
     first = int(positions.min())
     runs = plan.runs(epoch, first, int(positions.max()) + 1)
-    records = [np.arange(run.count) + starts[run.shard] + run.first_record for run in runs]
+    records = [np.arange(run.count) + plan.table.number(run) for run in runs]
     return np.concatenate(records)[positions - first]
 
 
@@ -437,7 +437,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
         datasets = [dataset_url] if dataset_url else config.data.datasets
-        opened = TrainingSet.at(datasets, config.data.split, config.data.mix)
+        opened = TrainingSet.at(datasets, config.data.split, config.data.mix, selection=selection_of(config, datasets))
         where = f"{paths.run_json}: plan"
         federated = isinstance(config.way, Federated)
         clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None

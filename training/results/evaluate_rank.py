@@ -16,6 +16,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
 from lockstep.training.reading.open import OpenSplit
+from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.evaluate import EvaluateOrder
 from lockstep.training.results.stored_model import StoredModel
 from lockstep.training.scoring.baseline import Baseline, NumberBaseline, baseline_of
@@ -74,7 +75,9 @@ def run(context: RankContext) -> dict[str, Any]:
 
 def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | NumberBaseline:
     """The baseline, counted on the run's training rows. A collective."""
-    trained_on = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix)
+    trained_on = TrainingSet.at(
+        config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config)
+    )
     if config.exactness.on_bad_record == "skip":
         trained_on = trained_on.skipping_bad_records(lambda bad: None)
     baseline = baseline_of(name, trained_on.encoder.schema)

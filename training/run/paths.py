@@ -56,6 +56,11 @@ class RunPaths:
         return f"{self.root}/{run_names.RUN_JSON}"
 
     @property
+    def selection(self) -> str:
+        """How many samples of each block meet the run's --where; only with that flag."""
+        return f"{self.root}/{run_names.SELECTION}"
+
+    @property
     def lease(self) -> str:
         """The sign of a living driver, rewritten every few seconds."""
         return f"{self.root}/{run_names.LEASE}"

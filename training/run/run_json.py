@@ -20,6 +20,7 @@ from lockstep.storage.publish import write_file
 from lockstep.training.config import TrainConfig, flag_of
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.datasets import what_differs
+from lockstep.training.plan.selection import Selection
 from lockstep.training.run.lineage import chain_of, checkpoints, epochs_asked, read_claims
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
@@ -80,6 +81,7 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPla
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: RunPlan) -> None:
     identity, stored, begun = plan.identity(), found["plan"], TrainConfig.from_json(found["config"])
     _same(paths, "strategy", "strategy", begun.step.strategy, config.step.strategy)  # the plan depends on it
+    _same(paths, "where", "where", begun.data.where, config.data.where)
     names = sorted(identity.keys() | stored.keys())
     for name in ("split", "ratios"):  # first: with another split or mix, the records differ too
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
@@ -155,6 +157,19 @@ def open_run(
             print(f"note: {words}", file=sys.stderr, flush=True)
         mended = seal({**found, "config": begun.but(**changed).to_json()})
         write_file(fs, paths.run_json, mended, exclusive=False, confirm=confirm)
+
+
+def keep_selection(
+    fs: FileSystem, paths: RunPaths, selection: Selection | None, confirm: Callable[[], None] | None = None
+) -> None:
+    """Write which samples meet the run's --where, from which each rank makes the same plan; does nothing without it, or
+    where that is written already.
+    """
+    if selection is None:
+        return
+    document = seal({"format_version": FORMAT_VERSION, "kind": "selection", **selection.to_json()})
+    if not fs.exists(paths.selection) or fs.read_bytes(paths.selection) != document:
+        write_file(fs, paths.selection, document, exclusive=False, confirm=confirm)
 
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 # What a global batch of all ranks has, and a client's batch has not; these must have their defaults.
 OF_A_GLOBAL_BATCH = (
-    "mix", "lanes", "interleave", "cache_groups", "bad_images", "on_bad_record", "augment", "learning_rate_scaling",
-    "warm_up_epochs", "shard_embeddings", "compression", "min_ranks", "max_ranks",
+    "where", "mix", "lanes", "interleave", "cache_groups", "bad_images", "on_bad_record", "augment",
+    "learning_rate_scaling", "warm_up_epochs", "shard_embeddings", "compression", "min_ranks", "max_ranks",
 )  # fmt: skip
 
 

@@ -52,9 +52,18 @@ class SplitInfo:
 
     block_records: int
     shards: tuple[ShardInfo, ...]
+    where: str | None = None
+    """The condition that a run selects records by, in one form of writing; None in a manifest: all records."""
+    kept: tuple[int, ...] | None = None
+    """With `where`, how many records of each block meet it, in the order of the shards."""
 
     @property
     def records(self) -> int:
+        """Records of all shards that meet `where`."""
+        return self.stored_records if self.kept is None else sum(self.kept)
+
+    @property
+    def stored_records(self) -> int:
         """Records of all shards."""
         return sum(shard.records for shard in self.shards)
 

@@ -103,8 +103,9 @@ def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
     unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
     check.on_ok(run_names.RUN_JSON, "sealed")
-    if check.fs.exists(check.url(run_names.STOPPED)) and _sealed(check, run_names.STOPPED) is not None:
-        check.on_ok(run_names.STOPPED, "sealed")
+    for name in (run_names.STOPPED, run_names.SELECTION):
+        if check.fs.exists(check.url(name)) and _sealed(check, name) is not None:
+            check.on_ok(name, "sealed")
     _check_claims(check)
     for name in check.names(run_names.RESULTS):
         path, generation = f"{run_names.RESULTS}/{name}", run_names.result_of(name)

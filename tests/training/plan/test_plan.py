@@ -8,6 +8,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.lane_count import check_lanes, default_lanes
 from lockstep.training.plan.mixture import MixedPlan
-from lockstep.training.plan.order import BlockTable, Orders
+from lockstep.training.plan.order import BlockTable, Orders, Run
 
 Record = tuple[int, int]  # shard, record
 
@@ -41,6 +42,19 @@ class Case:
     epochs: int
 
 
+def block_sizes(plan: EpochPlan) -> list[int]:
+    size = plan.block_records
+    return [min(size, n - first) for n in plan.shard_records for first in range(0, n, size)]
+
+
+def everything(plan: EpochPlan) -> list[Record]:
+    """All records in file order; of a block that keeps K, its first K."""
+    size = plan.block_records
+    firsts = [(shard, first) for shard, n in enumerate(plan.shard_records) for first in range(0, n, size)]
+    counts = plan.kept or block_sizes(plan)
+    return [(shard, first + i) for (shard, first), kept in zip(firsts, counts, strict=True) for i in range(kept)]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     lanes = draw(st.integers(1, 6))
@@ -55,6 +69,9 @@ def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.sampled_from([None, *(size for size in range(1, lanes + 1) if lanes % size == 0)]))
     seed, interleave = draw(st.integers(-5, 2**63)), draw(st.sampled_from([None, None, 2, 3, 8]))
     plan = replace(plan, seed=seed, cache_groups=groups, interleave=interleave)
+    if draw(st.booleans()):
+        kept = draw(st.tuples(*(st.integers(0, size) for size in block_sizes(plan))).filter(lambda n: sum(n) >= lanes))
+        plan = replace(plan, where="x > 0", kept=kept)
     return Case(plan, draw(st.integers(1, 4)))
 
 
@@ -90,9 +107,22 @@ def test_each_sample_of_each_epoch_is_used_once_or_left_over(case: Case) -> None
     left = [(epoch, records_of(plan, epoch, position, position + 1)[0]) for epoch, position in plan.leftover(epochs)]
     assert len(left) < plan.global_batch
     used.update(left)
-    everything = {(e, (s, r)) for e in range(epochs) for s, n in enumerate(plan.shard_records) for r in range(n)}
-    assert set(used) == everything
+    assert set(used) == {(epoch, record) for epoch in range(epochs) for record in everything(plan)}
     assert set(used.values()) == {1}
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_the_table_has_each_record_in_file_order(case: Case) -> None:
+    table, records = case.plan.table, everything(case.plan)
+    assert table.records == case.plan.total == len(records)
+    runs = table.rows(0, table.records)
+    assert [(run.shard, run.first_record + i) for run in runs for i in range(run.count)] == records
+    for place, (shard, record) in enumerate(records):
+        assert table.number(Run(shard, record, 1)) == place
+        assert table.rows(place, place + 1) == [Run(shard, record, 1)]
+    blocks = [table.run(block) for block in range(table.num_blocks)]
+    assert blocks == runs and table.sizes(np.arange(table.num_blocks)).tolist() == [run.count for run in blocks]
 
 
 @given(cases(), st.data())
@@ -141,9 +171,9 @@ def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> 
     plan = replace(case.plan, cache_groups=None, interleave=None)
     runs = plan.runs(0, 0, plan.total)
     assert len(runs) == plan.table.num_blocks
-    for run in runs:
-        assert run.first_record % plan.block_records == 0
-        assert run.count == min(plan.block_records, plan.shard_records[run.shard] - run.first_record)
+    assert all(run.first_record % plan.block_records == 0 for run in runs)
+    blocks = Counter((shard, record - record % plan.block_records) for shard, record in everything(plan))
+    assert {(run.shard, run.first_record): run.count for run in runs} == blocks
     assert records_of(plan, 0, 0, plan.total) == [r for p in range(plan.total) for r in records_of(plan, 0, p, p + 1)]
 
 

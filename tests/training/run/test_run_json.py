@@ -22,6 +22,7 @@ from lockstep.training.ways import Federated
 from tests.training._tiny import write_table
 
 REFUSED: dict[str, Any] = {
+    "where": "a > 0",
     "model": "tests.training._models:momentum",
     "split": "test",
     "global_batch": 16,
