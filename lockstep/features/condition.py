@@ -26,6 +26,8 @@ _COMPARISONS: dict[type[exp.Expression], Callable[[Any, Any], Any]] = {
     exp.GT: pc.greater,
     exp.GTE: pc.greater_equal,
 }
+# What a node of the parser's tree may have besides what it compares; versions differ in what NOT LIKE is.
+_KNOWN = {"this", "expression", "expressions", "low", "high", "quoted", "is_string", "negate"}
 _LONGEST = 10_000  # characters
 _DEEPEST = 200  # levels: each takes a few frames of the stack, in the parser too
 
@@ -111,6 +113,12 @@ class _Evaluation:
             exact = self._exact(sides)
             return compare(*(constant(_literal(side, exact)) if _is_literal(side) else value(side) for side in sides))
 
+        if unknown := {name for name, part in node.args.items() if part} - _KNOWN:
+            raise _NotACondition(f"`{node.sql(dialect='spark')}` ({', '.join(sorted(unknown))})")
+        if node.args.get("negate"):
+            plain = node.copy()
+            plain.set("negate", None)
+            return pc.invert(value(plain))
         match node:
             case exp.Paren():
                 return value(node.this)
@@ -122,7 +130,7 @@ class _Evaluation:
                 return pc.or_kleene(value(node.this), value(node.expression))
             case exp.Not():
                 return pc.invert(value(node.this))
-            case exp.Between() if not node.args.get("symmetric"):
+            case exp.Between():
                 low = compared(pc.greater_equal, node.this, node.args["low"])
                 return pc.and_kleene(low, compared(pc.less_equal, node.this, node.args["high"]))
             case exp.In() if node.expressions:

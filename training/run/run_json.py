@@ -167,7 +167,7 @@ def keep_selection(
     """
     if selection is None:
         return
-    document = seal({"format_version": FORMAT_VERSION, "kind": "selection", **selection.to_json()})
+    document = seal({"format_version": 1, "kind": "selection", **selection.to_json()})
     if not fs.exists(paths.selection) or fs.read_bytes(paths.selection) != document:
         write_file(fs, paths.selection, document, exclusive=False, confirm=confirm)
 
