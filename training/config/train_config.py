@@ -143,7 +143,7 @@ class TrainConfig:
         try:
             return cls(**options_in(document))
         except TypeError as error:
-            raise _does_not_fit(str(error), sorted(options())) from None
+            raise _does_not_fit(str(error), sorted(option_names())) from None
 
 
 def options_in(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _names(part: type[Part]) -> list[str]:
     return [field.name for field in fields(part)]
 
 
-def options() -> dict[str, Option]:
+def all_options() -> dict[str, Option]:
     """The options of a run, by name and in the order of --help."""
     return {option.name: option for group in groups().values() for option in group}
 
