@@ -155,9 +155,14 @@ def options_in(document: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def names_by_part() -> dict[str, set[str]]:
+    """The names of the options of each part; those of all ways as `way`."""
+    found = {name: set(_names(part)) for name, part in parts().items()}
+    return found | {"way": {option for way in ways.WAYS for option in _names(way)}}
+
+
 def _check_stored(name: str, value: Any) -> None:
-    known = {name: set(part.__dataclass_fields__) for name, part in parts().items()}
-    known["way"] = {option for way in ways.WAYS for option in way.__dataclass_fields__}
+    known = names_by_part()
     if name == "run":
         return
     if name not in known or not isinstance(value, Mapping):
