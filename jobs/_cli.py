@@ -29,12 +29,15 @@ class JobParser(argparse.ArgumentParser):
 
     Entries of a file are parsed as if they came first on the command line, so both pass the same checks. Keys are the
     flags' long names with `_` or `-`; a list gives several values to a flag that takes several, as words or separated
-    by commas (`names`, `joined`); `true` is a flag without a value. The file may have tables of other jobs too.
+    by commas (`names`, `joined`); `true` is a flag without a value. The file may have tables of other jobs too, and in
+    its table one for each of `parts`, with some keys.
     """
 
     def __init__(self, job: str, description: str, table: str) -> None:
         super().__init__(prog=f"lockstep {job}", description=description, allow_abbrev=False)
         self.table = table
+        self.parts: dict[str, set[str]] = {}
+        """The flags of each part of the table that may be a table of its own."""
         self._given: list[str] = []
         self._imports_code = False
         text = f"TOML files, table [{table}]; later files and flags win"
@@ -107,21 +110,31 @@ class JobParser(argparse.ArgumentParser):
         known = {option: action for action in self._actions for option in action.option_strings if option[:2] == "--"}
         for option in ("--config", "--help", "--debug"):
             del known[option]
-        flags: list[str] = []
         table = document.get(self.table, {})
         assert isinstance(table, dict), "checked above"
-        for key, value in table.items():
-            flag = "--" + key.replace("_", "-")
-            if flag not in known:
-                keys = [option[2:].replace("-", "_") for option in known]
-                raise ConfigError(
-                    f"{path}: unknown key `{key}` in [{self.table}]",
-                    got=f"{key} = {value!r}"[:200] + nearest(key.replace("-", "_"), keys),
-                    allowed=", ".join(sorted(keys)),
-                    next_step="Correct the key or remove it.",
-                )
-            flags += _words(flag, known[flag], value, f"{path}: `{key}` in [{self.table}]")
+        parts = {name: table.pop(name) for name in self.parts if isinstance(table.get(name), dict)}
+        flags = _flags_of_table(table, known, path, self.table)
+        for name, part in parts.items():
+            own = {flag: action for flag, action in known.items() if flag in self.parts[name]}
+            flags += _flags_of_table(part, own, path, f"{self.table}.{name}")
         return flags
+
+
+def _flags_of_table(table: dict[str, object], known: dict[str, argparse.Action], path: str, name: str) -> list[str]:
+    """The words of a command line that a table `name` gives. Raises ConfigError for a key that is not `known`."""
+    flags: list[str] = []
+    for key, value in table.items():
+        flag = "--" + key.replace("_", "-")
+        if flag not in known:
+            keys = [option[2:].replace("-", "_") for option in known]
+            raise ConfigError(
+                f"{path}: unknown key `{key}` in [{name}]",
+                got=f"{key} = {value!r}"[:200] + nearest(key.replace("-", "_"), keys),
+                allowed=", ".join(sorted(keys)),
+                next_step="Correct the key or remove it.",
+            )
+        flags += _words(flag, known[flag], value, f"{path}: `{key}` in [{name}]")
+    return flags
 
 
 def _words(flag: str, action: argparse.Action, value: object, where: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lockstep.features.images.augment import forms
 from lockstep.jobs._cli import JobParser, joined, refuse_idle
-from lockstep.training.config import TrainConfig, Value, flag_of, groups, option_names
+from lockstep.training.config import TrainConfig, Value, flag_of, groups, names_by_part, option_names
 from lockstep.training.parts import Option
 
 
@@ -68,6 +68,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
     """The command line of a job that trains; its TOML table has the job's name. `without`: flags that it leaves out."""
     job = JobParser(job_name, description, job_name)
     job.add_code_flag()
+    job.parts = {part: {flag_of(name) for name in names} for part, names in names_by_part().items()}
     for title, options in groups().items():
         group = job.add_argument_group(title)
         extra = OF_THE_CALL.get(options[0].name)

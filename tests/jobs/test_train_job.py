@@ -42,6 +42,26 @@ def test_flags_that_need_another_one_are_taken_with_it(tmp_path: Path) -> None:
     assert config.reading.cache_bytes == 5
 
 
+def test_a_file_may_have_a_table_for_each_part(tmp_path: Path) -> None:
+    """It gives what the same keys give without tables, in which files of before stay as they are."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[train]\nseed = 3\nmodel = 'mlp'\n[train.step]\nbatchnorm = 'local'\nstrategy = 'async'\n"
+        "[train.way]\nstaleness = 2\n[train.limits]\nstall_limit = 9.5\n"
+    )
+    same = ("--seed", "3", "--batchnorm", "local", "--strategy", "async", "--staleness", "2", "--stall-limit", "9.5")
+    call = flags(tmp_path, "--config", str(file))
+    assert config_of(parser().parse(call)) == config_of(parser().parse(flags(tmp_path, *same)))
+    for wrong, named in (
+        ("[train.limits]\nseed = 3", r"unknown key `seed` in \[train.limits\]"),
+        ("[train.seed]\nseed = 3", r"`seed` in \[train\]"),
+        ("[train]\nstep = 3", r"unknown key `step` in \[train\]"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=named):
+            parser().parse(call)
+
+
 def test_every_field_has_a_flag(tmp_path: Path) -> None:
     text = parser().format_help()
     for option in option_names():

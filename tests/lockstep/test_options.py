@@ -14,8 +14,7 @@ from lockstep import options
 from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.training.batches.planned import PlannedBatches, PlannedOptions
-from lockstep.training.config import TrainConfig
-from lockstep.training.config import options as training_options
+from lockstep.training.config import TrainConfig, all_options
 from lockstep.training.config.options import Changes
 from lockstep.training.search.folds import NOT_OF_FOLDS
 
@@ -36,7 +35,7 @@ def types_of(config: Any) -> dict[str, Any]:
     """The types of a configuration's options: those of the fields of all parts, or of a dataclass without parts."""
     if config is TrainConfig:
         return {name: get_args(kind.hint)[0] if get_origin(kind.hint) is Annotated else kind.hint
-                for name, kind in training_options().items()}  # fmt: skip
+                for name, kind in all_options().items()}  # fmt: skip
     hints = get_type_hints(config)
     return {field.name: hints[field.name] for field in fields(config)}
 
@@ -56,7 +55,7 @@ def test_the_constructor_and_but_take_all_options_and_need_those_without_a_defau
     needed = {
         name: hint for name, hint in get_type_hints(TrainConfig.__init__).items() if name not in ("options", "return")
     }
-    assert needed == {name: known[name] for name, option in training_options().items() if option.default is MISSING}
+    assert needed == {name: known[name] for name, option in all_options().items() if option.default is MISSING}
 
 
 def test_options_of_batches_are_those_of_planned_batches() -> None:

@@ -144,7 +144,7 @@ class TrainConfig:
         try:
             return cls(**options_in(document))
         except TypeError as error:
-            raise _does_not_fit(str(error), sorted(options())) from None
+            raise _does_not_fit(str(error), sorted(option_names())) from None
 
 
 def options_in(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,9 +156,14 @@ def options_in(document: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def names_by_part() -> dict[str, set[str]]:
+    """The names of the options of each part; those of all ways as `way`."""
+    found = {name: set(_names(part)) for name, part in parts().items()}
+    return found | {"way": {option for way in ways.WAYS for option in _names(way)}}
+
+
 def _check_stored(name: str, value: Any) -> None:
-    known = {name: set(part.__dataclass_fields__) for name, part in parts().items()}
-    known["way"] = {option for way in ways.WAYS for option in way.__dataclass_fields__}
+    known = names_by_part()
     if name == "run":
         return
     if name not in known or not isinstance(value, Mapping):
@@ -196,7 +201,7 @@ def _names(part: type[Part]) -> list[str]:
     return [field.name for field in fields(part)]
 
 
-def options() -> dict[str, Option]:
+def all_options() -> dict[str, Option]:
     """The options of a run, by name and in the order of --help."""
     return {option.name: option for group in groups().values() for option in group}
 

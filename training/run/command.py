@@ -8,13 +8,13 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.training.config import Value, flag_of, options, options_in
+from lockstep.training.config import Value, all_options, flag_of, options_in
 
 
 def command_of(config: Mapping[str, Any]) -> str:
     """The command line for a shell of the run of this stored configuration, without options that have their default."""
     words, given = ["lockstep", "train"], options_in(config)
-    for name, option in options().items():
+    for name, option in all_options().items():
         value = given.get(name)
         if value is None or value == option.default or value == {}:
             continue

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lockstep.storage.errors import nearest, require
-from lockstep.training.config import TrainConfig, Value, flag_of, option_names, options
+from lockstep.training.config import TrainConfig, Value, all_options, flag_of, option_names
 from lockstep.training.run.command import setting_word
 
 SETTING = "set."
@@ -90,7 +90,7 @@ def space_of(document: Mapping[str, Any], where: str) -> tuple[Parameter, ...]:
         else:
             flat[name] = spec
     require(bool(flat), f"the space in {where}", "no parameter", "one parameter or more", f"Add one: {EXAMPLES}.")
-    kinds = {name: _kind(option.hint) for name, option in options().items()}
+    kinds = {name: _kind(option.hint) for name, option in all_options().items()}
     found = []
     for name, spec in flat.items():
         setting = name.startswith(SETTING) and len(name) > len(SETTING)

@@ -45,7 +45,7 @@ def test_a_log_has_epoch_rate_and_time_left_of_a_resumed_run(
     now = [0.0]
     monkeypatch.setattr("lockstep.storage.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    config: Any = SimpleNamespace(global_batch=32, epochs=5)
+    config: Any = SimpleNamespace(data=SimpleNamespace(global_batch=32, epochs=5))
     shown = OnTerminal(config, 1000)
     for now[0], done in ((0.0, 400), (60.0, 410), (70.0, 430), (80.0, 420), (90.0, 430), (95.0, 440)):
         if now[0]:

@@ -270,8 +270,8 @@ def test_staleness_0_is_sync(table: str, tmp_path: Path) -> None:
     [
         ({"canonical": True}, "strategy"),
         ({"batchnorm": "sync"}, "strategy"),
-        ({"delay": 1}, "strategy"),
-        ({"sync_every": 4}, "strategy"),
+        ({"delay": 1}, "delay"),
+        ({"sync_every": 4}, "sync_every"),
         ({"micro_batches": 2}, "strategy"),
         ({"non_finite": "skip"}, "strategy"),
         ({"compression": "bf16"}, "strategy"),
