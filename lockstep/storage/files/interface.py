@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -105,20 +106,6 @@ class IntoMemory(Protocol):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from `offset` on. Raises as `read_at` does."""
-
-
-@runtime_checkable
-class ConditionalWrites(Protocol):
-    """A backend without renames that writes a whole file in one step, on a condition that its server checks."""
-
-    def put_new(self, url: str, data: bytes) -> None:
-        """Write a file whose name must be free. Raises ExistsError if it is not."""
-
-    def version(self, url: str) -> object | None:
-        """The version of a file, for `put_over`; None if there is none."""
-
-    def put_over(self, url: str, data: bytes, version: object) -> None:
-        """Replace this version of a file. Raises ExistsError if the file has another version, or is gone."""
 
 
 class FileSystem(ABC):
@@ -230,6 +217,28 @@ class FileSystem(ABC):
         except NotFoundError:
             return False
         return True
+
+
+class ConditionalWrites(FileSystem):
+    """A backend without renames that writes a whole file in one step, on a condition that its server checks."""
+
+    @abstractmethod
+    def put_new(self, url: str, data: bytes) -> None:
+        """Write a file whose name must be free. Raises ExistsError if it is not."""
+
+    @abstractmethod
+    def version(self, url: str) -> object | None:
+        """The version of a file, for `put_over`; None if there is none."""
+
+    @abstractmethod
+    def put_over(self, url: str, data: bytes, version: object) -> None:
+        """Replace this version of a file. Raises ExistsError if the file has another version, or is gone."""
+
+    @abstractmethod
+    def fill(self, src: str, dst: str, before_marks: Callable[[], None]) -> None:
+        """Copy the files of a directory to free names in another and delete them at `src`. COMPLETE_MARKS are copied
+        last, after a call of `before_marks`, and deleted first.
+        """
 
 
 class _Ranges:

@@ -20,6 +20,7 @@ from lockstep.storage.files.deadlines import given_up, with_retries
 from lockstep.storage.files.interface import (
     COMPLETE_MARKS,
     MAX_WHOLE_BYTES,
+    ConditionalWrites,
     FileStat,
     Listing,
     Promises,
@@ -116,7 +117,7 @@ class ObjectWriter(Writer):
         self._open, self._parts, self._pending = False, None, []
 
 
-class ObjectStore(RemoteFileSystem):
+class ObjectStore(RemoteFileSystem, ConditionalWrites):
     """One bucket or container, by kind (s3, gs, az), name and settings.
 
     An attempt ends after `lockstep.storage.data-deadline-s`, all attempts of a call after `...give-up-s`. Before the
@@ -260,12 +261,15 @@ class ObjectStore(RemoteFileSystem):
         try:
             size = self._head(src).size_bytes
         except NotFoundError:
-            entries = self._below(src)
-            if not entries:
+            if not self._below(src, 1):
                 raise
+            if f"{key(dst)}/".startswith(f"{key(src)}/"):
+                raise StorageError(
+                    f"cannot rename {src} to {dst}", got="a place below itself", allowed="another", next_step="Move it."
+                ) from None
             if self._is_file(dst):
                 raise _taken(dst) from None
-            self._move_directory(src, dst, entries)
+            self.fill(src, dst)
             return
         self._copy(src, dst, size, new=True)
         self._drop([key(src)])
@@ -285,20 +289,16 @@ class ObjectStore(RemoteFileSystem):
         self._copy(src, dst, size, new=False)
         self._drop([key(src)])
 
-    def _move_directory(self, src: str, dst: str, entries: Sequence[Any]) -> None:
-        """Copy all files, the first alone and the marks last, and delete those at `src`, the marks first.
+    def fill(self, src: str, dst: str, before_marks: Callable[[], None] | None = None) -> None:
+        """Copy the files of a directory to free names in another and delete them at `src`. COMPLETE_MARKS are copied
+        last, after a call of `before_marks`, and deleted first.
 
-        Of two that move to one name, one finds the first name taken, and removes what it has copied.
+        Without `before_marks`, what was copied is removed if this fails; a caller that has some decides itself.
         """
         source, target = key(src), key(dst)
-        if f"{target}/".startswith(f"{source}/"):
-            raise StorageError(
-                f"cannot rename {src} to {dst}", got="a place below itself", allowed="another", next_step="Move it."
-            )
-        names = [str(entry["path"])[len(source) + 1 :] for entry in entries]
-        sizes = {name: int(entry["size"]) for name, entry in zip(names, entries, strict=True)}
-        marks = [name for name in names if name in COMPLETE_MARKS]
-        others = sorted(set(names) - set(marks))
+        sizes = {str(entry["path"])[len(source) + 1 :]: int(entry["size"]) for entry in self._below(src)}
+        marks = [name for name in COMPLETE_MARKS if name in sizes]
+        others = sorted(set(sizes) - set(marks))
         done: list[str] = []
 
         def copy(name: str) -> None:
@@ -306,14 +306,17 @@ class ObjectStore(RemoteFileSystem):
             done.append(name)
 
         try:
-            for name in others[:1]:
+            for name in others[:1]:  # of two that copy to one name, the second finds it taken here
                 copy(name)
             with ThreadPoolExecutor(COPIES_AT_ONCE, thread_name_prefix="object-copy") as pool:
                 list(pool.map(copy, others[1:]))
+            if before_marks is not None:
+                before_marks()
             for name in marks:
                 copy(name)
         except BaseException:
-            self._drop([f"{target}/{name}" for name in done])
+            if before_marks is None:
+                self._drop([f"{target}/{name}" for name in done])
             raise
         for some in (marks, others):
             self._drop([f"{source}/{name}" for name in some])
@@ -436,25 +439,27 @@ class ObjectStore(RemoteFileSystem):
             return
         with self._probing:
             if not self._trusted:
-                self._ask_for_conditions(join(parent(url), f".conditions.{secrets.token_hex(8)}.tmp"))
+                nonces = secrets.token_hex(8), secrets.token_hex(8)
+                self._ask_for_conditions(*(join(parent(url), f".conditions.{nonce}.tmp") for nonce in nonces))
             self._trusted = True
 
-    def _ask_for_conditions(self, url: str) -> None:
+    def _ask_for_conditions(self, url: str, other: str) -> None:
         self._put_if(url, b"1", "create")
         try:
+            self._copy(url, other, 1, new=True)
             first = self.version(url)
             self._put_if(url, b"22", first)
             refusals: dict[str, Callable[[], None]] = {
                 "a write of a new file (If-None-Match: *)": lambda: self._put_if(url, b"3", "create"),
                 "a replacement of one version (If-Match)": lambda: self._put_if(url, b"4", first),
-                "a copy to a new name (If-None-Match: *)": lambda: self._copy(url, url, 2, new=True),
+                "a copy to a new name (If-None-Match: *)": lambda: self._copy(url, other, 2, new=True),
             }
             for what, attempt in refusals.items():
                 with suppress(ExistsError):
                     attempt()
                     raise _ignores(self.whom, what)
         finally:
-            self._drop([key(url)])
+            self._drop([key(url), key(other)])
 
 
 def key(url: str) -> str:
