@@ -70,7 +70,8 @@ def write_file(
     where it cannot be written, or reads back as other bytes.
 
     On an object store: one request, whose condition the server checks. It replaces only the version that was there
-    before `confirm`; if another writer was faster, both steps are repeated.
+    before `confirm`; if another writer was faster, both steps are repeated. A new file is confirmed again afterwards,
+    and deleted if that raises.
     """
     if isinstance(fs, ConditionalWrites):
         _put(fs, url, data, exclusive, confirm)
@@ -96,7 +97,7 @@ def _put(fs: ConditionalWrites, url: str, data: bytes, exclusive: bool, confirm:
                 fs.put_new(url, data)
             else:
                 fs.put_over(url, data, version)
-            return
+            break
         except ExistsError as error:
             if exclusive:
                 raise occupied(url) from None
@@ -105,6 +106,12 @@ def _put(fs: ConditionalWrites, url: str, data: bytes, exclusive: bool, confirm:
                     url, f"another version before each write for {REPLACED_LIMIT_S:.3g} s"
                 ) from error
         time.sleep(random.uniform(0.5, 1.0) * REPLACED_WAIT_S)
+    if exclusive and confirm is not None:
+        try:
+            confirm()  # a writer that was paused before the request may have lost the right meanwhile
+        except BaseException:
+            fs.discard(url)
+            raise
 
 
 def replaced_too_often(url: str, got: str) -> StorageError:

@@ -91,13 +91,15 @@ def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | 
 
 
 def _remove_unfinished(fs: FileSystem, paths: RunPaths, generation: int) -> None:
-    """Delete what older drivers had copied of a checkpoint, on an object store, when they ended."""
+    """Delete what older drivers had copied of a checkpoint or model, on an object store, when they ended."""
     if fs.promises.atomic_rename:
         return
-    for name in _names(fs, paths.checkpoints):
-        ref = checkpoint_of(name)
-        if ref is not None and ref[1] < generation and not fs.exists(join(paths.checkpoints, name, MANIFEST_NAME)):
-            _remove_trash(fs, join(paths.checkpoints, name))
+    for folder in (paths.checkpoints, paths.models):
+        for name in _names(fs, folder):
+            ref = checkpoint_of(name)
+            owner = generation_of(name) if ref is None else ref[1]
+            if owner is not None and owner < generation and not fs.exists(join(folder, name, MANIFEST_NAME)):
+                _remove_trash(fs, join(folder, name))
 
 
 def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
