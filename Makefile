@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak cluster cluster-stop airflow airflow-stop venv airflow-venv torch-venv jars clean package
+.PHONY: help demo test check fuzz soak cluster cluster-stop airflow airflow-stop venv airflow-venv torch-venv stores-venv object-store jars clean package
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -14,7 +14,7 @@ help: ## this list
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m lockstep pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
-test: venv airflow-venv torch-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (25 to 35 minutes)
+test: venv airflow-venv torch-venv stores-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (25 to 35 minutes)
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
@@ -28,7 +28,7 @@ check: venv lint ## checks, and the tests that start no process (under 3 minutes
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv airflow-venv torch-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions (hours)
+soak: venv airflow-venv torch-venv stores-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions (hours)
 	@scripts/setup.sh kerberos
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
@@ -71,6 +71,12 @@ airflow-venv: ## .venv-airflow, for the DAG's test and Airflow itself
 
 torch-venv: venv ## .venv-torch, PyTorch for CPUs on top of .venv, for tests of PyTorch's scripts
 	@scripts/setup.sh torch
+
+stores-venv: ## .venv-stores, moto's S3, for tests of object stores
+	@scripts/setup.sh stores
+
+object-store: venv stores-venv ## an S3 on this machine until Ctrl-C, and how to use it
+	@$(PYTHON_VENV) -m tests.object_stores
 
 jars: venv
 	@$(WITH_JAVA) scripts/setup.sh jars

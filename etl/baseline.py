@@ -29,7 +29,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, nearest, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import temporary_name
-from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.settings import hadoop_settings, without_credentials
 from lockstep.storage.urls import absolute, join
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -
         return spark.read.parquet(*(_for_spark(join(config.dataset, shard.path)) for shard in shards))
     asked = json.dumps([field.name for field in plan.schema if field.kind != "id"])
     reader = spark.read.format("tfrecord").option("split", split).option("columns", asked)
-    return reader.option("hadoopSettings", json.dumps(hadoop_settings())).load(config.dataset)
+    return reader.option("hadoopSettings", json.dumps(without_credentials(hadoop_settings()))).load(config.dataset)
 
 
 def _with_features(

@@ -253,13 +253,15 @@ def index_directory(
 
 def _publish(fs: FileSystem, url: str, staging: str, manifest: IndexedManifest, places: Mapping[str, str]) -> None:
     """Rename the indexes, at `places` by the paths of their files, and write the manifest; or leave neither."""
+    whole = fs.promises.atomic_rename  # else each index is copied to its place, where only the manifest makes it count
     if places:
-        ready = join(staging, "ready")
+        ready = join(staging, "ready") if whole else join(url, INDEX_FOLDER)
         for path, place in places.items():
             target = join(ready, index_name(path))
             fs.mkdirs(parent(target))
             fs.rename_new(place, target)
-        fs.rename_new(ready, join(url, INDEX_FOLDER))
+        if whole:
+            fs.rename_new(ready, join(url, INDEX_FOLDER))
     try:
         write_file(fs, join(url, MANIFEST_NAME), manifest.to_bytes())
     except BaseException:

@@ -85,6 +85,7 @@ class TableConfig(WriteConfig):
         return {"--table": self.table, "--query": self.query, "--input": self.inputs}
 
 
+_NO_FILE_SYSTEM = re.compile(r"No FileSystem for scheme|S3AFileSystem not found")
 _NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
 _STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
 _ILLEGAL_STEP = (
@@ -192,7 +193,15 @@ def frame(
         if not isinstance(error, AnalysisException | ParseException) and not any(map(_said(error).count, _LAYOUTS)):
             raise
         raise _unreadable(config, error) from None
-    except Py4JJavaError as error:  # pyspark has no class for this one
+    except Py4JJavaError as error:  # pyspark has no class for these
+        if _NO_FILE_SYSTEM.search(str(error)):
+            raise ConfigError(
+                "Spark cannot read these files: it has no file system for their URLs",
+                got=", ".join(config.inputs),
+                allowed="tables where Spark itself can read: s3a:// with its jar",
+                next_step="Write s3a:// and add `--packages org.apache.hadoop:hadoop-aws:VERSION` to spark-submit"
+                " (docs/object-stores.md).",
+            ) from None
         if f"[{_NO_FORMAT}]" not in str(error):
             raise
         raise ConfigError(

@@ -9,20 +9,20 @@ from lockstep.storage.errors import ConfigError
 from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.upload import Outcome
-from lockstep.storage.urls import split_url
+from lockstep.storage.urls import OBJECT_SCHEMES, split_url
 
 
 def target(output: str, via: str | None) -> str:
-    """The output's URL for the chosen protocol. Raises ConfigError for a URL that is not on HDFS."""
+    """The output's URL for the chosen protocol. Raises ConfigError for another URL."""
     scheme = split_url(output)[0]
-    if scheme == "swebhdfs" and via is None:
+    if scheme in ("swebhdfs", *OBJECT_SCHEMES) and via is None:
         return output
     if scheme not in ("hdfs", "webhdfs"):
         raise ConfigError(
-            "--output is not on HDFS",
+            "--output is neither on HDFS nor in an object store",
             got=output,
             allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service;"
-            " swebhdfs://... without --via",
+            " swebhdfs://..., s3://..., gs://... or az://... without --via",
             next_step="Correct --output; is a variable in it, such as $HDFS, set?",
         )
     convert = {"webhdfs": as_webhdfs, "hdfs": as_hdfs}[via or scheme]

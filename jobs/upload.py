@@ -1,4 +1,4 @@
-"""Put local files on HDFS, whole or not at all: `lockstep upload --input LOCAL... --output URL`."""
+"""Put local files on HDFS or into an object store, whole or not at all: `lockstep upload --input LOCAL... --output URL`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parser() -> JobParser:
     text = "files, each put below --output by its name, and folders, whose content is put there with its paths"
     job.add_argument("--input", nargs="+", required=True, metavar="LOCAL", help=text)
     job.add_argument(
-        "--output", required=True, metavar="URL", help="a directory, hdfs://... or webhdfs://HOST:PORT/..."
+        "--output", required=True, metavar="URL", help="a directory, hdfs://..., webhdfs://HOST:PORT/... or s3://..."
     )
     text = "webhdfs (HTTP) or hdfs (HDFS's own protocol); by default what --output begins with"
     job.add_argument("--via", choices=["webhdfs", "hdfs"], help=text)
@@ -29,7 +29,7 @@ def parser() -> JobParser:
     job.add_argument("--parallel", type=int, default=4, metavar="N", help=text)
     job.epilog = (
         "A file has its name only after its content was compared. Run again after an interruption: what is there"
-        " with equal length and digest is not sent again. exit 0: all files are there; 1: HDFS or a file failed;"
+        " with equal length and digest is not sent again. exit 0: all files are there; 1: the storage or a file failed;"
         " 2: invalid arguments, or a file exists with another content"
     )
     return job

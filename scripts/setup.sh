@@ -3,6 +3,7 @@
 #   scripts/setup.sh venv      .venv from requirements-dev.txt with the versions of constraints.txt, a JDK 17 or 21, and iproute2 where apt can install it
 #   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
 #   scripts/setup.sh torch     .venv-torch: PyTorch for CPUs from requirements-torch.txt, on top of .venv
+#   scripts/setup.sh stores    .venv-stores: moto's S3 from requirements-stores.txt
 #   scripts/setup.sh jars      the test cluster's jars
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -133,6 +134,9 @@ airflow)
 torch)
     make_venv .venv-torch requirements-torch.txt requirements-torch.txt scripts/torch_without_cuda.py
     ;;
+stores)
+    make_venv .venv-stores requirements-stores.txt requirements-stores.txt
+    ;;
 jars)
     .venv/bin/python -c 'from tests.cluster.jars import hadoop_jars; hadoop_jars()'
     ;;
@@ -143,6 +147,6 @@ java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | torch | jars | kerberos | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | stores | jars | kerberos | java-home"
     ;;
 esac

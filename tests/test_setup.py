@@ -92,6 +92,7 @@ def test_make_help_names_the_targets() -> None:
         "venv",
         "airflow-venv",
         "torch-venv",
+        "object-store",
         "clean",
     ):
         assert f"make {target} " in told

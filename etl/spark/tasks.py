@@ -21,7 +21,7 @@ from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_stream
 from lockstep.storage.settings import set_hadoop_settings, settings_for_tasks
-from lockstep.storage.urls import join
+from lockstep.storage.urls import join, parent
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -245,7 +245,8 @@ def upload(folder: str, name: str, file: IO[bytes]) -> str:
             writer.write(data)
 
     fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
-    if not fs.exists(folder):  # a task that outlives its job must not recreate a removed staging folder
+    # A task that outlives its job must not recreate a removed staging folder; an object store has no empty ones.
+    if not fs.exists(folder if fs.promises.directories else parent(folder)):
         raise StorageError(
             f"{folder} is gone",
             got="no folder",

@@ -21,7 +21,7 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, ExistsError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import occupied
+from lockstep.storage.publish import refuse_occupied
 from lockstep.storage.urls import absolute, parent
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def refuse_existing(url: str) -> None:
     Called before Spark starts, so that a job that cannot publish fails at once.
     """
     fs, above = filesystem(url), parent(absolute(url))
-    if fs.exists(url):
-        raise occupied(url)
+    refuse_occupied(fs, url)
     while not fs.exists(above) and parent(above) != above:
         above = parent(above)
     if fs.exists(above) and not fs.stat(above).is_dir:

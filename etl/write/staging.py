@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 SIGN_NAME = "_job.json"
 KIND = "etl-staging"
 BEAT_S = 30.0
+_DISOWNED = -1
 
 
 class Staging:
@@ -123,7 +125,7 @@ class Staging:
             sign: dict[str, Any] | None = unseal_as(KIND, self.fs.read_bytes(self._sign), self._sign)
         except NotFoundError:
             sign = None
-        if sign is None or sign.get("job") != self.job:
+        if sign is None or sign.get("job") != self.job or sign.get("beats") == _DISOWNED:
             raise StorageError(
                 f"{self.root} was removed while this job used it",
                 got="no sign of this job in it",
@@ -247,9 +249,11 @@ def remove_refused(fs: FileSystem, url: str, output: str) -> None:
 
 def _removed(fs: FileSystem, url: str, dead: str) -> bool:
     """Rename a folder to `dead` and delete it. Returns False if another job was faster, or if storage refused it, which
-    is logged.
+    is logged. On an object store its sign is replaced instead, by which its job notices.
     """
     try:
+        if not fs.promises.atomic_rename:
+            return _disowned(fs, url)
         if url != dead:
             fs.rename_new(url, dead)
         return fs.delete(dead, recursive=True)
@@ -258,6 +262,18 @@ def _removed(fs: FileSystem, url: str, dead: str) -> bool:
     except StorageError as error:
         log.warning("clean: %s could not be removed: %s", url, error.what)
         return False
+
+
+def _disowned(fs: FileSystem, url: str) -> bool:
+    """Sign a folder as that of no living job, and delete it with the sign last, so that a killed call is repeated."""
+    sign = join(url, SIGN_NAME)
+    with suppress(NotFoundError):  # between the removal of its sign and the publication
+        found = unseal_as(KIND, fs.read_bytes(sign), sign)
+        write_file(fs, sign, seal(found | {"beats": _DISOWNED}), exclusive=False)
+    for entry in fs.list(url):
+        if entry.name != SIGN_NAME:
+            fs.delete(entry.url, recursive=True)
+    return fs.delete(sign)
 
 
 def _unfinished(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:

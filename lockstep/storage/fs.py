@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileStat, FileSystem, Listing, Writer
-from lockstep.storage.urls import absolute, basename, join, parent, split_url
+from lockstep.storage.urls import OBJECT_SCHEMES, absolute, basename, join, parent, split_url
 
 __all__ = [
     "FileStat", "FileSystem", "Listing", "Writer",
@@ -40,11 +40,20 @@ def filesystem(url: str) -> FileSystem:
         settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token(authority)
         key = (scheme, authority, repr((sorted(settings.items()), user, token)))
         return _cached(key, lambda: WebHdfsFileSystem(authority, settings, user=user, token=token, scheme=scheme))
+    if scheme in OBJECT_SCHEMES:
+        from lockstep.storage.files.object_clients import object_settings
+        from lockstep.storage.files.object_store import ObjectStore
+        from lockstep.storage.settings import hadoop_settings
+
+        kind = "s3" if scheme == "s3a" else scheme
+        chosen = object_settings(hadoop_settings())
+        return _cached((kind, authority, repr(sorted(chosen.items()))), lambda: ObjectStore(kind, authority, chosen))
     raise ConfigError(
         f"no file system for {scheme}:// URLs",
         got=url,
         allowed="a local path, file:///PATH, hdfs://HOST:PORT/PATH, hdfs://NAMESERVICE/PATH,"
-        " webhdfs://HOST:HTTP_PORT/PATH, swebhdfs://HOST:HTTPS_PORT/PATH",
+        " webhdfs://HOST:HTTP_PORT/PATH, swebhdfs://HOST:HTTPS_PORT/PATH, s3://BUCKET/PATH, gs://BUCKET/PATH,"
+        " az://CONTAINER/PATH",
         next_step="Check the URL.",
     )
 

@@ -1,15 +1,22 @@
-"""Atomic publication: a reader sees a complete file or directory or none, even if the writer dies."""
+"""Atomic publication: a reader sees a complete file or directory or none, even if the writer dies.
+
+On a disk and on HDFS a rename publishes. An object store has none: there a file is written on the condition that its
+name is free or that its version has not changed, and a directory is copied to its name with the manifest last, which
+makes it whole (decision 011).
+"""
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from lockstep.storage.digest import digest_of
-from lockstep.storage.documents import sha256_hex
+from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import (
     CorruptionError,
     ExistsError,
@@ -21,7 +28,14 @@ from lockstep.storage.errors import (
     StorageTimeoutError,
 )
 from lockstep.storage.files.deadlines import Backoff
-from lockstep.storage.files.interface import MAX_WHOLE_BYTES, FileStat, FileSystem, Writer
+from lockstep.storage.files.interface import (
+    COMPLETE_MARKS,
+    MAX_WHOLE_BYTES,
+    ConditionalWrites,
+    FileStat,
+    FileSystem,
+    Writer,
+)
 from lockstep.storage.fs import walk
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import basename, join, parent
@@ -54,7 +68,14 @@ def write_file(
 
     `confirm` is as in `write_stream`. Raises ExistsError where `url` exists and `exclusive`; StorageError
     where it cannot be written, or reads back as other bytes.
+
+    On an object store: one request, whose condition the server checks. It replaces only the version that was there
+    before `confirm`; if another writer was faster, both steps are repeated. A new file is confirmed again afterwards,
+    and deleted if that raises.
     """
+    if isinstance(fs, ConditionalWrites):
+        _put(fs, url, data, exclusive, confirm)
+        return
     write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive, confirm=confirm)
     if not exclusive:
         return  # another writer may have replaced it since
@@ -63,6 +84,44 @@ def write_file(
     if written != data:
         what, wanted = (f"{len(one)} bytes, sha256 {sha256_hex(one)}" for one in (written, data))
         raise lost_write(url, what, wanted)
+
+
+def _put(fs: ConditionalWrites, url: str, data: bytes, exclusive: bool, confirm: Callable[[], None] | None) -> None:
+    end = time.monotonic() + REPLACED_LIMIT_S
+    while True:
+        version = None if exclusive else fs.version(url)
+        if confirm is not None:
+            confirm()
+        try:
+            if version is None:
+                fs.put_new(url, data)
+            else:
+                fs.put_over(url, data, version)
+            break
+        except ExistsError as error:
+            if exclusive:
+                raise occupied(url) from None
+            if time.monotonic() >= end:
+                raise replaced_too_often(
+                    url, f"another version before each write for {REPLACED_LIMIT_S:.3g} s"
+                ) from error
+        time.sleep(random.uniform(0.5, 1.0) * REPLACED_WAIT_S)
+    if exclusive and confirm is not None:
+        try:
+            confirm()  # a writer that was paused before the request may have lost the right meanwhile
+        except BaseException:
+            fs.discard(url)
+            raise
+
+
+def replaced_too_often(url: str, got: str) -> StorageError:
+    """The error for a file that others replace all the time."""
+    return StorageError(
+        f"{url} is replaced faster than it can be read",
+        got=got,
+        allowed="one version that lasts as long as a read",
+        next_step="Find out what rewrites it; a driver does so every 5 s.",
+    )
 
 
 def lost_write(url: str, got: str, allowed: str) -> LostWriteError:
@@ -132,6 +191,8 @@ def read_replaced(fs: FileSystem, url: str, within_s: float = REPLACED_LIMIT_S) 
     Such a read is repeated. Raises NotFoundError where there is no file, what a read raises of a file that was not
     replaced meanwhile, and StorageError if it was replaced during each read for `within_s` seconds.
     """
+    if isinstance(fs, ConditionalWrites):
+        return fs.read_bytes(url)  # one request, which is answered with one version
     end, tries = time.monotonic() + within_s, 0
     while True:
         before = fs.stat(url)
@@ -151,11 +212,8 @@ def read_replaced(fs: FileSystem, url: str, within_s: float = REPLACED_LIMIT_S) 
             if len(data) == after.size_bytes:
                 return data
         if time.monotonic() >= end:
-            raise StorageError(
-                f"{url} is replaced faster than it can be read",
-                got=f"another version after each of {tries} reads in {within_s:.3g} s",
-                allowed="one version that lasts as long as a read",
-                next_step="Find out what rewrites it; a driver does so every 5 s.",
+            raise replaced_too_often(
+                url, f"another version after each of {tries} reads in {within_s:.3g} s"
             ) from failure
         time.sleep(REPLACED_WAIT_S)
 
@@ -182,18 +240,23 @@ def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None
     If the answer to the rename was lost, look at the directories: it succeeded if the staging directory is gone and the
     target has the same manifest. Raises ExistsError if the target is another one, NotFoundError if the staging
     directory is missing.
+
+    An object store copies the files, after a claim on the target and with the manifest last.
     """
     ours = _manifest_of(fs, staging_url)
     for entry in walk(fs, staging_url, may_vanish=True):
         if is_temporary(entry.name):
             fs.delete(entry.url)
-    try:
-        fs.rename_new(staging_url, target_url)
-    except ExistsError:
-        raise occupied(target_url) from None
-    except NotFoundError:
-        if ours is None or fs.exists(staging_url) or _manifest_of(fs, target_url) != ours:
-            raise
+    if isinstance(fs, ConditionalWrites):
+        _publish_by_copies(fs, staging_url, target_url)
+    else:
+        try:
+            fs.rename_new(staging_url, target_url)
+        except ExistsError:
+            raise occupied(target_url) from None
+        except NotFoundError:
+            if ours is None or fs.exists(staging_url) or _manifest_of(fs, target_url) != ours:
+                raise
     if ours is not None and _manifest_of(fs, target_url) != ours:
         raise StorageError(
             f"{target_url} does not have the manifest that was published",
@@ -201,6 +264,72 @@ def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None
             allowed=f"the manifest of {staging_url}",
             next_step="Find out who else writes there; choose another output.",
         )
+
+
+def refuse_occupied(fs: FileSystem, url: str) -> None:
+    """Raise ExistsError if an output exists, unless it is what a killed publication has left on an object store."""
+    if fs.exists(url) and (fs.promises.atomic_rename or not _abandoned(fs, url)):
+        raise occupied(url)
+
+
+CLAIM_NAME = "_publishing.json"
+# A publication copies for seconds. Its writer may be paused as long as a machine is moved.
+ABANDONED_AFTER_S = 600.0
+
+
+def _publish_by_copies(fs: ConditionalWrites, staging: str, target: str) -> None:
+    """Claim the target, copy all files there, the manifest last, and delete the claim.
+
+    A claim that is older than ABANDONED_AFTER_S is replaced, which its writer notices before it writes the manifest,
+    and the files that it has copied are deleted. If this fails, nothing stays.
+    """
+    where, claim = join(target, CLAIM_NAME), canonical_bytes({"from": staging, "nonce": secrets.token_hex(8)})
+    if not fs.list(staging):  # which raises NotFoundError
+        raise NotFoundError(f"{staging} is empty", got="no file", allowed="a file or more", next_step="Build it first.")
+    if fs.exists(target):
+        version = fs.version(where)
+        if version is None or not _abandoned(fs, target):
+            raise occupied(target)
+        _take(partial(fs.put_over, where, claim, version), target)
+        for entry in fs.list(target):
+            if entry.name != CLAIM_NAME:
+                fs.delete(entry.url, recursive=True)
+    else:
+        _take(partial(fs.put_new, where, claim), target)
+
+    def check_claim() -> None:
+        if fs.read_bytes(where) != claim:
+            raise occupied(target)
+
+    try:
+        fs.fill(staging, target, before_marks=check_claim)
+    except BaseException as error:
+        try:
+            check_claim()
+        except LockstepError:
+            pass  # another writer's claim: what is there is that one's
+        else:
+            fs.discard(target)
+        if isinstance(error, ExistsError):
+            raise occupied(target) from None
+        raise
+    fs.discard(where)
+
+
+def _take(put: Callable[[], None], target: str) -> None:
+    try:
+        put()
+    except ExistsError:
+        raise occupied(target) from None  # another writer was faster
+
+
+def _abandoned(fs: FileSystem, url: str) -> bool:
+    """Whether a directory has an old claim and no manifest."""
+    try:
+        claimed_s = time.time() - fs.stat(join(url, CLAIM_NAME)).mtime_ms / 1000
+        return claimed_s >= ABANDONED_AFTER_S and not any(fs.exists(join(url, mark)) for mark in COMPLETE_MARKS)
+    except NotFoundError:
+        return False
 
 
 def occupied(url: str) -> ExistsError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -30,6 +31,11 @@ _HADOOP_DEFAULTS = {
     "dfs.client.failover.max.attempts": "15",
 }
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
+_OF_AWS = {
+    "fs.s3a.endpoint": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    "fs.s3a.endpoint.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+}
+_CREDENTIAL = re.compile(r"(access|account|secret|encryption)\.key|password|token$|secret$|[.]key[.]", re.IGNORECASE)
 WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
 _TOKENS = "lockstep.storage.tokens"
 _FILES = ("core-site.xml", "hdfs-site.xml")
@@ -40,6 +46,11 @@ _from_files: tuple[str | None, dict[str, str]] = (None, {})
 def hadoop_settings() -> dict[str, str]:
     """The settings in effect. Raises ConfigError where HADOOP_CONF_DIR holds a file that is not Hadoop's XML."""
     return DEFAULTS | _conf_dir_settings() | _environment() | _of_the_driver
+
+
+def without_credentials(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings without keys, passwords and tokens of object stores: for a place that others may see."""
+    return {key: value for key, value in settings.items() if not _CREDENTIAL.search(key)}
 
 
 def settings_for_tasks() -> dict[str, str]:
@@ -58,7 +69,7 @@ def set_hadoop_settings(settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         if key == _TOKENS:
             continue
-        if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
+        if key.startswith(_PREFIXES) and str(value) not in ("", _HADOOP_DEFAULTS.get(key)):
             _of_the_driver[key] = str(value)
 
 
@@ -119,7 +130,11 @@ def _environment() -> dict[str, str]:
     # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: for a job started by hand, or a test.
     keys = [*(key for key in DEFAULTS if key.startswith("lockstep.")), "lockstep.storage.write-give-up-s"]
     names = {key: key.upper().replace(".", "_").replace("-", "_") for key in keys}
-    return {key: os.environ[name] for key, name in names.items() if name in os.environ}
+    found = {key: os.environ[name] for key, name in names.items() if name in os.environ}
+    for key, variables in _OF_AWS.items():  # so that tasks on other hosts ask the same store
+        for value in filter(None, map(os.environ.get, variables)):
+            found[key] = value
+    return found
 
 
 def _conf_dir_settings() -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from lockstep.storage.errors import ConfigError
 
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 
 
@@ -28,10 +29,9 @@ def split_url(url: str) -> tuple[str, str, str]:
     if found.group(2) is None:
         if scheme == "file" and rest.startswith("/"):
             return "file", "", rest
-        if scheme in ("file", "hdfs", "webhdfs", "swebhdfs"):
-            raise ConfigError(
-                f"{url} is not a URL", got=url, allowed=f"{scheme}://HOST:PORT/PATH", next_step="Add `//`."
-            )
+        if scheme in ("file", "hdfs", "webhdfs", "swebhdfs", *OBJECT_SCHEMES):
+            where = "BUCKET" if scheme in OBJECT_SCHEMES else "HOST:PORT"
+            raise ConfigError(f"{url} is not a URL", got=url, allowed=f"{scheme}://{where}/PATH", next_step="Add `//`.")
         return "file", "", url  # a plain file name with a colon in it
     authority, slash, path = rest.partition("/")
     if scheme == "file":

@@ -31,6 +31,7 @@ STORIES = {
     "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],
     "airflow": ["docs/airflow.md"],
+    "object stores": ["docs/object-stores.md"],
 }
 WITH_COMMANDS = list(dict.fromkeys(page for pages in STORIES.values() for page in pages))
 # `make test` only checks the flags and imports of the others: test_flags.py, test_snippets.py

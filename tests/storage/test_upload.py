@@ -262,10 +262,10 @@ def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--output", "/local"], "not on HDFS"),
+        (["--output", "/local"], "neither on HDFS"),
         (["--output", "webhdfs://host/x"], "names no NameNode"),
         (["--output", "swebhdfs://host/x"], "swebhdfs:// URL names no NameNode"),
-        (["--output", "swebhdfs://host:1/x", "--via", "hdfs"], "not on HDFS"),
+        (["--output", "swebhdfs://host:1/x", "--via", "hdfs"], "neither on HDFS"),
         (["--output", "hdfs://host:1/x", "--via", "webhdfs"], "cannot be reached by webhdfs"),
         (["--output", "webhdfs://host:1/x", "--parallel", "0"], "--parallel"),
         (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "invalid arguments"),

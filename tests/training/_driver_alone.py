@@ -69,12 +69,14 @@ def drive(config: TrainConfig, *, take_over: bool = False, entry: Any = _ranks.t
 
 
 def stop_before(backend: type[FileSystem], method: str, pattern: str) -> None:
-    """Stop this process before the first call of that method whose last path matches."""
+    """Stop this process before the first call of that method whose last path (the last text among its arguments)
+    matches.
+    """
     real, stopped = getattr(backend, method), False
 
-    def called(self: FileSystem, *args: str, **options: Any) -> Any:
+    def called(self: FileSystem, *args: Any, **options: Any) -> Any:
         nonlocal stopped
-        if not stopped and re.search(pattern, args[-1]):
+        if not stopped and re.search(pattern, [arg for arg in args if isinstance(arg, str)][-1]):
             stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(self, *args, **options)

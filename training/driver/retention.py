@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import basename, join, parent
 from lockstep.training.rules import Keep
 from lockstep.training.run.best import MetricValues
@@ -60,6 +61,7 @@ def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | 
     are checkpoints that a paused older driver's retention would still move there: when it resumes, nothing is left to
     move.
     """
+    _remove_unfinished(fs, paths, generation)
     everything = checkpoints(fs, paths)
     for ref in () if tip is None else (tip.base, tip.ref):
         home = "" if ref is None else paths.checkpoint(ref.step, ref.generation)
@@ -86,6 +88,18 @@ def tidy_up(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | 
             _trash(fs, paths, generation, url)
     retire(fs, paths, generation, keep)
     return tip
+
+
+def _remove_unfinished(fs: FileSystem, paths: RunPaths, generation: int) -> None:
+    """Delete what older drivers had copied of a checkpoint or model, on an object store, when they ended."""
+    if fs.promises.atomic_rename:
+        return
+    for folder in (paths.checkpoints, paths.models):
+        for name in _names(fs, folder):
+            ref = checkpoint_of(name)
+            owner = generation_of(name) if ref is None else ref[1]
+            if owner is not None and owner < generation and not fs.exists(join(folder, name, MANIFEST_NAME)):
+                _remove_trash(fs, join(folder, name))
 
 
 def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
@@ -127,10 +141,11 @@ def _remove(fs: FileSystem, url: str) -> None:
     """Delete a directory after a rename that hides it from every other driver. Raises if the rename fails.
 
     If a newer driver was faster (it has restored the checkpoint, or swept the staging directory), there is nothing to
-    rename. No driver uses the renamed directory, however late its deletion ends.
+    rename. No driver uses the renamed directory, however late its deletion ends. An object store deletes the manifest
+    first instead, without which a directory is neither a checkpoint nor published.
     """
     gone = url
-    if not basename(url).startswith(_SWEPT):
+    if fs.promises.atomic_rename and not basename(url).startswith(_SWEPT):
         gone = join(parent(url), f"{_SWEPT}{basename(url)}-{secrets.token_hex(4)}")
         try:
             fs.rename_new(url, gone)

@@ -15,7 +15,7 @@ from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import MANIFEST_NAME, occupied, publish_directory, write_file
+from lockstep.storage.publish import MANIFEST_NAME, publish_directory, refuse_occupied, write_file
 from lockstep.storage.urls import absolute, join, parent, several
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.config import TrainConfig
@@ -164,8 +164,7 @@ def check_output(fs: FileSystem, paths: RunPaths, output: str) -> None:
             allowed=f"a directory outside of {paths.root}, where later generations write",
             next_step="Choose another --output.",
         )
-    if fs.exists(output):
-        raise occupied(output)
+    refuse_occupied(fs, output)
     inner = output
     while (folder := parent(inner)) != inner:
         if fs.exists(join(folder, MANIFEST_NAME)) or fs.exists(RunPaths(folder).run_json):

@@ -16,7 +16,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, require
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.fs import filesystem
+from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import absolute, join, parent
@@ -220,7 +220,7 @@ def _run(order: PredictOrder, launch: Launch, fs: FileSystem, progress: Progress
     failures, task = 0, task_of(ENTRY, order, order.members)
     with Launches(launch, order.request.num_ranks, Limits()) as launches:
         for generation in count(1):
-            before = len(fs.list(order.directory))
+            before = len(list(walk(fs, order.directory, may_vanish=True)))
             progress.set(0)
             try:
                 results = launches.run(task, generation, _Shown(progress))
@@ -228,7 +228,8 @@ def _run(order: PredictOrder, launch: Launch, fs: FileSystem, progress: Progress
             except LockstepError as error:
                 if is_final(error) or isinstance(error, LauncherGoneError):
                     raise
-                failures = 1 if len(fs.list(order.directory)) > before else failures + 1
+                written = len(list(walk(fs, order.directory, may_vanish=True)))
+                failures = 1 if written > before else failures + 1
                 if failures > MAX_FAILURES or (isinstance(error, RankFailedError) and error.alike):
                     raise
                 print(f"starting the ranks again: {error}", file=sys.stderr, flush=True)

@@ -333,8 +333,11 @@ def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, A
 def _checkpoints_in(fs: FileSystem, directory: str) -> dict[CheckpointRef, str]:
     found = {}
     for name in _directories(fs, directory):
-        if (ref := checkpoint_of(name)) is not None:
-            found[CheckpointRef(*ref)] = join(directory, name)
+        url = join(directory, name)
+        # Where directories are copied, one without its manifest is not complete yet, or not complete any more.
+        whole = fs.promises.atomic_rename or fs.exists(join(url, MANIFEST_NAME))
+        if whole and (ref := checkpoint_of(name)) is not None:
+            found[CheckpointRef(*ref)] = url
     return found
 
 

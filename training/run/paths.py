@@ -150,9 +150,14 @@ class RunPaths:
         """The audit file that belongs to the checkpoint of `step`."""
         return f"{self.audits(generation)}/{rank_name(rank)}/{audit_name(step)}"
 
+    @property
+    def models(self) -> str:
+        """The directory of final exports."""
+        return f"{self.root}/{run_names.MODELS}"
+
     def model(self, generation: int) -> str:
         """A generation's final export."""
-        return f"{self.root}/{run_names.MODELS}/{generation_name(generation)}"
+        return f"{self.models}/{generation_name(generation)}"
 
     @property
     def results(self) -> str:

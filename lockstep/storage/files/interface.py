@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError
 
+COMPLETE_MARKS = ("_manifest.json", "_SUCCESS")
 MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of 1 TiB is easily forged
 
 
@@ -33,6 +35,16 @@ class StoredChecksum:
 
     algorithm: str
     value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """What a backend does as a disk does; an object store does neither."""
+
+    atomic_rename: bool = True
+    """A directory is renamed in one step: a reader never sees a part of it under the new name."""
+    directories: bool = True
+    """A directory exists by itself, empty or not; elsewhere it is a common beginning of names."""
 
 
 # Inside FileSystem the name `list` is a method.
@@ -103,6 +115,7 @@ class FileSystem(ABC):
 
     whom = "the storage"
     """Who serves the file, for errors."""
+    promises = Promises()
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:
@@ -150,6 +163,9 @@ class FileSystem(ABC):
     def rename_new(self, src: str, dst: str) -> None:
         """Rename a file or directory onto a free name, in one step. Raises ExistsError where `dst` is a file or a
         directory, NotFoundError where `src` or the parent of `dst` is missing.
+
+        Without `promises.atomic_rename`, a directory is copied and then deleted. COMPLETE_MARKS are the last files to
+        appear and the first to go: a directory that has its mark is whole.
         """
 
     @abstractmethod
@@ -201,6 +217,28 @@ class FileSystem(ABC):
         except NotFoundError:
             return False
         return True
+
+
+class ConditionalWrites(FileSystem):
+    """A backend without renames that writes a whole file in one step, on a condition that its server checks."""
+
+    @abstractmethod
+    def put_new(self, url: str, data: bytes) -> None:
+        """Write a file whose name must be free. Raises ExistsError if it is not."""
+
+    @abstractmethod
+    def version(self, url: str) -> object | None:
+        """The version of a file, for `put_over`; None if there is none."""
+
+    @abstractmethod
+    def put_over(self, url: str, data: bytes, version: object) -> None:
+        """Replace this version of a file. Raises ExistsError if the file has another version, or is gone."""
+
+    @abstractmethod
+    def fill(self, src: str, dst: str, before_marks: Callable[[], None]) -> None:
+        """Copy the files of a directory to free names in another and delete them at `src`. COMPLETE_MARKS are copied
+        last, after a call of `before_marks`, and deleted first.
+        """
 
 
 class _Ranges:

@@ -1,0 +1,84 @@
+"""moto's S3 as a process of its own, from an environment of its own (`make stores-venv`)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-stores" / "bin" / "python"
+BUCKET = "lockstep-tests"
+SECRET = "secret-that-no-file-may-hold"
+START_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectServer:
+    """A running server with one bucket; `log` has a line for each request."""
+
+    endpoint: str
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    """What makes any process of Lockstep use it."""
+
+    @property
+    def url(self) -> str:
+        """The bucket."""
+        return f"s3://{BUCKET}"
+
+    def requests(self) -> list[str]:
+        """The requests until now, such as `PUT /lockstep-tests/x`."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.split('"')[1].removesuffix(" HTTP/1.1") for line in lines if ' HTTP/1.1" ' in line]
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
+    """Start a server, create the bucket, and end the server afterwards."""
+    port = port or _free_port()
+    log = folder / "s3.log"
+    endpoint = f"http://127.0.0.1:{port}"
+    environment = {
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "lockstep-test-key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(PYTHON), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
+    try:
+        end = time.monotonic() + START_LIMIT_S
+        while not _created(endpoint):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, f"moto did not serve {endpoint} in {START_LIMIT_S:.0f} s: {log.read_text()}"
+            time.sleep(0.1)
+        yield ObjectServer(endpoint, log, environment)
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _created(endpoint: str) -> bool:
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=10).close()
+    except urllib.error.HTTPError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
