@@ -52,12 +52,14 @@ class TableConfig(WriteConfig):
     """File of a declared schema (lockstep.features.schema.declare); None takes the columns' own types
     (lockstep.etl.write.frame).
     """
+    columns: tuple[str, ...] = ()
+    """The columns of CSV files without a header, in order, for a proposed schema."""
     proposes: bool = False
     """Whether `output` is to be a proposed schema, which needs no ids, in place of a dataset."""
 
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()
-        for name in ("inputs", "id_columns", "exclude"):
+        for name in ("inputs", "id_columns", "exclude", "columns"):
             object.__setattr__(self, name, several(getattr(self, name)))
         given = [flag for flag, value in self._sources().items() if value]
         require(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
@@ -67,6 +69,9 @@ class TableConfig(WriteConfig):
         step = "Use `lockstep etl_logs --log-format csv --schema FILE`; --propose-schema makes FILE."
         typed = self.proposes or self.input_format.lower() != "csv"
         require(typed, "--input-format", "csv", "formats whose columns have names and types", step)
+        proposed = self.proposes and bool(self.inputs) and self.input_format.lower() == "csv"
+        named = "with --propose-schema --input-format csv; lockstep etl_logs reads such files with --columns"
+        require(not self.columns or proposed, "--columns", ",".join(self.columns), named)
         ids = self.id_columns
         require(
             (self.proposes or len(ids) > 0) and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more"

@@ -35,6 +35,8 @@ def parser() -> JobParser:
     add("--id-columns", type=names, default=(), metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
+    header = "with --propose-schema of CSV files without a header: the fields of a line, in order"
+    add("--columns", type=names, default=(), metavar="A,B", help=header)
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
     add_proposal_flags(job, "this table")
     add_write_flags(job, split=ALLOWED)
@@ -52,6 +54,7 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
         "id_columns": args.id_columns,
         "label": args.label,
         "exclude": args.exclude,
+        "columns": args.columns,
         "schema": args.schema,
         "proposes": args.propose_schema,
         **write_values(args),

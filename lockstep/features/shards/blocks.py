@@ -43,21 +43,25 @@ def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]
 
     Reading a block raises CorruptionError and DataError as read_range does.
     """
-    fs, schema = filesystem(url), Schema.from_json(manifest.schema)
-    found: dict[str, list[Block]] = {}
-    for name, info in manifest.splits.items():
-        found[name] = []
-        for shard in info.shards:
-            place = join(url, shard.path)
-            if manifest.format == "tfrecord":
-                blocks = _ranges(fs, place, shard, info.block_records, strict(schema))
-                found[name] += [Block(block.records, partial(_listed, place, block.read)) for block in blocks]
-                continue
-            rows = IndexedRows.of(url, manifest, shard, schema)
-            for first in shard.block_offsets:
-                count = min(info.block_records, shard.records - first)
-                read = partial(_rows, fs, place, shard, first, count, rows)
-                found[name].append(Block(count, partial(_listed, place, read)))
+    return {
+        name: [block for number in range(len(split.shards)) for block in shard_blocks(url, manifest, name, number)]
+        for name, split in manifest.splits.items()
+    }
+
+
+def shard_blocks(url: str, manifest: DatasetManifest, split: str, number: int) -> list[Block]:
+    """The blocks of one shard of a split, in order, as `dataset_blocks` has them."""
+    fs, schema, info = filesystem(url), Schema.from_json(manifest.schema), manifest.splits[split]
+    shard = info.shards[number]
+    place = join(url, shard.path)
+    if manifest.format == "tfrecord":
+        blocks = _ranges(fs, place, shard, info.block_records, strict(schema))
+        return [Block(block.records, partial(_listed, place, block.read)) for block in blocks]
+    rows, found = IndexedRows.of(url, manifest, shard, schema), []
+    for first in shard.block_offsets:
+        count = min(info.block_records, shard.records - first)
+        read = partial(_rows, fs, place, shard, first, count, rows)
+        found.append(Block(count, partial(_listed, place, read)))
     return found
 
 

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.etl import tables
+from lockstep.etl.baseline import BaselineConfig, train_and_predict
 from lockstep.etl.index.parquet import ParquetIndexConfig, index_parquet, spark_kind
 from lockstep.etl.tables import TableConfig
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import dataset_blocks
-from lockstep.jobs import baseline, describe, index
+from lockstep.jobs import describe, index
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError
@@ -434,9 +435,7 @@ def test_an_indexed_dataset_is_not_continued(tmp_path: Path) -> None:
 
 
 @slow
-def test_training_and_evaluation_read_it_and_baselines_too(
-    tmp_path: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_and_evaluation_read_it_and_baselines_too(tmp_path: Path, spark: SparkSession) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=600)
     for number in range(3):
@@ -453,6 +452,7 @@ def test_training_and_evaluation_read_it_and_baselines_too(
     assert result.steps == 4 * 600 // 32
     found = lockstep.evaluate(str(tmp_path / "_run"), str(tmp_path), "train")
     assert found["samples"] == 600 and found["metrics"]["auc"] > 0.99
-    flags = ["--dataset", str(tmp_path), "--kind", "logistic", "--split", "train", "--train-split", "train"]
-    assert baseline.main([*flags, "--launcher", "local"]) == 0
-    assert "600" in capsys.readouterr().out
+    config = BaselineConfig(dataset=str(tmp_path), kind="logistic", split="train")
+    predicted = train_and_predict(spark, config)
+    assert predicted.rows is not None and predicted.about["samples"] == 600
+    assert (predicted.rows[:, 0] == (predicted.rows[:, 1] > 0.5)).mean() > 0.99
