@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lockstep.etl.index.directory import check, check_unchanged
 from lockstep.etl.index.partitions import Partition, kinds_of, partitions_of, splits_of
 from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.input.snapshots import TABLES, Snapshot, open_snapshot
 from lockstep.etl.spark.errors import in_task, translated
 from lockstep.etl.table_files import LONG, THREADS
 from lockstep.etl.write.frame import UINT64, fault_of, schema_of
@@ -70,25 +71,40 @@ class ParquetIndexConfig:
     """File of a declared schema; None takes the columns' own types."""
     split_by: str | None = None
     """The partition whose values are the names of splits; None puts all files into the split train."""
+    table: str | None = None
+    """The format of the table whose files these are, one of lockstep.etl.input.snapshots.TABLES; None: all files."""
+    table_version: int | None = None
+    """With `table`: the version of a Delta table or the id of an Iceberg snapshot; None is the newest."""
 
     def __post_init__(self) -> None:
         ids = self.id_columns
         require(all(ids) and len(set(ids)) == len(ids), "--id-columns", ",".join(ids) or "none", "each column once")
         one = self.schema is None or not (self.exclude or self.label)
         require(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
+        allowed = ", ".join(TABLES)
+        require(self.table in (None, *TABLES), "the table", str(self.table), allowed)
+        require(
+            self.table_version is None or self.table is not None, "--table-version", str(self.table_version), allowed
+        )
 
-    def to_json(self) -> dict[str, Any]:
-        """The settings that decide the content of the manifest, but for the place of the files."""
-        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items() if name != "url"}
-        return {"job": "index", **settings}
+    def to_json(self, snapshot: Snapshot | None) -> dict[str, Any]:
+        """The settings that decide the content of the manifest, but for the place of the files, and the version of the
+        table.
+        """
+        left_out = ("url", "table", "table_version", *(() if snapshot is None else ("pattern",)))
+        settings = {n: list(v) if isinstance(v, tuple) else v for n, v in asdict(self).items() if n not in left_out}
+        return {"job": "index", **settings, **({} if snapshot is None else {"table": snapshot.to_json()})}
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What the end of a file says: its columns by name, its rows, and its largest row group in rows and bytes."""
+    """What the end of a file says: its columns by name, the numbers of columns that Iceberg wrote, its rows, and its
+    largest row group in rows and bytes.
+    """
 
     file: ForeignFile
     columns: Mapping[str, pa.DataType]
+    numbers: Mapping[str, int | None]
     rows: int
     group_rows: int
     group_bytes: int
@@ -112,10 +128,16 @@ class Footer:
         return cls(
             file,
             {field.name: field.type for field in schema},
+            {field.name: _number(field) for field in schema},
             metadata.num_rows,
             max((group.num_rows for group in groups), default=0),
             max((group.total_byte_size for group in groups), default=0),
         )
+
+
+def _number(field: pa.Field) -> int | None:
+    number = (field.metadata or {}).get(b"PARQUET:field_id")
+    return None if number is None else int(number)
 
 
 def index_parquet(
@@ -127,9 +149,13 @@ def index_parquet(
     Raises what `check` raises; ConfigError for columns, types and partitions that do not fit, naming file and column;
     DataError for damaged files, values that no field holds, and for two rows with one id.
     """
-    check(config.url, "Parquet")
+    check(config.url, config.table or "Parquet")
     url = absolute(config.url)
-    files = find_files(url, config.pattern, "Parquet")
+    table = None if config.table is None else open_snapshot(config.table, url, config.table_version)
+    if table is None:
+        files = find_files(url, config.pattern, "Parquet")
+    else:
+        files = [ForeignFile(file.url, file.path, file.bytes) for file in table.files]
     for file in files:
         foreign_relative(file.path, where=url)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -141,18 +167,35 @@ def index_parquet(
             allowed="a row or more",
             next_step="Check the path, and the program that wrote the files.",
         )
-    partitions = partitions_of([footer.file for footer in footers])
-    schema = _schema(config, footers, partitions)
+    if table is None:
+        partitions = partitions_of([footer.file for footer in footers])
+        kinds = kinds_of(partitions)
+    else:
+        footers = [_of_table(footer, table) for footer in footers]
+        by_path = {file.path: file.partition for file in table.files}
+        partitions, kinds = [by_path[footer.file.path] for footer in footers], dict(table.kinds)
+    schema = _schema(config, footers, partitions, kinds)
     splits = splits_of([footer.file for footer in footers], partitions, config.split_by)
     scan = Scan(url, schema, config.id_columns, dict(settings or {}))
     found = _each(scan, [(footer.file.path, part) for footer, part in zip(footers, partitions, strict=True)], spark)
     check_unchanged([footer.file for footer in footers], [one.info for one in found])
     _refuse_same_ids(found, config.id_columns)
-    return _publish(config, schema, footers, splits, [one.info for one in found])
+    return _publish(config, table, schema, footers, splits, [one.info for one in found])
+
+
+def _of_table(footer: Footer, table: Snapshot) -> Footer:
+    """The footer with the columns that the table has: older files may have others."""
+    table.check_columns(footer.file.url, footer.numbers)
+    return replace(footer, columns={name: kind for name, kind in footer.columns.items() if name in table.columns})
 
 
 def _publish(
-    config: ParquetIndexConfig, schema: Schema, footers: Sequence[Footer], splits: Sequence[str], infos: list[ShardInfo]
+    config: ParquetIndexConfig,
+    table: Snapshot | None,
+    schema: Schema,
+    footers: Sequence[Footer],
+    splits: Sequence[str],
+    infos: list[ShardInfo],
 ) -> DatasetManifest:
     # One number for all splits, so that several can be read as one.
     block_records = max(footer.group_rows for footer in footers)
@@ -170,7 +213,7 @@ def _publish(
     rows = sum(info.records for info in infos)
     manifest = DatasetManifest.build(
         format="parquet",
-        created_by={"version": VERSION, "config": config.to_json(), "seed": 0},
+        created_by={"version": VERSION, "config": config.to_json(table), "seed": 0},
         schema=schema.to_json(),
         splits={name: SplitInfo(block_records, tuple(of)) for name, of in shards.items()},
         files={},
@@ -198,10 +241,11 @@ def spark_kind(kind: pa.DataType) -> str:
     return _SPARK.get(text, text)
 
 
-def _schema(config: ParquetIndexConfig, footers: Sequence[Footer], partitions: Sequence[Partition]) -> Schema:
+def _schema(
+    config: ParquetIndexConfig, footers: Sequence[Footer], partitions: Sequence[Partition], folders: Mapping[str, str]
+) -> Schema:
     """The declared or inferred schema, checked against the columns of each file and against the partitions."""
     there = {name: footer.file.url for footer in reversed(footers) for name in footer.columns}
-    folders = kinds_of(partitions)
     for name in folders:
         if name in there:
             raise ConfigError(

@@ -21,6 +21,9 @@ def of_dataset(url: str, manifest: DatasetManifest) -> str:
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     size = sum(shard.bytes for shard in shards)
     lines = [f"{url}: {len(shards)} files, {manifest.counts.written} records, {size} bytes"]
+    table = manifest.created_by["config"].get("table")
+    if table is not None:
+        lines.append(f"  {table['format']} table, version {table['version']}")
     for name, split in sorted(manifest.splits.items()):
         lines.append(f"  {name}: {split.records} records in {len(split.shards)} files, blocks of {split.block_records}")
     for field in Schema.from_json(manifest.schema):
