@@ -32,6 +32,8 @@ def parser() -> JobParser:
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
     add("--input-format", default="parquet", metavar="F", help="the format of --input, any that Spark knows (parquet)")
+    number = "delta, iceberg: the version, or `latest`, whose files are read without the format's jars"
+    add("--table-version", metavar="N", help=number)
     add("--id-columns", type=names, default=(), metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
@@ -51,6 +53,7 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
         "query": args.query,
         "inputs": tuple(args.input),
         "input_format": args.input_format,
+        "table_version": args.table_version,
         "id_columns": args.id_columns,
         "label": args.label,
         "exclude": args.exclude,

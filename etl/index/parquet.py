@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from lockstep.etl.index.directory import check, check_unchanged
-from lockstep.etl.index.partitions import Partition, kinds_of, partitions_of, splits_of
-from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.index.partitions import kinds_of, partitions_of, splits_of
+from lockstep.etl.input.footers import column_numbers, damaged, parquet_footer
 from lockstep.etl.input.snapshots import TABLES, Snapshot, open_snapshot
 from lockstep.etl.spark.errors import in_task, translated
-from lockstep.etl.table_files import LONG, THREADS
+from lockstep.etl.table_files import LONG, THREADS, Partition
 from lockstep.etl.write.frame import UINT64, fault_of, schema_of
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import Field
@@ -128,16 +128,11 @@ class Footer:
         return cls(
             file,
             {field.name: field.type for field in schema},
-            {field.name: _number(field) for field in schema},
+            column_numbers(schema),
             metadata.num_rows,
             max((group.num_rows for group in groups), default=0),
             max((group.total_byte_size for group in groups), default=0),
         )
-
-
-def _number(field: pa.Field) -> int | None:
-    number = (field.metadata or {}).get(b"PARQUET:field_id")
-    return None if number is None else int(number)
 
 
 def index_parquet(

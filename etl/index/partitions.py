@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from urllib.parse import unquote
 
-from lockstep.etl.table_files import NO_VALUE, text_of_partition
+from lockstep.etl.table_files import Partition, partition_of, text_of_partition
 from lockstep.features.shards.foreign_files import ForeignFile
 from lockstep.storage.dataset.layout import split_name
 from lockstep.storage.errors import ConfigError
-
-Partition = tuple[tuple[str, str | None], ...]
-
-
-def partition_of(path: str) -> Partition:
-    """Names and values of the partition folders in a file's path, decoded as URLs are; None for Hive's null."""
-    folders = [folder.partition("=") for folder in path.split("/")[:-1] if "=" in folder]
-    return tuple((unquote(name), None if value == NO_VALUE else unquote(value)) for name, _, value in folders)
 
 
 def partitions_of(files: Sequence[ForeignFile]) -> list[Partition]:

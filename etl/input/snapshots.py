@@ -45,6 +45,7 @@ class Snapshot:
     """
 
     format: str
+    url: str
     version: int
     files: tuple[SnapshotFile, ...]
     columns: frozenset[str]
@@ -148,6 +149,7 @@ def _delta(url: str, version: int | None) -> Snapshot:
         files.append(SnapshotFile(join(url, path), path, int(action["size_bytes"]), partition))
     return Snapshot(
         "delta",
+        url,
         number,
         tuple(sorted(files, key=lambda file: file.path)),
         frozenset(kinds) - {*names},
@@ -194,6 +196,7 @@ def _iceberg(url: str, version: int | None) -> Snapshot:
         files.append(SnapshotFile(join(url, path), path, task.file.file_size_in_bytes))
     return Snapshot(
         "iceberg",
+        url,
         snapshot.snapshot_id,
         tuple(sorted(files, key=lambda file: file.path)),
         frozenset(one.name for one in schema.fields),

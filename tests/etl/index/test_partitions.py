@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.etl.index.parquet import ParquetIndexConfig, index_parquet
-from lockstep.etl.index.partitions import kinds_of, partition_of
+from lockstep.etl.index.partitions import kinds_of
+from lockstep.etl.table_files import partition_of
 from lockstep.storage.errors import ConfigError, LockstepError
 from tests.etl.index.test_parquet import rows_of
 

@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,13 +23,18 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, LongType, NestedField, StringType
 from pyroaring import BitMap
 
+from lockstep.etl import tables
 from lockstep.etl.index.parquet import ParquetIndexConfig, index_parquet
 from lockstep.etl.input.snapshots import open_snapshot
+from lockstep.etl.tables import TableConfig
 from lockstep.jobs import index
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, LockstepError
 from lockstep.storage.verify import verify
 from tests.etl.index.test_parquet import rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 Rows = list[tuple[int, str | None]]
 
@@ -308,3 +313,54 @@ def test_the_job_prints_the_version(tmp_path: Path, capsys: pytest.CaptureFixtur
                   ["--format", "delta", "--pattern", "*"]):  # fmt: skip
         with pytest.raises(ConfigError):
             index.main([str(url), *flags])
+
+
+def made_by_spark(spark: SparkSession, url: Path, output: Path, kind: str, version: str) -> DatasetManifest:
+    config = TableConfig(
+        inputs=(str(url),), input_format=kind, table_version=version, id_columns=("id",), output=str(output),
+        split="1/1", fmt="parquet",
+    )  # fmt: skip
+    return tables.run(spark, config)
+
+
+@pytest.mark.slow
+def test_etl_table_reads_the_same_rows_and_ids_without_a_jar(tmp_path: Path, spark: SparkSession) -> None:
+    url = tmp_path / "t"
+    write_deltalake(url, table_of([(0, "007"), (1, "x y/%"), (2, None), (3, "8")]), partition_by=["city"])
+    more = table_of([(4, "8")]).append_column("x", pa.array([0.5]))
+    write_deltalake(url, more, mode="append", schema_mode="merge")
+    DeltaTable(url).delete("id = 1")
+    last = DeltaTable(url).version()
+    for version, number in (("0", 0), ("latest", last)):
+        made = made_by_spark(spark, url, tmp_path / f"made-{version}", "delta", version)
+        assert made.created_by["config"]["table_version"] == {"format": "delta", "version": number}
+        names = ("id", "city") if version == "0" else ("id", "city", "x")
+        table = DeltaTable(url, version=number).to_pyarrow_table()
+        assert found_rows(tmp_path / f"made-{version}", made, *names) == wanted_rows(table, *names)
+        manifest = indexed(url, "delta", number, id_columns=("id",))
+        assert manifest.schema == made.schema
+        with_ids = found_rows(url, manifest, "sample_id", *names)
+        assert with_ids == found_rows(tmp_path / f"made-{version}", made, "sample_id", *names)
+    table = iceberg(tmp_path / "ice", table_of([]))
+    table.append(table_of([(1, "a"), (2, "b")]))
+    table.delete("id == 1")
+    place = Path(table.location())
+    made = made_by_spark(spark, place, tmp_path / "made-ice", "iceberg", "latest")
+    assert found_rows(tmp_path / "made-ice", made, "id", "city") == [(2, "b")]
+    with table.update_schema() as change:
+        change.rename_column("city", "town")
+    with pytest.raises(LockstepError, match="`town` had another name"):
+        made_by_spark(spark, place, tmp_path / "made-none", "iceberg", "latest")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"table_version": "1.5", "input_format": "delta"},
+        {"table_version": "1"},
+        {"table_version": "1", "input_format": "delta", "inputs": ("a", "b")},
+    ],
+)
+def test_versions_of_what_is_no_table_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--table-version"):
+        TableConfig(**{"inputs": ("t",), "output": "o", "id_columns": ("id",), **wrong})
