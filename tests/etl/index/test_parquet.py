@@ -202,6 +202,18 @@ def test_many_small_row_groups_are_blocks_of_the_largest(tmp_path: Path) -> None
     assert [row["id"] for row in rows_of(tmp_path / "theirs", manifest)] == list(range(90))
 
 
+def test_a_block_may_begin_within_a_row_group(tmp_path: Path) -> None:
+    pq.write_table(people(20), tmp_path / "a.parquet")
+    pq.write_table(people(50, 20), tmp_path / "b.parquet", row_group_size=7)
+    manifest = index_parquet(ParquetIndexConfig(url=str(tmp_path), exclude=("when",)))
+    assert [shard.block_offsets for shard in manifest.splits["train"].shards] == [(0,), (0, 20, 40)]
+    assert [row["id"] for row in rows_of(tmp_path, manifest)] == list(range(70))
+    reader = SplitReader(str(tmp_path), manifest, "train", Schema.from_json(manifest.schema))
+    assert [shard.edges == () for shard in reader._shards] == [False, True], "such blocks are not cached"
+    assert reader.read(Run(1, 25, 9)).column("id").to_pylist() == list(range(45, 54))
+    reader.close()
+
+
 @pytest.mark.parametrize(
     ("change", "flags", "words"),
     [
@@ -406,6 +418,7 @@ def test_a_forged_manifest_is_refused(tmp_path: Path) -> None:
         (("splits", "train", "shards", 0, "partition"), {"a": "b"}),
         (("splits", "train", "shards", 0, "partition"), [["a", 1]]),
         (("splits", "train", "shards", 0, "block_offsets"), [1]),
+        (("splits", "train", "shards"), []),
         (("indexed",), {}),
         (("indexed", "id_columns"), ["id"]),  # another identity: the digest does not follow
         (("format",), "tfrecord"),
@@ -417,11 +430,25 @@ def test_a_forged_manifest_is_refused(tmp_path: Path) -> None:
         place[path[-1]] = value
         with pytest.raises(DataError):
             DatasetManifest.from_bytes(seal(doc), "m")
+    doc = unseal(data, "m")
+    doc["splits"]["train"]["shards"].reverse()
+    with pytest.raises(DataError, match="not in order"):
+        DatasetManifest.from_bytes(seal(doc), "m")
 
 
 def test_types_in_the_notation_of_spark() -> None:
     assert spark_kind(pa.list_(pa.dictionary(pa.int8(), pa.string()))) == "array<string>"
     assert spark_kind(pa.decimal128(9, 2)) == "decimal(9,2)" and spark_kind(pa.uint64()) == "decimal(20,0)"
+
+
+def test_pages_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    numbers = pa.table({"n": np.arange(1000)})
+    pq.write_table(numbers, tmp_path / "a.parquet", write_page_checksum=True, compression="none", use_dictionary=False)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4000] ^= 1
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.parquet"):
+        index_parquet(ParquetIndexConfig(url=str(tmp_path)))
 
 
 def test_an_indexed_dataset_is_not_continued(tmp_path: Path) -> None:
@@ -430,7 +457,7 @@ def test_an_indexed_dataset_is_not_continued(tmp_path: Path) -> None:
     config = TableConfig(
         table="t", output=str(tmp_path / "out"), id_columns=("id",), append_to=str(tmp_path / "theirs"), fmt="parquet"
     )
-    with pytest.raises(ConfigError, match="cannot be continued"):
+    with pytest.raises(ConfigError, match="cannot be continued: its kind"):
         tables.check(config)
 
 
