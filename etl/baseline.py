@@ -16,15 +16,18 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
 from lockstep.etl.baseline_trees import MOST_BUCKETS, TREES, Growth, category_limit, indexed, within
 from lockstep.etl.spark.errors import translated
 from lockstep.etl.spark.session import described, watched
+from lockstep.etl.spark.tasks import mapped
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.blocks import dataset_blocks
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import ConfigError, nearest, require
 from lockstep.storage.fs import filesystem
@@ -264,7 +267,26 @@ def _classes_in(train: DataFrame, label: Field, kind: str) -> int | None:
     return 2 if yes_or_no else None
 
 
+@dataclass(frozen=True)
+class _ReadIndexed:
+    """The function for mapInArrow: numbers of blocks of a split in, their rows out."""
+
+    url: str
+    manifest: DatasetManifest
+    split: str
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        blocks = dataset_blocks(self.url, self.manifest)[self.split]
+        for batch in batches:
+            for number in batch.column("id").to_pylist():
+                yield from blocks[number].read()
+
+
 def _rows(spark: SparkSession, config: BaselineConfig, plan: Plan, split: str) -> DataFrame:
+    if plan.manifest.indexed is not None:  # Spark has other types, no classes of texts and no sample ids
+        blocks = sum(len(shard.block_offsets) for shard in plan.manifest.splits[split].shards)
+        read = _ReadIndexed(config.dataset, plan.manifest, split)
+        return mapped(spark.range(0, blocks, 1, min(blocks, 1000)), read, plan.schema.arrow_schema())
     if plan.manifest.format == "parquet":
         shards = plan.manifest.splits[split].shards
         return spark.read.parquet(*(_for_spark(join(config.dataset, shard.path)) for shard in shards))

@@ -104,15 +104,6 @@ def class_field(schema: Schema) -> Field | None:
     return label if label is not None and not label.shape and label.dtype in ("bool", "int64", "string") else None
 
 
-def text_of(column: pa.Array) -> pa.Array:
-    """The values of an id or group column in the form that is hashed, (n,): text, decimal digits of numbers, or bytes.
-    Equal numbers have equal text: -0.0 becomes 0.
-    """
-    if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
-        return column
-    return (pc.add(column, 0.0) if pa.types.is_floating(column.type) else column).cast(pa.string())
-
-
 def listed(names: Sequence[str]) -> str:
     """The first names, whole, and how many more there are."""
     ends = accumulate(len(name) + 2 for name in names)

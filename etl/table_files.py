@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,12 @@ import pyarrow as pa
 from pyarrow import orc
 
 from lockstep.etl import columns as c
-from lockstep.etl.input.footers import damaged, parquet_footer
+from lockstep.etl.input.footers import column_numbers, damaged, parquet_footer
+from lockstep.etl.input.snapshots import Snapshot, SnapshotFile
 from lockstep.etl.spark.session import with_settings
 from lockstep.etl.table_json import check_json
 from lockstep.etl.write.chance import nodes
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
 
 if TYPE_CHECKING:
@@ -71,9 +72,14 @@ class Kind:
 
 
 def read_files(
-    spark: SparkSession, urls: Sequence[str], file_format: str, used: Callable[[str], bool]
+    spark: SparkSession,
+    urls: Sequence[str],
+    file_format: str,
+    used: Callable[[str], bool],
+    options: Mapping[str, str] | None = None,
 ) -> tuple[DataFrame, frozenset[str]]:
     """The rows of all files at `urls`, and the columns of Parquet and ORC that are left out, since they are not `used`.
+    `options` are further ones of Spark's readers.
 
     Folders below are read too. A column that some files lack is null there. Raises ConfigError naming columns, types
     and files where a used column has several types, one that Spark cannot read, or the name of a partition, and where
@@ -84,9 +90,9 @@ def read_files(
     paths = list(urls)
     with with_settings(spark, _AS_TEXT):
         # This format has columns of its own, so that no file is opened to list them.
-        listed = spark.read.format("binaryFile").load(paths)
+        listed = spark.read.options(**dict(options or {})).format("binaryFile").load(paths)
         folders = _names(_relations(listed)[0].partitionSchema())
-        reader = spark.read
+        reader = spark.read.options(**dict(options or {}))
         if not folders:  # Spark reads folders below only if they are partitions or by this option
             reader = reader.option("recursiveFileLookup", "true")
             listed = reader.format("binaryFile").load(paths)
@@ -113,6 +119,45 @@ def read_files(
         log.warning("input: the times of %s are in nanoseconds, rounded down to microseconds", names)
     columns = [made.get(name, f.col(c.quoted(name))).alias(name) for name in df.columns]
     return df.select(*columns) if made else df, left_out
+
+
+def read_snapshot(
+    spark: SparkSession, snapshot: Snapshot, used: Callable[[str], bool]
+) -> tuple[DataFrame, frozenset[str]]:
+    """The rows of a version of a Delta or Iceberg table, with its columns and partitions, and what is left out, as
+    read_files has it.
+
+    Raises what read_files raises; DataError for a table without files, and for files in folders that do not name their
+    partition, as Spark and deltalake write them.
+    """
+    from pyspark.sql import functions as f
+
+    wrong = next(
+        (file for file in snapshot.files if snapshot.kinds and partition_of(file.path) != file.partition), None
+    )
+    if wrong is not None or not snapshot.files:
+        raise DataError(
+            f"Spark cannot read the {snapshot.format} table {snapshot.url} by its files",
+            got="no files" if wrong is None else f"{wrong.path}, whose partition is {dict(wrong.partition)}"[:500],
+            allowed="a row or more, in folders that name the partition: NAME=VALUE",
+            next_step=f"Read it by --table or --input-format {snapshot.format} with the format's jars.",
+        )
+    if snapshot.ids:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for file, numbers in zip(snapshot.files, pool.map(_numbers, snapshot.files), strict=True):
+                snapshot.check_columns(file.url, numbers)
+    options = {"__globPaths__": "false"} | ({"basePath": snapshot.url} if snapshot.kinds else {})
+    urls = [file.url for file in snapshot.files]
+    df, left_out = read_files(spark, urls, "parquet", lambda name: name in snapshot.columns and used(name), options)
+    kinds = snapshot.kinds
+    columns = [
+        f.col(c.quoted(name)).cast(kinds[name]) if name in kinds else f.col(c.quoted(name)) for name in df.columns
+    ]
+    return df.select(*(one.alias(n) for n, one in zip(df.columns, columns, strict=True))), left_out & snapshot.columns
+
+
+def _numbers(file: SnapshotFile) -> dict[str, int | None]:
+    return column_numbers(parquet_footer(file.url, file.bytes).schema.to_arrow_schema())
 
 
 def files_of(df: DataFrame) -> list[str]:
@@ -281,6 +326,15 @@ def _micros(column: Found) -> Column:
     if column.called.endswith("true)"):
         return f.timestamp_micros(micros)
     return f.timestamp_add("MICROSECOND", micros, f.lit("1970-01-01").cast("timestamp_ntz"))
+
+
+Partition = tuple[tuple[str, str | None], ...]
+
+
+def partition_of(path: str) -> Partition:
+    """Names and values of the partition folders in a file's path, decoded as URLs are; None for null."""
+    folders = [folder.partition("=") for folder in path.split("/")[:-1] if "=" in folder]
+    return tuple((unquote(name), None if value == NO_VALUE else unquote(value)) for name, _, value in folders)
 
 
 def partition_values(files: Sequence[str], name: str) -> set[str | None]:

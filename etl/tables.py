@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import frames
 from lockstep.etl.columns import listed
+from lockstep.etl.input.snapshots import TABLES, Snapshot, open_snapshot
 from lockstep.etl.spark.errors import translated
 from lockstep.etl.spark.session import watched
-from lockstep.etl.table_files import FORMATS, of_query, read_files
+from lockstep.etl.table_files import FORMATS, of_query, read_files, read_snapshot
 from lockstep.etl.write.append import Parent
 from lockstep.etl.write.checks import check_output, check_schema, refuse_existing
 from lockstep.etl.write.config import WriteConfig
@@ -29,6 +30,8 @@ from lockstep.storage.urls import several
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+LATEST = "latest"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig(WriteConfig):
@@ -42,6 +45,10 @@ class TableConfig(WriteConfig):
     """URLs that Spark loads as `input_format`."""
     input_format: str = "parquet"
     """Any format that Spark's session knows."""
+    table_version: str | None = None
+    """The version of a Delta table, or the id of an Iceberg snapshot, to read without the format's jars
+    (lockstep.etl.input.snapshots); LATEST is the newest; None leaves the format to Spark.
+    """
     id_columns: tuple[str, ...]
     """The columns that identify a row; unique together."""
     label: str | None = None
@@ -52,21 +59,31 @@ class TableConfig(WriteConfig):
     """File of a declared schema (lockstep.features.schema.declare); None takes the columns' own types
     (lockstep.etl.write.frame).
     """
+    columns: tuple[str, ...] = ()
+    """The columns of CSV files without a header, in order, for a proposed schema."""
     proposes: bool = False
     """Whether `output` is to be a proposed schema, which needs no ids, in place of a dataset."""
 
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()
-        for name in ("inputs", "id_columns", "exclude"):
+        for name in ("inputs", "id_columns", "exclude", "columns"):
             object.__setattr__(self, name, several(getattr(self, name)))
         given = [flag for flag, value in self._sources().items() if value]
         require(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
         require(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
+        version, lake = self.table_version, self.input_format.lower() in TABLES and len(self.inputs) == 1
+        number = version is None or version == LATEST or re.fullmatch(r"[0-9]{1,19}", version) is not None
+        require(number, "--table-version", str(version), f"a number, or {LATEST}")
+        allowed = f"with one --input and --input-format {' or '.join(TABLES)}"
+        require(version is None or lake, "--table-version", str(version), allowed)
         # Spark takes the first line for a row, and all values for texts.
         step = "Use `lockstep etl_logs --log-format csv --schema FILE`; --propose-schema makes FILE."
         typed = self.proposes or self.input_format.lower() != "csv"
         require(typed, "--input-format", "csv", "formats whose columns have names and types", step)
+        proposed = self.proposes and bool(self.inputs) and self.input_format.lower() == "csv"
+        named = "with --propose-schema --input-format csv; lockstep etl_logs reads such files with --columns"
+        require(not self.columns or proposed, "--columns", ",".join(self.columns), named)
         ids = self.id_columns
         require(
             (self.proposes or len(ids) > 0) and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more"
@@ -137,7 +154,9 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     """
     plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
-        df, left_out = frame(spark, config, None if plan.schema is None else [field.name for field in plan.schema])
+        fields = None if plan.schema is None else [field.name for field in plan.schema]
+        snapshot = _snapshot(config)
+        df, left_out = frame(spark, config, fields, snapshot)
         exclude = [name for name in config.exclude if name not in left_out]
         return write_frame(
             df,
@@ -145,7 +164,9 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
             plan.parent,
             id_columns=config.id_columns,
             schema=plan.schema or infer_schema(df, config.label, exclude, config.id_columns),
-            origin=Origin(created_config=config.to_json()),
+            origin=Origin(
+                created_config=config.to_json() | ({} if snapshot is None else {"table_version": snapshot.to_json()})
+            ),
         )
 
 
@@ -158,7 +179,7 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     require(config.schema is None, "--propose-schema", "with --schema", "without it")
     refuse_existing(config.output)
     with translated(spark, "reading the table"):
-        df, left_out = frame(spark, config)
+        df, left_out = frame(spark, config, snapshot=_snapshot(config))
         df = df.drop(*(name for name in config.exclude if name not in left_out))
         found = frames.propose(df, config.label, embeddings=embeddings)
     frames.write_proposal(found, config.output)
@@ -171,10 +192,10 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
 
 
 def frame(
-    spark: SparkSession, config: TableConfig, fields: Sequence[str] | None = None
+    spark: SparkSession, config: TableConfig, fields: Sequence[str] | None = None, snapshot: Snapshot | None = None
 ) -> tuple[DataFrame, frozenset[str]]:
     """The rows of the table, query or files, and the columns of files that are left out, as read_files has them.
-    `fields` are those of a declared schema.
+    `fields` are those of a declared schema; `snapshot` is the version of the table to read, if there is one.
     """
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import AnalysisException, ParseException, PySparkException
@@ -186,6 +207,8 @@ def frame(
             # Only a query is valid in parentheses: a statement that changes something is an error.
             query = f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query"
             return of_query(spark, query), frozenset()
+        if snapshot is not None:
+            return read_snapshot(spark, snapshot, partial(_is_used, config, fields))
         if config.input_format.lower() in FORMATS:
             return read_files(spark, config.inputs, config.input_format.lower(), partial(_is_used, config, fields))
         return spark.read.format(config.input_format).load(list(config.inputs)), frozenset()
@@ -208,8 +231,17 @@ def frame(
             f"Spark does not know the format {config.input_format}",
             got=_NO_FORMAT,
             allowed="parquet, orc, csv, json, or one whose jar the session has",
-            next_step="Correct --input-format, or name its jar by spark-submit --packages.",
+            next_step=f"Correct --input-format, or name its jar by spark-submit --packages; {' and '.join(TABLES)} need"
+            f" none with --table-version {LATEST}.",
         ) from None
+
+
+def _snapshot(config: TableConfig) -> Snapshot | None:
+    """The version of a table that `--table-version` names; None without it."""
+    if config.table_version is None:
+        return None
+    number = None if config.table_version == LATEST else int(config.table_version)
+    return open_snapshot(config.input_format.lower(), config.inputs[0], number)
 
 
 def _is_used(config: TableConfig, fields: Sequence[str] | None, name: str) -> bool:

@@ -91,8 +91,9 @@ def proposed_of_csv(config: TableConfig, *, embeddings: bool) -> str:
         require(
             not given, flag, "with --propose-schema of CSV files", "none: lockstep etl_logs reads these files", step
         )
-    lines = LogsConfig(output=config.output, inputs=config.inputs, log_format="csv")
-    flags = f"--log-format csv --input {' '.join(config.inputs)}"
+    lines = LogsConfig(output=config.output, inputs=config.inputs, log_format="csv", columns=config.columns)
+    header = f" --columns {','.join(config.columns)}" if config.columns else ""
+    flags = f"--log-format csv{header} --input {' '.join(config.inputs)}"
     return propose(lines, embeddings=embeddings, flags=flags)
 
 

@@ -32,9 +32,13 @@ def parser() -> JobParser:
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
     add("--input-format", default="parquet", metavar="F", help="the format of --input, any that Spark knows (parquet)")
+    number = "delta, iceberg: the version, or `latest`, whose files are read without the format's jars"
+    add("--table-version", metavar="N", help=number)
     add("--id-columns", type=names, default=(), metavar="A,B", help="columns that identify a row; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
     add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
+    header = "with --propose-schema of CSV files without a header: the fields of a line, in order"
+    add("--columns", type=names, default=(), metavar="A,B", help=header)
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
     add_proposal_flags(job, "this table")
     add_write_flags(job, split=ALLOWED)
@@ -49,9 +53,11 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
         "query": args.query,
         "inputs": tuple(args.input),
         "input_format": args.input_format,
+        "table_version": args.table_version,
         "id_columns": args.id_columns,
         "label": args.label,
         "exclude": args.exclude,
+        "columns": args.columns,
         "schema": args.schema,
         "proposes": args.propose_schema,
         **write_values(args),

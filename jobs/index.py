@@ -1,17 +1,23 @@
-"""Add a manifest and offset indexes to TFRecord files of other programs; the files themselves stay unchanged."""
+"""Add a manifest to TFRecord or Parquet files, or a Delta or Iceberg table, which stay unchanged."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from lockstep.etl.index import check, index_directory
+from lockstep.etl.index.directory import check
+from lockstep.etl.index.parquet import PARQUET_GLOB, ParquetIndexConfig, index_parquet
+from lockstep.etl.index.summary import of_dataset, of_files
+from lockstep.etl.index.tfrecord import index_directory
+from lockstep.etl.input.snapshots import TABLES
 from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
-from lockstep.jobs._cli import JobParser, run_job
+from lockstep.jobs._cli import JobParser, names, refuse_idle, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session
-from lockstep.storage.dataset.indexed import IndexedManifest
 from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
+
+_OF_PARQUET = ("id_columns", "label", "exclude", "schema", "split_by", "table_version")
 
 
 def parser() -> JobParser:
@@ -19,10 +25,20 @@ def parser() -> JobParser:
     job = JobParser("index", __doc__ or "", "index")
     add = job.add_argument
     add("url", metavar="URL", help="the directory; it must hold neither _manifest.json nor _index")
-    add("--format", default="tfrecord", choices=["tfrecord"], help="what the files are (default tfrecord)")
-    add("--pattern", default=DATA_GLOB, metavar="GLOB", help="names of the files, in any folder (default %(default)s)")
-    sample = "records to look at first for the schema, which is that of all records (default %(default)s)"
-    add("--sample-records", type=int, default=SAMPLE_RECORDS, metavar="N", help=sample)
+    kinds = "tfrecord (default), for Spark to read; parquet, or the files of a delta or iceberg table, as a dataset"
+    add("--format", default="tfrecord", choices=["tfrecord", "parquet", *TABLES], help=kinds)
+    number = "delta: a version of the table; iceberg: the id of a snapshot (default: the newest)"
+    add("--table-version", type=int, metavar="N", help=number)
+    pattern = f"names of the files, in any folder (default {DATA_GLOB}, of Parquet {PARQUET_GLOB})"
+    add("--pattern", metavar="GLOB", help=pattern)
+    sample = "tfrecord: records to look at first for the schema, which is that of all records (default 1000)"
+    add("--sample-records", type=int, metavar="N", help=sample)
+    ids = "parquet: columns that identify a row, unique together (default: the file's path and the row's number)"
+    add("--id-columns", type=names, default=(), metavar="A,B", help=ids)
+    add("--label", metavar="COLUMN", help="parquet: the column to predict")
+    add("--exclude", type=names, default=(), metavar="A,B", help="parquet: columns that are not read")
+    add("--schema", metavar="FILE", help="parquet: a declared schema, TOML or JSON (default: the columns' own types)")
+    add("--split-by", metavar="NAME", help="parquet: the partition (folders NAME=VALUE) whose values name the splits")
     add("--master", metavar="URL", help="Spark master: one task a file; without it this process reads one by one")
     return job
 
@@ -30,25 +46,34 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Index; returns the exit code."""
     args = parser().parse(argv)
-    require(args.sample_records >= 1, "--sample-records", str(args.sample_records), "1 or more")
-    check(args.url)
+    plain = args.format == "tfrecord"
+    for name in _OF_PARQUET if plain else ("sample_records",):
+        idle = getattr(args, name) not in (None, ())
+        refuse_idle(f"--{name.replace('_', '-')}", idle, f"--format {'parquet' if plain else 'tfrecord'}")
+    records = SAMPLE_RECORDS if args.sample_records is None else args.sample_records
+    require(records >= 1, "--sample-records", str(records), "1 or more")
+    config = None if plain else config_of(args)
+    check(args.url, "TFRecord" if plain else "Parquet")
     with nullcontext() if args.master is None else spark_session("lockstep index", args.master) as spark:
         settings = {} if spark is None else hadoop_settings_of(spark)
         set_hadoop_settings(settings)
-        manifest = index_directory(
-            args.url, pattern=args.pattern, sample_records=args.sample_records, spark=spark, settings=settings
-        )
-    print(_summary(args.url, manifest))
+        if config is not None:
+            print(of_dataset(args.url, index_parquet(config, spark=spark, settings=settings)))
+            return 0
+        glob = args.pattern or DATA_GLOB
+        found = index_directory(args.url, pattern=glob, sample_records=records, spark=spark, settings=settings)
+        print(of_files(args.url, found))
     return 0
 
 
-def _summary(url: str, manifest: IndexedManifest) -> str:
-    """Files, records and bytes, and a line for each column."""
-    records = sum(file.records for file in manifest.files)
-    size = sum(file.bytes for file in manifest.files)
-    lines = [f"{url}: {len(manifest.files)} files, {records} records, {size} bytes"]
-    lines += [f"  {name}: {f'list of {dtype}' if many else dtype}" for name, dtype, many in manifest.columns]
-    return "\n".join([*lines, f"schema from {manifest.sampled} records; read it by spark.read.format('tfrecord')"])
+def config_of(args: Namespace) -> ParquetIndexConfig:
+    """The configuration of an index of Parquet files."""
+    table = None if args.format == "parquet" else args.format
+    require(
+        table is None or args.pattern is None, "--pattern", str(args.pattern), "without it: the table names its files"
+    )
+    values = {name: getattr(args, name) for name in ("url", *_OF_PARQUET)}
+    return ParquetIndexConfig(**values, pattern=args.pattern or PARQUET_GLOB, table=table)
 
 
 if __name__ == "__main__":

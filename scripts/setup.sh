@@ -124,7 +124,7 @@ want_kerberos() {
 
 case "${1:-}" in
 venv)
-    make_venv .venv requirements-dev.txt requirements.txt requirements-privacy.txt requirements-dev.txt constraints.txt pyproject.toml
+    make_venv .venv requirements-dev.txt requirements.txt requirements-privacy.txt requirements-lake.txt requirements-dev.txt constraints.txt pyproject.toml
     need_java
     want_iproute
     ;;

@@ -63,6 +63,9 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
         facts.append(("size unpacked", size(sum(shard.unpacked_bytes for shard in shards))))
     if manifest.parent is not None:
         facts.append(("appends to", f"{manifest.parent['url']} ({manifest.parent['digest']})"))
+    if manifest.indexed is not None:
+        facts.append(("files of", "another program, with a manifest by lockstep index"))
+        facts.append(("sample ids of", ", ".join(manifest.indexed) or "file and row"))
     yield Table("Dataset", (), tuple(facts))
     head = ("split", "records", "size", "shards", "records a shard (least / mean / most)", "bytes a shard")
     rows = [
@@ -95,7 +98,8 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     named = [(source.url, size(source.bytes)) for source in manifest.source[:MAX_SOURCES]]
     if len(manifest.source) > MAX_SOURCES:
         named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
-    yield Table("Input", ("file", "size"), tuple(named))
+    if named:  # the input of indexed files are the shards
+        yield Table("Input", ("file", "size"), tuple(named))
     config = [(key, words(value)) for key, value in sorted(manifest.created_by["config"].items())]
     if config:
         yield Table("Configuration", (), tuple(config))
@@ -291,7 +295,7 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     try:
         manifest = load_dataset(url)
     except NotFoundError as error:
-        error.next_step = "Check the path; run lockstep index first to describe TFRecord files of other programs."
+        error.next_step = "Check the path; run lockstep index first to describe files of other programs."
         raise
     schema = Schema.from_json(manifest.schema)
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]

@@ -33,3 +33,9 @@ def damaged(url: str, file_format: str, error: Exception) -> DataError:
         allowed=f"a whole {file_format} file",
         next_step="Fetch the file again; compare its digest with the origin's.",
     )
+
+
+def column_numbers(schema: pa.Schema) -> dict[str, int | None]:
+    """The number of each column, by which Iceberg knows it whatever its name is; None where the file has none."""
+    texts = {field.name: (field.metadata or {}).get(b"PARQUET:field_id") for field in schema}
+    return {name: None if text is None else int(text) for name, text in texts.items()}

@@ -19,7 +19,7 @@ from lockstep.etl.split.sampling import WEIGHT, ClassWeights, Sampling
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.sequence_example import SequenceEncoder
-from lockstep.features.sample_id import sample_ids, shard_keys
+from lockstep.features.sample_id import sample_ids, shard_keys, text_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
 from lockstep.storage.errors import DataError
@@ -197,7 +197,7 @@ class Assign:
 
 
 def _as_text(name: str, column: pa.Array) -> pa.Array:
-    """An id column in the form that is hashed, see lockstep.etl.columns.text_of."""
+    """An id column in the form that is hashed, see lockstep.features.sample_id.text_of."""
     if column.null_count:
         raise DataError(
             f"id column `{name}` is null",
@@ -205,4 +205,4 @@ def _as_text(name: str, column: pa.Array) -> pa.Array:
             allowed="a value in each row",
             next_step="Fill or drop those rows.",
         )
-    return c.text_of(column)
+    return text_of(column)

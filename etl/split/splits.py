@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
-from lockstep.features.sample_id import group_hashes, unit_hashes
+from lockstep.features.sample_id import group_hashes, text_of, unit_hashes
 from lockstep.storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -164,7 +164,7 @@ class SplitSpec:
         if self.kind == "subset":
             numbers = pc.index_in(texts_of(self.column, column), value_set=pa.array(self.values, pa.string()))
             return pc.fill_null(numbers.cast(pa.string()), "")
-        hashes = group_hashes(c.text_of(column), seed)
+        hashes = group_hashes(text_of(column), seed)
         return pa.array(hashes.view(np.int64)).cast(pa.string()) if self.balanced else self._named(hashes)
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:

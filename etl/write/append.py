@@ -88,6 +88,8 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     url = absolute(url)
     chain = load_chain(url)
     first = chain[0][1]
+    if first.indexed is not None:
+        raise other_parent(url, "kind", "a dataset that a job of lockstep wrote", "indexed files of another program")
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
     split = _split_of(stored.get("split"))
     if split is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.etl import columns as c
@@ -66,14 +66,25 @@ def infer_schema(
     Raises ConfigError that names every column of a type without a rule, of a name that no field can have and, if there
     is a label, that no model could be trained on, with what to do about it.
     """
-    have, exclude, id_columns = dict(df.dtypes), several(exclude), several(id_columns)
+    have, nullable = dict(df.dtypes), {field.name: field.nullable for field in df.schema.fields}
+    own = {name: kind for name, kind in have.items() if name not in _OWN}
+    return schema_of(own, nullable, label, [name for name in several(exclude) if name not in _OWN], several(id_columns))
+
+
+def schema_of(
+    have: Mapping[str, str],
+    nullable: Mapping[str, bool],
+    label: str | None,
+    exclude: Sequence[str],
+    id_columns: Sequence[str],
+) -> Schema:
+    """Do what `infer_schema` does for columns by name and type in Spark's notation."""
     for name in (*exclude, *(() if label is None else (label,))):
         if name not in have:
             raise _cannot(name, "no such column", f"one of {', '.join(have)}", "Correct the name.")
-    nullable = {field.name: field.nullable for field in df.schema.fields}
     fields, faults = [sample_id_field()], list[ConfigError]()
     for name, kind in have.items():
-        if name in _OWN or name in exclude:
+        if name in exclude:
             continue
         stored = name in id_columns and name != label  # an id says nothing about other rows
         fault = fault_of(name, kind) or (None if stored or label is None else _untrainable(name, kind, label))

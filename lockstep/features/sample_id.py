@@ -55,6 +55,15 @@ def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> N
     return out.view(np.int64)
 
 
+def text_of(column: pa.Array) -> pa.Array:
+    """The values of an id or group column in the form that is hashed, (n,): text, decimal digits of numbers, or bytes.
+    Equal numbers have equal text: -0.0 becomes 0.
+    """
+    if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
+        return column
+    return (pc.add(column, 0.0) if pa.types.is_floating(column.type) else column).cast(pa.string())
+
+
 def _is_large(column: pa.Array) -> bool:
     return bool(pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type))
 

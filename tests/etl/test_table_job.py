@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
+from lockstep.etl.logs import job
 from lockstep.features.schema.declare import load_schema
 from lockstep.jobs import etl_logs, etl_table
 from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
 
@@ -31,6 +38,7 @@ GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
         ([*GOOD, "--sample", "click"], ConfigError, "--sample"),
         ([*GOOD, "--split", "kfold:1"], ConfigError, "--split"),
         ([*GOOD[2:], "--input", "x.csv", "--input-format", "csv"], ConfigError, "--input-format"),
+        ([*GOOD, "--columns", "a,b"], ConfigError, "--columns"),
         ([*GOOD, "--max-bad", "1%"], ConfigError, "invalid arguments"),  # a table has no lines to reject
     ],
 )
@@ -68,3 +76,32 @@ def test_a_schema_for_csv_files_is_the_one_of_the_job_that_reads_them(
     assert found == {"sample_id": "int64", "visit": "int64", "seconds": "float64", "bought": "bool"}
     with pytest.raises(ConfigError, match="--label"):
         etl_table.main([*flags, "--input-format", "csv", "--label", "bought", "--output", str(tmp_path / "x.toml")])
+
+
+def test_a_csv_file_without_a_header_gets_one_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "39, 0.5,<=50K,yes\n50,,>50K,no\n38,2.5,<=50K,no\n"
+    (tmp_path / "a.csv").write_text(rows)
+    flags = ["--propose-schema", "--input", str(tmp_path / "a.csv"), "--columns", "age,rate,income,left"]
+    assert etl_table.main([*flags, "--input-format", "csv", "--output", str(tmp_path / "a.toml")]) == 0
+    printed = capsys.readouterr().out
+    assert f"--log-format csv --columns age,rate,income,left --input {tmp_path}/a.csv" in printed
+    found = {field.name: field.dtype for field in load_schema(str(tmp_path / "a.toml")) if field.kind != "id"}
+    frame = pd.read_csv(tmp_path / "a.csv", names=["age", "rate", "income", "left"])
+    kinds = {"int64": "int64", "float64": "float64"}
+    assert {name: kinds.get(str(dtype), "text") for name, dtype in frame.dtypes.items()} == {
+        name: kinds.get(dtype, "text") for name, dtype in found.items()
+    }
+
+
+@pytest.mark.slow
+def test_rows_of_a_csv_file_without_a_header_are_those_of_pandas(tmp_path: Path, spark: SparkSession) -> None:
+    names = ["age", "rate", "income", "click"]
+    (tmp_path / "a.csv").write_text("".join(f'{n},{n / 4 if n % 3 else ""},"a, {n}",{n % 2 == 0}\n' for n in range(50)))
+    proposal = ["--propose-schema", "--input-format", "csv", "--input", str(tmp_path / "a.csv")]
+    assert etl_table.main([*proposal, "--columns", ",".join(names), "--output", str(tmp_path / "a.toml")]) == 0
+    flags = ["--log-format", "csv", "--columns", ",".join(names), "--input", str(tmp_path / "a.csv"), "--split", "1/1"]
+    flags += ["--schema", str(tmp_path / "a.toml"), "--format", "parquet", "--output", str(tmp_path / "made")]
+    job.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
+    found = pq.ParquetDataset(tmp_path / "made").read(columns=names).to_pandas().sort_values("age", ignore_index=True)
+    wanted = pd.read_csv(tmp_path / "a.csv", names=names)
+    pd.testing.assert_frame_equal(found[names], wanted, check_dtype=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.etl.index import index_directory
+from lockstep.etl.index.tfrecord import index_directory
 from lockstep.storage.errors import CorruptionError
 from tests.pyspark_tfrecord.published import publish
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lockstep.etl.index import Scan
+from lockstep.etl.index.tfrecord import Scan
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
@@ -185,7 +185,7 @@ def test_a_manifest_that_cannot_be_written_takes_the_indexes_with_it(
         raise StorageError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lockstep.etl.index.write_file", broken)
+        patched.setattr("lockstep.etl.index.tfrecord.write_file", broken)
         with pytest.raises(StorageError, match="no room"):
             index.main([str(tmp_path)])
     assert sorted(os.listdir(tmp_path)) == before

@@ -1,4 +1,7 @@
-"""Reads one Parquet shard: a block is a row group, fetched by one range read and checked by its page checksums."""
+"""Reads one Parquet shard: a block is a row group, fetched by one range read and checked by its page checksums.
+
+In an indexed file of another program a block is a number of rows, and the row groups that hold them are fetched.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pyarrow.parquet as pq
 
 from lockstep.features.examples.column_checks import check_unsigned
 from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.indexed_parquet import IndexedRows, group_starts, groups_of
 from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem
@@ -21,14 +25,23 @@ class ParquetShard:
     """Reads blocks of one shard. The footer is read once, checked against its digest, and only then parsed.
 
     Its row groups, their sizes and the column types are checked against manifest and schema, and that column chunks are
-    within the file. Page checksums cover their content.
+    within the file. Page checksums cover their content. `indexed` makes the records of another program's file; then its
+    row groups may have any sizes.
     """
 
     by_block = True
     """Whether only whole blocks can be decoded."""
 
-    def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
-        self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
+    def __init__(
+        self,
+        fs: FileSystem,
+        url: str,
+        info: ShardInfo,
+        block_records: int,
+        schema: Schema,
+        indexed: IndexedRows | None = None,
+    ) -> None:
+        self._fs, self._url, self._info, self._block_records, self._indexed = fs, url, info, block_records, indexed
         self._schema = schema.arrow_schema()
         self._unsigned = frozenset(field.name for field in schema if field.dtype == "uint64")
         self._metadata = self._read_footer()
@@ -36,7 +49,11 @@ class ParquetShard:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The start of each row group and the end of the last; empty if row groups are not stored in order."""
+        """The start of each row group and the end of the last; empty if row groups are not stored in order, or are not
+        the blocks.
+        """
+        if self._starts[:-1].tolist() != list(self._info.block_offsets):
+            return ()
         edges = (*self._extents[:, 0].tolist(), *self._extents[-1:, 1].tolist())
         return edges if all(a < b for a, b in pairwise(edges)) else ()
 
@@ -46,9 +63,10 @@ class ParquetShard:
         return first, min(self._block_records, self._info.records - first)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
-        """First byte of the row group of these records, and the byte after its last. Thread-safe."""
-        start, stop = self._extents[first_record // self._block_records].tolist()
-        return start, stop
+        """First byte of the row groups of these records' block, and the byte after their last. Thread-safe."""
+        groups, _ = groups_of(self._starts, *self.records_read(first_record, count))
+        extents = self._extents[groups.start : groups.stop]
+        return int(extents[:, 0].min()), int(extents[:, 1].max())
 
     def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
         """Decode all rows of the block of some from its bytes, which begin at byte `start`; checks the page checksums.
@@ -56,11 +74,11 @@ class ParquetShard:
         Raises CorruptionError naming file, first record of the block and offset.
         """
         first, size = self.records_read(first_record, count)
-        block = first // self._block_records
+        groups, skip = groups_of(self._starts, first, size)
         source = pa.PythonFile(_Stretch(data, start, self._info.bytes), mode="r")
         try:
             with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:
-                table = file.read_row_group(block, use_threads=False)
+                table = file.read_row_groups(list(groups), columns=self._names, use_threads=False)
         # Arrow reports a failed checksum or a page that cannot be decoded as any of these.
         except (pa.ArrowException, OSError, ValueError) as error:
             raise CorruptionError(
@@ -71,8 +89,10 @@ class ParquetShard:
                 got=str(error).splitlines()[0],
                 allowed="pages that match their checksums",
             ) from error
-        if table.num_rows != size:
-            raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
+        if table.num_rows != self._starts[groups.stop] - self._starts[groups.start]:
+            raise self._footer_error(f"{table.num_rows} rows in row groups from {groups.start} on", f"{size} rows")
+        if self._indexed is not None:
+            return self._indexed.batch(table.slice(skip, size), first)
         # A column nearly always has one chunk; combine_chunks would copy it.
         chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
         return self._declared(chunks, first)
@@ -102,16 +122,19 @@ class ParquetShard:
         wanted = [min(self._block_records, rows - first) for first in range(0, rows, self._block_records)]
         groups = range(metadata.num_row_groups)
         try:
-            found = [metadata.row_group(number).num_rows for number in groups]
+            self._starts = group_starts(metadata)
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._footer_error(str(error).splitlines()[0], "a readable schema") from error
-        if found != wanted or metadata.num_rows != rows:
+        found = np.diff(self._starts).tolist()
+        exact = found == wanted if self._indexed is None else sum(found) == rows
+        if not exact or metadata.num_rows != rows:
             raise self._footer_error(f"row groups of {found[:5]}... rows", f"{len(wanted)} of {wanted[:1]}... rows")
         columns = [(field.name, _plain(field.type)) for field in schema]
         declared = [(field.name, _plain(field.type)) for field in self._schema]
-        if columns != declared:
+        if self._indexed is None and columns != declared:
             raise self._footer_error(f"columns {columns}", f"columns {declared}")
+        self._names = None if self._indexed is None else self._indexed.columns(schema.names)
         # (row groups, 2) int64: first byte, and the byte after the last; looking them up in the footer is slow.
         self._extents = np.array([self._extent(number) for number in groups], dtype=np.int64).reshape(-1, 2)
 

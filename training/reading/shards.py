@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.indexed_parquet import IndexedRows
 from lockstep.features.shards.read import check_block_bytes, check_count, strict
 from lockstep.storage.dataset.layout import index_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
@@ -306,7 +307,8 @@ class ShardOpener:
         info = manifest.splits[split]
         shard, block_records = info.shards[number], info.block_records
         if manifest.format == "parquet":
-            return ParquetShard(fs, url, shard, block_records, self._schema)
+            rows = IndexedRows.of(dataset_url, manifest, shard, self._schema)
+            return ParquetShard(fs, url, shard, block_records, self._schema, rows)
         if manifest.compression is not None:
             return GzipShard(url, shard, block_records, self._schema)
         path = index_path(split, number)

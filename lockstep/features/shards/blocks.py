@@ -16,6 +16,7 @@ from lockstep.features.examples.column_checks import check_unsigned
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema, foreign_field
 from lockstep.features.shards.foreign_files import pieces
+from lockstep.features.shards.indexed_parquet import IndexedRows, group_starts, groups_of
 from lockstep.features.shards.ranges import ShardRange, cut
 from lockstep.features.shards.read import Decode, Lenient, read_range, strict
 from lockstep.storage.dataset.indexed import IndexedManifest
@@ -42,20 +43,25 @@ def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]
 
     Reading a block raises CorruptionError and DataError as read_range does.
     """
-    fs, schema = filesystem(url), Schema.from_json(manifest.schema)
-    found: dict[str, list[Block]] = {}
-    for name, info in manifest.splits.items():
-        found[name] = []
-        for shard in info.shards:
-            place = join(url, shard.path)
-            if manifest.format == "tfrecord":
-                blocks = _ranges(fs, place, shard, info.block_records, strict(schema))
-                found[name] += [Block(block.records, partial(_listed, place, block.read)) for block in blocks]
-                continue
-            for group, first in enumerate(shard.block_offsets):
-                count = min(info.block_records, shard.records - first)
-                read = partial(_row_group, fs, place, shard, group)
-                found[name].append(Block(count, partial(_listed, place, read)))
+    return {
+        name: [block for number in range(len(split.shards)) for block in shard_blocks(url, manifest, name, number)]
+        for name, split in manifest.splits.items()
+    }
+
+
+def shard_blocks(url: str, manifest: DatasetManifest, split: str, number: int) -> list[Block]:
+    """The blocks of one shard of a split, in order, as `dataset_blocks` has them."""
+    fs, schema, info = filesystem(url), Schema.from_json(manifest.schema), manifest.splits[split]
+    shard = info.shards[number]
+    place = join(url, shard.path)
+    if manifest.format == "tfrecord":
+        blocks = _ranges(fs, place, shard, info.block_records, strict(schema))
+        return [Block(block.records, partial(_listed, place, block.read)) for block in blocks]
+    rows, found = IndexedRows.of(url, manifest, shard, schema), []
+    for first in shard.block_offsets:
+        count = min(info.block_records, shard.records - first)
+        read = partial(_rows, fs, place, shard, first, count, rows)
+        found.append(Block(count, partial(_listed, place, read)))
     return found
 
 
@@ -133,21 +139,28 @@ def _listed(url: str, read: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[
         ) from error
 
 
-def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterator[pa.RecordBatch]:
+def _rows(
+    fs: FileSystem, url: str, shard: ShardInfo, first: int, count: int, indexed: IndexedRows | None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a block: a row group or, where another program wrote the file, what row groups hold of it."""
     footer = read_published_footer(fs, url, shard)
     try:
         with fs.open_read(url) as file:
             metadata = pq.read_metadata(pa.BufferReader(footer))
+            groups, skip = groups_of(group_starts(metadata), first, count)
             reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
-            for batch in reader.read_row_group(group).to_batches():
+            if indexed is not None:
+                names = indexed.columns(reader.schema_arrow.names)
+                yield indexed.batch(reader.read_row_groups(list(groups), columns=names).slice(skip, count), first)
+                return
+            for batch in reader.read_row_groups(list(groups)).to_batches():
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     if pa.types.is_decimal(getattr(column.type, "value_type", column.type)):
-                        check_unsigned(name, column, file=url, record=shard.block_offsets[group])
+                        check_unsigned(name, column, file=url, record=first)
                 yield batch
     except (pa.ArrowException, OSError) as error:
-        first = shard.block_offsets[group]
         raise CorruptionError(
-            f"row group {group} cannot be read",
+            "a block of rows cannot be read",
             file=url,
             record=first,
             got=str(error).splitlines()[0],

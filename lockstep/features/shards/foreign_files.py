@@ -49,12 +49,13 @@ class Piece:
     records: int
 
 
-def find_files(url: str, pattern: str) -> list[ForeignFile]:
+def find_files(url: str, pattern: str, kind: str = "TFRecord") -> list[ForeignFile]:
     """The files at `url`, sorted by path: the file itself, the files of a directory tree whose names match `pattern`,
     or those that match the last part of `url` if it has `*`, `?` or `[`.
 
-    Skips files and directories whose names begin with `_` or `.`, like Spark, and links to directories. Raises
-    NotFoundError if nothing is at `url`, DataError if no file there matches.
+    Skips files and directories whose names begin with `_` or `.`, like Spark, but not partitions (NAME=VALUE), and
+    links to directories. Raises NotFoundError if nothing is at `url`, DataError, which says `kind`, if no file there
+    matches.
     """
     fs = filesystem(url)
     if _GLOB_CHARACTERS & set(basename(url)) and not fs.exists(url):
@@ -69,7 +70,7 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
     while pending:
         folder, above = pending.pop()
         for entry in fs.list(folder):
-            if entry.name.startswith(("_", ".")):
+            if entry.name.startswith(("_", ".")) and not (entry.is_dir and "=" in entry.name):
                 continue
             path = above + entry.name
             if entry.is_dir and deep and not entry.is_special:
@@ -80,7 +81,7 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
                 others += 1
     if not found:
         raise DataError(
-            f"{url} holds no TFRecord files",
+            f"{url} holds no {kind} files",
             got=f"{others} other files" if others else "no files",
             allowed=f"names that match {pattern}, not beginning with `_` or `.`",
             next_step="Check the path, or give a pattern of names: option pathGlobFilter, flag --pattern.",

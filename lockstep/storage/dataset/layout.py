@@ -118,6 +118,22 @@ def safe_relative(path: object, *, where: str) -> str:
     )
 
 
+def foreign_relative(path: object, *, where: str) -> str:
+    """Return `path`, of a file of another program, if it stays below the directory that it is joined to, else raise
+    DataError. Such names may have blanks, percent signs and letters of any language, but no control characters.
+    """
+    if isinstance(path, str) and 0 < len(path) <= 4000 and path.isprintable() and "\\" not in path:
+        parts = path.split("/")
+        if all(part and not part.startswith(".") for part in parts) and not parts[-1].startswith("_"):
+            return path
+    raise DataError(
+        f"{where}: a path leads out of its directory, or has characters that no reader of Parquet takes",
+        got=repr(path)[:200],
+        allowed="relative, no control characters or backslashes, no part starting with a dot, no file with `_`",
+        next_step="Rename the file, or index a directory without it.",
+    )
+
+
 def _named(pattern: re.Pattern[str], name: str, what: str) -> str:
     if pattern.fullmatch(name) is None:
         raise ConfigError(

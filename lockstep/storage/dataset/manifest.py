@@ -63,6 +63,7 @@ class DatasetManifest:
     digest: str
     manifest_sha256: str
     compression: str | None = None
+    indexed: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         counts, dropped = self.counts, sum(self.counts.dropped.values())
@@ -87,6 +88,7 @@ class DatasetManifest:
         parent: Mapping[str, Any] | None = None,
         leakage: Mapping[str, Any] | None = None,
         compression: str | None = None,
+        indexed: tuple[str, ...] | None = None,
     ) -> Self:
         """Make a manifest: compute both digests, and check everything as if it were read.
 
@@ -95,6 +97,8 @@ class DatasetManifest:
         kind of split, the checks, and how many records each found on two sides of the split. For a check of content,
         {"by_chance", "distinct"} say how many chance would give and how many contents there are. None: not checked.
         `compression` is that of all shards: "gzip" (only TFRecord, docs/decisions/068-gzip-shards.md) or None.
+        `indexed`: the shards are Parquet files of another program, and these columns of theirs make the sample ids, or
+        file and row if there are none; None: Lockstep wrote the shards.
         """
         made = cls(
             format_version=FORMAT_VERSION,
@@ -107,9 +111,10 @@ class DatasetManifest:
             leakage=None if leakage is None else dict(leakage),
             source=source,
             parent=None if parent is None else dict(parent),
-            digest=dataset_digest(schema, files, splits),
+            digest=dataset_digest(schema, files, splits, indexed),
             manifest_sha256="",
             compression=compression,
+            indexed=indexed,
         )
         return cls.from_bytes(made.to_bytes(), MANIFEST_NAME)
 
@@ -140,15 +145,18 @@ class DatasetManifest:
                 allowed=str(FORMAT_VERSION),
                 next_step="Use the version of Lockstep that wrote the dataset, or build the dataset again.",
             )
-        packed = "compression" in doc  # only that of compressed shards has it
-        documents.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
-        fmt = documents.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
+        packed, foreign = "compression" in doc, "indexed" in doc  # only those of compressed shards and of indexed files
+        more = [key for key, there in (("compression", packed), ("indexed", foreign)) if there]
+        documents.obj(doc, (*_KEYS, *more), where=where)
+        choices = ("tfrecord",) if packed else ("parquet",) if foreign else FORMATS
+        fmt = documents.string(doc["format"], where=f"{where}: format", choices=choices)
         compression = None
         if packed:
             known = [name for name in SUFFIXES if name is not None]
             compression = documents.string(doc["compression"], where=f"{where}: compression", choices=known)
         splits = {
-            name: read_split(name, value, fmt, where, compression) for name, value in _named(doc, "splits", where)
+            name: read_split(name, value, fmt, where, compression, indexed=foreign)
+            for name, value in _named(doc, "splits", where)
         }
         manifest = cls(
             format_version=version,
@@ -164,8 +172,9 @@ class DatasetManifest:
             digest=documents.sha256(doc["digest"], where=f"{where}: digest"),
             manifest_sha256=sha256_hex(canonical_bytes(doc)),
             compression=compression,
+            indexed=_read_indexed(doc["indexed"], where) if foreign else None,
         )
-        actual = dataset_digest(manifest.schema, manifest.files, manifest.splits)
+        actual = dataset_digest(manifest.schema, manifest.files, manifest.splits, manifest.indexed)
         if actual != manifest.digest:
             raise CorruptionError(
                 "the dataset digest does not follow from the manifest", file=where, got=actual, allowed=manifest.digest
@@ -193,11 +202,13 @@ class DatasetManifest:
             "parent": self.parent,
             "digest": self.digest,
             **({} if self.compression is None else {"compression": self.compression}),
+            **({} if self.indexed is None else {"indexed": {"id_columns": list(self.indexed)}}),
         }
 
     def _check_files(self, where: str) -> None:
         named = {path for path in self.files if path.startswith(f"{FILES_FOLDER}/")}
-        shards = {files_of_shard(shard.path) for split in self.splits.values() for shard in split.shards}
+        own = self.splits.values() if self.indexed is None else ()
+        shards = {files_of_shard(shard.path) for split in own for shard in split.shards}
         if named and named != shards:
             raise DataError(
                 f"{where}: names of files and shards do not match",
@@ -219,9 +230,14 @@ class DatasetManifest:
             )
 
 
-def dataset_digest(schema: Mapping[str, Any], files: Mapping[str, FileInfo], splits: Mapping[str, SplitInfo]) -> str:
+def dataset_digest(
+    schema: Mapping[str, Any],
+    files: Mapping[str, FileInfo],
+    splits: Mapping[str, SplitInfo],
+    indexed: tuple[str, ...] | None = None,
+) -> str:
     """The identity for training: SHA-256 over canonical JSON of schema, fitted files (those of `files` under
-    `_fitted/`) and splits with their shards.
+    `_fitted/`), splits with their shards and, of indexed files, the columns of their ids.
     """
     fitted = {
         path: {"bytes": info.bytes, "sha256": info.sha256}
@@ -229,7 +245,8 @@ def dataset_digest(schema: Mapping[str, Any], files: Mapping[str, FileInfo], spl
         if path.startswith("_fitted/")
     }
     shards = {name: split_json(split) for name, split in splits.items()}
-    return sha256_hex(canonical_bytes({"schema": dict(schema), "fitted": fitted, "splits": shards}))
+    ids = {} if indexed is None else {"indexed": list(indexed)}
+    return sha256_hex(canonical_bytes({"schema": dict(schema), "fitted": fitted, "splits": shards, **ids}))
 
 
 def has_files(manifest: DatasetManifest) -> bool:
@@ -290,6 +307,12 @@ def read_checked(fs: FileSystem, root: str, path: str, info: FileInfo) -> bytes:
             "a file does not match its digest", file=url, got=f"sha256 {sha256_hex(data)}", allowed=info.sha256
         )
     return data
+
+
+def _read_indexed(value: Any, where: str) -> tuple[str, ...]:
+    place = f"{where}: indexed"
+    names = documents.items(documents.obj(value, ("id_columns",), where=place)["id_columns"], where=place)
+    return tuple(documents.string(name, where=place) for name in names)
 
 
 def _named(doc: dict[str, Any], key: str, where: str) -> list[tuple[str, Any]]:

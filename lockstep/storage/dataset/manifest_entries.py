@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import CARRIED_FOLDER, FILES_FOLDER, safe_relative, shard_path, split_name
+from lockstep.storage.dataset.layout import (
+    CARRIED_FOLDER,
+    FILES_FOLDER,
+    foreign_relative,
+    safe_relative,
+    shard_path,
+    split_name,
+)
 from lockstep.storage.errors import ConfigError, DataError
 
 _FOLDERS = ("_index", "_quarantine", "_fitted", CARRIED_FOLDER, FILES_FOLDER)  # of files that a manifest lists
@@ -22,8 +29,10 @@ GZIP_EDGE_BYTES = 10
 class ShardInfo:
     """One shard: path relative to the dataset, records, bytes, SHA-256 and CRC-32C (hex) of the file, SHA-256 of its
     footer (Parquet) or None (TFRecord), and where blocks begin: byte offsets of their first records (TFRecord; in a
-    gzip file, of the compressed blocks), numbers of their first rows (Parquet row groups). `unpacked_offsets` (gzip
-    only): where its blocks begin in the uncompressed bytes, and where the last one ends.
+    gzip file, of the compressed blocks), numbers of their first rows (Parquet row groups; in an indexed file of another
+    program, blocks need not be row groups). `unpacked_offsets` (gzip only): where its blocks begin in the uncompressed
+    bytes, and where the last one ends. `partition` (indexed files only): names and texts of the file's partition
+    columns, None for null.
     """
 
     path: str
@@ -34,6 +43,7 @@ class ShardInfo:
     footer_sha256: str | None
     block_offsets: tuple[int, ...]
     unpacked_offsets: tuple[int, ...] | None = None
+    partition: tuple[tuple[str, str | None], ...] | None = None
 
     @property
     def block_edges(self) -> tuple[int, ...]:
@@ -80,14 +90,17 @@ def split_json(split: SplitInfo) -> dict[str, Any]:
             "footer_sha256": shard.footer_sha256,
             "block_offsets": list(shard.block_offsets),
             **({} if shard.unpacked_offsets is None else {"unpacked_offsets": list(shard.unpacked_offsets)}),
+            **({} if shard.partition is None else {"partition": [list(part) for part in shard.partition]}),
         }
         for shard in split.shards
     ]
     return {"block_records": split.block_records, "shards": shards}
 
 
-def read_split(name: str, value: Any, fmt: str, where: str, compression: str | None = None) -> SplitInfo:
-    """One split of a manifest, strictly."""
+def read_split(
+    name: str, value: Any, fmt: str, where: str, compression: str | None = None, *, indexed: bool = False
+) -> SplitInfo:
+    """One split of a manifest, strictly; `indexed` files have names and partitions of their own."""
     try:
         split_name(name)
     except ConfigError as error:
@@ -98,18 +111,36 @@ def read_split(name: str, value: Any, fmt: str, where: str, compression: str | N
     doc = documents.obj(value, ("block_records", "shards"), where=place)
     size = documents.count(doc["block_records"], where=f"{place}: block_records", least=1)
     shards = documents.items(doc["shards"], where=f"{place}: shards")
-    paths = [shard_path(name, i, fmt, compression) for i in range(len(shards))]
     packed = compression is not None
+    if indexed:
+        found = tuple(_read_shard(item, None, size, fmt, packed, place) for item in shards)
+        names = [shard.path for shard in found]
+        if names != sorted(set(names)):
+            raise DataError(
+                f"{place}: files are not in order",
+                got=f"{names[:3]}..."[:200],
+                allowed="each file once, sorted by path",
+                next_step="Delete _manifest.json, and run lockstep index again.",
+            )
+        return SplitInfo(size, found)
+    paths = [shard_path(name, i, fmt, compression) for i in range(len(shards))]
     return SplitInfo(
         size,
         tuple(_read_shard(item, path, size, fmt, packed, place) for item, path in zip(shards, paths, strict=True)),
     )
 
 
-def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: bool, where: str) -> ShardInfo:
-    place = f"{where}: {path}"
+def _read_shard(value: Any, path: str | None, block_records: int, fmt: str, packed: bool, where: str) -> ShardInfo:
+    """One shard at `path`; None is for an indexed file, which has any path and a partition."""
+    place = where if path is None else f"{where}: {path}"
     keys = ("path", "records", "bytes", "sha256", "crc32c", "footer_sha256", "block_offsets")
-    doc = documents.obj(value, (*keys, "unpacked_offsets") if packed else keys, where=place)
+    more = (*(["unpacked_offsets"] if packed else []), *(["partition"] if path is None else []))
+    doc = documents.obj(value, (*keys, *more), where=place)
+    partition = None
+    if path is None:
+        path = foreign_relative(doc["path"], where=f"{place}: path")
+        place = f"{where}: {path}"
+        partition = _read_partition(doc["partition"], place)
     documents.string(doc["path"], where=f"{place}: path", choices=(path,))
     footer_of = documents.sha256 if fmt == "parquet" else documents.null
     offsets = documents.items(doc["block_offsets"], where=f"{place}: block_offsets")
@@ -122,6 +153,7 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: boo
         footer_sha256=footer_of(doc["footer_sha256"], where=f"{place}: footer_sha256"),
         block_offsets=tuple(documents.count(item, where=f"{place}: block_offsets") for item in offsets),
         unpacked_offsets=_read_unpacked(doc["unpacked_offsets"], place) if packed else None,
+        partition=partition,
     )
     starts = shard.block_offsets
     blocks = -(-shard.records // block_records)
@@ -149,6 +181,21 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: boo
             next_step="Build the dataset again.",
         )
     return shard
+
+
+def _read_partition(value: Any, place: str) -> tuple[tuple[str, str | None], ...]:
+    """Names of partition columns, each once, with a text or null."""
+    place = f"{place}: partition"
+    found = [tuple(documents.items(item, where=place)) for item in documents.items(value, where=place)]
+    good = all(len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], str | None) for one in found)
+    if not good or len({one[0] for one in found}) < len(found):
+        raise DataError(
+            f"{place} is not a list of names and values",
+            got=repr(value)[:200],
+            allowed="each name once, with a text or null",
+            next_step="Delete _manifest.json, and run lockstep index again.",
+        )
+    return tuple((name, text) for name, text in found)
 
 
 def _read_unpacked(value: Any, place: str) -> tuple[int, ...]:

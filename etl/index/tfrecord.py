@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from lockstep.etl.index.directory import check, check_unchanged
 from lockstep.etl.spark.errors import in_task, translated
 from lockstep.etl.spark.tasks import upload
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.schema import foreign_field
 from lockstep.features.shards.foreign_files import (
-    ForeignFile,
     InferredColumn,
     Piece,
     all_columns,
@@ -28,11 +28,11 @@ from lockstep.features.shards.foreign_files import (
 )
 from lockstep.features.shards.read import Lenient, placed
 from lockstep.process.installed import VERSION
-from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
+from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name
 from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.digest import CHUNK_BYTES, HashedReader
-from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, NotFoundError
+from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, FramedWriter, parse_records, record_offsets
 from lockstep.storage.fs import filesystem
@@ -57,7 +57,6 @@ class Scanned:
     place: str | None = None
 
 
-_FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
 BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
 
 
@@ -155,60 +154,6 @@ def _copy(source: BinaryIO, url: str, target: FramedWriter, columns: Columns) ->
         target.write(piece.data)
 
 
-def check(url: str) -> None:
-    """Raise ExistsError if there is a manifest or an index already, ConfigError if `url` is not a directory."""
-    fs = filesystem(url)
-    try:
-        status = fs.stat(url)
-    except NotFoundError as error:
-        raise NotFoundError(
-            f"no such directory {url}",
-            got=error.got,
-            allowed="a directory of TFRecord files",
-            next_step="Check the path.",
-        ) from None
-    if not status.is_dir:
-        raise ConfigError(
-            f"{url} is a file", got="a file", allowed="a directory of TFRecord files", next_step="Give its directory."
-        )
-    manifest = join(url, MANIFEST_NAME)
-    if fs.exists(manifest):
-        raise _taken(url, manifest, fs.read_bytes(manifest))
-    if fs.exists(join(url, INDEX_FOLDER)):
-        raise ExistsError(
-            f"{url} has a folder {INDEX_FOLDER} already",
-            got=f"{INDEX_FOLDER} without {MANIFEST_NAME}",
-            allowed=_FREE,
-            next_step=f"If this is a dataset, restore its {MANIFEST_NAME}; if `lockstep index` left it, delete it.",
-        )
-
-
-def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
-    """The error for a directory whose manifest is `data`; only an index of ours may be made again."""
-    try:
-        indexed = is_indexed(data, manifest)
-    except DataError as error:
-        return ExistsError(
-            f"{url} has a {MANIFEST_NAME} that cannot be read",
-            got=error.got or error.what,
-            allowed=_FREE,
-            next_step="Delete nothing: `lockstep verify URL` reports what it is and what is damaged.",
-        )
-    if indexed:
-        return ExistsError(
-            f"{url} is indexed already",
-            got=f"the {MANIFEST_NAME} of an earlier lockstep index",
-            allowed=_FREE,
-            next_step=f"If files changed, delete {MANIFEST_NAME} and {INDEX_FOLDER}, and run lockstep index again.",
-        )
-    return ExistsError(
-        f"{url} has a manifest already and needs no index",
-        got=f"a {MANIFEST_NAME} that lockstep index has not made, such as that of a published dataset",
-        allowed="a directory of TFRecord files of other programs",
-        next_step="Read it without an index: lockstep describe URL, lockstep train, spark.read.format('tfrecord').",
-    )
-
-
 def index_directory(
     url: str, *, pattern: str, sample_records: int, spark: SparkSession | None, settings: dict[str, str]
 ) -> IndexedManifest:
@@ -219,7 +164,7 @@ def index_directory(
     Raises what `check` raises; DataError for names that a manifest cannot hold and for records that are not Examples,
     CorruptionError for a damaged file.
     """
-    check(url)
+    check(url, "TFRecord")
     url = absolute(url)
     fs = filesystem(url)
     files = find_files(url, pattern)
@@ -233,7 +178,7 @@ def index_directory(
     try:
         fs.mkdirs(staging)
         found = _each(scan, [file.path for file in files], spark)
-        _unchanged(files, [one.info for one in found])
+        check_unchanged(files, [one.info for one in found])
         for one in found:
             columns = all_columns(columns, one.columns, join(url, one.info.path))
         manifest = IndexedManifest(
@@ -277,14 +222,3 @@ def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scan
     with translated(spark, "reading the files"):
         rows = spark.sparkContext.parallelize(paths, len(paths)).mapPartitions(scan).collect()
     return sorted(rows, key=lambda row: row.info.path)
-
-
-def _unchanged(files: Iterable[ForeignFile], infos: Iterable[ShardInfo]) -> None:
-    for file, info in zip(files, infos, strict=True):
-        if file.bytes != info.bytes:
-            raise DataError(
-                f"{file.url} changed while it was read",
-                got=f"{info.bytes} bytes",
-                allowed=f"{file.bytes} bytes, as at the start",
-                next_step="Run lockstep index when no other program writes there.",
-            )

@@ -1,0 +1,1 @@
+"""Manifests for files of other programs, which stay as they are."""
