@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.etl.describe.dataset import MAX_RECORDS, describe
-from lockstep.etl.describe.page import as_page
-from lockstep.etl.describe.text import as_text, shown
+from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.jobs._cli import JobParser, refuse_idle, run_job
 from lockstep.jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from lockstep.training.results.runs import read_runs
-from lockstep.training.results.runs_page import reports_of
 
 
 def parser() -> JobParser:
@@ -30,13 +26,19 @@ def parser() -> JobParser:
     runs = "with --html: link the reports of the runs of this dataset among these runs, or those in these folders"
     add("--runs", nargs="+", default=[], metavar="URL", help=runs)
     most = "read the values of about so many records, spread over each split (default %(default)s)"
-    add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=most)
+    add("--max-records", type=int, default=MAX_DESCRIBED_RECORDS, metavar="N", help=most)
     return job
 
 
 def main(argv: Sequence[str]) -> int:
     """Describe; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.etl.describe.dataset import describe
+    from lockstep.etl.describe.page import as_page
+    from lockstep.etl.describe.text import as_text, shown
+    from lockstep.training.results.runs import read_runs
+    from lockstep.training.results.runs_page import reports_of
+
     page = None if args.html is None else absolute(args.html)
     refuse_idle("--runs", bool(args.runs) and page is None, "--html")
     if page is not None:

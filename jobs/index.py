@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from lockstep.etl.index import check, index_directory
-from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session
-from lockstep.storage.dataset.indexed import IndexedManifest
+from lockstep.storage.dataset.indexed import DATA_GLOB, SAMPLE_RECORDS, IndexedManifest
 from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
 
@@ -30,6 +28,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Index; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.etl.index import check, index_directory
+
     require(args.sample_records >= 1, "--sample-records", str(args.sample_records), "1 or more")
     check(args.url)
     with nullcontext() if args.master is None else spark_session("lockstep index", args.master) as spark:

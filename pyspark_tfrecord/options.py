@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.storage.dataset.indexed import DATA_GLOB, SAMPLE_RECORDS
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import absolute
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.etl.columns import class_field
 from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
@@ -255,7 +256,6 @@ def class_name(value: object, names: Sequence[str] | None) -> str:
     return f"{value} {names[value]}"
 
 
-MAX_RECORDS = 100_000
 MAX_CLASSES = 100  # rows of the table of classes
 
 
@@ -272,7 +272,7 @@ class Description:
     pictures_title: str = ""
 
 
-def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
+def describe(url: str, max_records: int = MAX_DESCRIBED_RECORDS) -> Description:
     """Describe the dataset or indexed directory at `url`.
 
     Counts and sizes come from the manifest, values from about `max_records` records at most, out of evenly spaced

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import columns as c
+from lockstep.etl.choices import LABEL_WINDOW_S
 from lockstep.etl.columns import ddl_of
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from lockstep.etl.logs import records, web
-from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
+from lockstep.etl.logs.config import DEFAULT_LABEL, LogsConfig
 from lockstep.etl.logs.pages import most_frequent
 from lockstep.etl.logs.parse import (
     BAD,

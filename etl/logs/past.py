@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from lockstep.etl import columns as c
-from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S
+from lockstep.etl.choices import LABEL_WINDOW_S
+from lockstep.etl.logs.config import DEFAULT_LABEL
 from lockstep.etl.spark.session import described
 from lockstep.etl.write.append import Parent
 from lockstep.etl.write.carried import OPEN, Carried, Carry, check_carried, read_carried

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
 from lockstep.etl import columns as c
+from lockstep.etl.choices import DEFAULT_SHARD_BYTES, Weights
 from lockstep.etl.columns import PACKED, PLACE
 from lockstep.etl.fit.bake import Bake, baked_rows, fitted_of
 from lockstep.etl.fit.statistics import class_counts, classes_of, fit_all
@@ -28,7 +29,7 @@ from lockstep.etl.write.append import Parent, check_new_ids
 from lockstep.etl.write.carried import Carried, Carry, place_carried
 from lockstep.etl.write.chance import refuse_chance
 from lockstep.etl.write.checks import Target, check_output, check_target
-from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, OutputConfig, Weights, WriteConfig
+from lockstep.etl.write.config import OutputConfig, WriteConfig
 from lockstep.etl.write.frame import named_repeats, prepared
 from lockstep.etl.write.late import AssignLate, LateImages, write_late
 from lockstep.etl.write.pandas_rows import is_frame, spark_frame

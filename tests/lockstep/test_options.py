@@ -15,7 +15,7 @@ from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.training.batches.planned import PlannedBatches, PlannedOptions
 from lockstep.training.config import TrainConfig
-from lockstep.training.search.folds import NOT_OF_FOLDS
+from lockstep.training.search.space import NOT_OF_FOLDS
 
 # A call also takes what the configuration makes a tuple of.
 WIDER: dict[Any, Any] = {tuple[str, ...]: str | Iterable[str], tuple[int, ...] | None: Sequence[int] | None}

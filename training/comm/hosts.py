@@ -8,11 +8,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import ConfigError
-from lockstep.training.comm.base import Communicator
+
+if TYPE_CHECKING:
+    from lockstep.training.comm.base import Communicator
 
 Addresses = Mapping[str, Sequence[str]]
 
@@ -69,6 +70,8 @@ def require_trust(trust_network: str | None, backend: str) -> str:
 
 def local_addresses() -> dict[str, list[str]]:
     """Interface -> its IPv4 and IPv6 addresses, without link-local ones (which mean nothing on another host)."""
+    import psutil  # a command line that reads options needs none
+
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]

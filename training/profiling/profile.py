@@ -25,6 +25,7 @@ from lockstep.training.profiling.verdict import (
     CACHED,
     COLD,
     PARTS,
+    ROUNDS,
     SLOW_COPY_S,
     SYNTHETIC,
     WORDS,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from lockstep.training.launch.session import Launch
 
 ENTRY = "lockstep.training.profiling.profile:main"
-ROUNDS = 5
 NO_RUN = "/dev/null/no-run"
 """The run of a configuration that is only measured; nothing can be written there."""
 WIDE_COLUMNS = 32  # from this many floats in one feature, advise against one-hot columns

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
 KINDS = (SYNTHETIC, CACHED, COLD)
+ROUNDS = 5  # if a caller asks for no other number
 CACHED_ALONE, COLD_ALONE = "cached_alone", "cold_alone"
 
 

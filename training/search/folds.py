@@ -32,8 +32,6 @@ from lockstep.training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
 RESULT = "result.json"
-# Fields of a run that no caller chooses; `validate` is refused with the reason.
-NOT_OF_FOLDS = ("split", "mix", "validate_every")
 _FOLD = re.compile(r"fold-([0-9]+)")
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.images.choices import FITS
 from lockstep.features.images.decode import Limits, checked_header, decode
-from lockstep.features.images.resize import FITS, fit, rotate, set_channels
+from lockstep.features.images.resize import fit, rotate, set_channels
 from lockstep.storage import documents
 
 IMAGE = "image"  # the field of pixels
