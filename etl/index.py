@@ -43,6 +43,9 @@ from lockstep.storage.urls import absolute, join, parent
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
+BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
+
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
@@ -55,10 +58,6 @@ class Scanned:
     columns: tuple[InferredColumn, ...]
     index: FileInfo | None = None
     place: str | None = None
-
-
-_FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
-BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,27 @@ from lockstep.storage.urls import several
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
+_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
+_ILLEGAL_STEP = (
+    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
+    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
+)
+# Conditions of Spark: what is allowed instead, and what to do.
+_PARTITIONS = (
+    "the same partitions, folders NAME=VALUE, on the same levels below all inputs",
+    "Give --input one folder whose partitions are alike, and join several by a --query: SELECT ... FROM parquet.`A` "
+    "UNION ALL SELECT ... FROM parquet.`B`.",
+)
+_LAYOUTS = {
+    "CONFLICTING_DIRECTORY_STRUCTURES": _PARTITIONS,
+    "CONFLICTING_PARTITION_COLUMN_NAMES": _PARTITIONS,
+    "UNABLE_TO_INFER_SCHEMA": (
+        "a file of this format or more, whose name begins with neither `_` nor `.`",
+        "Correct the path, or --input-format.",
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig(WriteConfig):
@@ -83,30 +104,6 @@ class TableConfig(WriteConfig):
 
     def _sources(self) -> dict[str, object]:
         return {"--table": self.table, "--query": self.query, "--input": self.inputs}
-
-
-_NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
-_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
-_ILLEGAL_STEP = (
-    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
-    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
-)
-
-
-# Conditions of Spark: what is allowed instead, and what to do.
-_PARTITIONS = (
-    "the same partitions, folders NAME=VALUE, on the same levels below all inputs",
-    "Give --input one folder whose partitions are alike, and join several by a --query: SELECT ... FROM parquet.`A` "
-    "UNION ALL SELECT ... FROM parquet.`B`.",
-)
-_LAYOUTS = {
-    "CONFLICTING_DIRECTORY_STRUCTURES": _PARTITIONS,
-    "CONFLICTING_PARTITION_COLUMN_NAMES": _PARTITIONS,
-    "UNABLE_TO_INFER_SCHEMA": (
-        "a file of this format or more, whose name begins with neither `_` nor `.`",
-        "Correct the path, or --input-format.",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from lockstep.storage.urls import absolute
 PARTITION_BYTES = 32 << 20  # a second or less of a core: small sets still use all cores; docs/decisions/067
 VERIFY = ("records", "full")
 DOUBLES = ("refuse", "float32")
+# Names as the documentation spells them; Spark compares the names of options without case.
+_READ = ("path", "split", "columns", "verify", "partitionBytes", "sampleRecords", "pathGlobFilter", "hadoopSettings")
+_WRITE = ("path", "mustBeNew", "compression", "doubles", "hadoopSettings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +81,6 @@ class WriteOptions:
             doubles=_choice(given, "doubles", DOUBLES, "refuse"),
             hadoop=_settings(given),
         )
-
-
-# Names as the documentation spells them; Spark compares the names of options without case.
-_READ = ("path", "split", "columns", "verify", "partitionBytes", "sampleRecords", "pathGlobFilter", "hadoopSettings")
-_WRITE = ("path", "mustBeNew", "compression", "doubles", "hadoopSettings")
 
 
 def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

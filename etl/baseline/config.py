@@ -8,6 +8,8 @@ from typing import NamedTuple
 from lockstep.storage.errors import nearest, require
 from lockstep.storage.urls import absolute
 
+CLUSTERS = ("kmeans", "gaussian-mixture")
+
 
 class Kind(NamedTuple):
     """The estimators of pyspark.ml for classes and for a number, "" where there is none; whether the former takes only
@@ -19,7 +21,6 @@ class Kind(NamedTuple):
     two_classes: bool = False
 
 
-CLUSTERS = ("kmeans", "gaussian-mixture")
 KINDS = {
     "linear-svc": Kind("classification.LinearSVC", "", two_classes=True),
     "logistic": Kind("classification.LogisticRegression", ""),

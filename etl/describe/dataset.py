@@ -33,6 +33,10 @@ MAX_SOURCES = 20  # input files that are listed
 LOOK_AT, CLASSES, QUARANTINE = "What to look at", "Classes", "Quarantine"  # how titles begin
 MAX_LISTED = 8  # values of a list in an encoding or in the configuration
 Rows = tuple[tuple[str, ...], ...]
+MAX_IMAGES = 24
+MAX_CLASS_IMAGES = 60  # where each class has one
+MAX_IMAGES_BYTES = 4 << 20  # of all data URLs of a page
+MAX_CLASSES = 100  # rows of the table of classes
 
 
 @dataclass(frozen=True)
@@ -185,11 +189,6 @@ def spread(sizes: Sequence[int]) -> str:
     return f"{min(sizes)} / {mean:.0f} / {max(sizes)}{over}"
 
 
-MAX_IMAGES = 24
-MAX_CLASS_IMAGES = 60  # where each class has one
-MAX_IMAGES_BYTES = 4 << 20  # of all data URLs of a page
-
-
 @dataclass(frozen=True)
 class Picture:
     """One picture as a data URL, and its caption."""
@@ -254,9 +253,6 @@ def class_name(value: object, names: Sequence[str] | None) -> str:
     if names is None or not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
         return str(value)
     return f"{value} {names[value]}"
-
-
-MAX_CLASSES = 100  # rows of the table of classes
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _OTHER_GROUPS = 32  # reasons for which files are rejected, and rules by which they are left out
+_KINDS: dict[str, type[Piece]] = {
+    kind.__name__: kind for kind in (IdxPiece, CifarPiece, ArrayPiece, FolderPiece, TarPiece, ParquetPiece)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +163,6 @@ def _among(what: str, names: Sequence[str], found: Sequence[str]) -> Sequence[st
             next_step="Name all classes that may ever come by --classes, in a dataset without --append-to.",
         )
     return names
-
-
-_KINDS: dict[str, type[Piece]] = {
-    kind.__name__: kind for kind in (IdxPiece, CifarPiece, ArrayPiece, FolderPiece, TarPiece, ParquetPiece)
-}
 
 
 def to_json(piece: Piece) -> dict[str, Any]:

@@ -13,6 +13,19 @@ from lockstep.etl.choices import ROLES_ASKED, role_flag
 from lockstep.etl.logs.formats import LOG_FORMATS, format_of_header
 from lockstep.storage.errors import ConfigError, DataError, require
 
+# Two names of one fact: the first gives way to the others.
+_GIVES_WAY: Mapping[str, tuple[str, ...]] = {
+    "time_local": ("time_iso8601",),
+    "msec": ("time_iso8601", "time_local"),
+    "@timestamp": ("timestamp",),  # a log shipper's stamp next to the event's own
+    "remote_host": ("remote_addr",),
+    "source.address": ("source.ip",),
+    "client_address": ("client_ip",),
+    "client_addr": ("client_ip", "client_host"),
+    "response": ("status",),
+    "cs-uri": ("cs-uri-stem",),
+}
+
 
 class Names(NamedTuple):
     """The known names of one role: those that mean nothing else, and those that some logs use for something else, which
@@ -55,18 +68,6 @@ NAMES: Mapping[str, Names] = {
     "referrer": Names(("cs(Referer)",)),
     "agent": Names(("cs(User-Agent)",)),
 }  # fmt: skip
-# Two names of one fact: the first gives way to the others.
-_GIVES_WAY: Mapping[str, tuple[str, ...]] = {
-    "time_local": ("time_iso8601",),
-    "msec": ("time_iso8601", "time_local"),
-    "@timestamp": ("timestamp",),  # a log shipper's stamp next to the event's own
-    "remote_host": ("remote_addr",),
-    "source.address": ("source.ip",),
-    "client_address": ("client_ip",),
-    "client_addr": ("client_ip", "client_host"),
-    "response": ("status",),
-    "cs-uri": ("cs-uri-stem",),
-}
 
 
 def plain(name: str) -> str:

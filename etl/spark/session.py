@@ -29,6 +29,7 @@ BATCHES = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "4096",
     "spark.sql.inMemoryColumnarStorage.batchSize": "128",
 }
+POLL_S = 0.5
 
 
 @contextmanager
@@ -165,9 +166,6 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
-
-
-POLL_S = 0.5
 
 
 @contextmanager

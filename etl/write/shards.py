@@ -40,6 +40,34 @@ from lockstep.storage.urls import join, parent
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
+RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
+RESULT = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("path", pa.string()),
+        ("records", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("crc32c", pa.string()),
+        ("footer_sha256", pa.string()),
+        ("blocks", pa.list_(pa.int64())),
+        ("unpacked", pa.list_(pa.int64())),
+        ("index_path", pa.string()),
+        ("index_bytes", pa.int64()),
+        ("index_sha256", pa.string()),
+        ("files_path", pa.string()),
+        ("files_bytes", pa.int64()),
+        ("files_sha256", pa.string()),
+        ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
+    ]
+)
+_FILES = pa.schema([pa.field(SAMPLE_ID, pa.int64(), nullable=False), pa.field("file", pa.string(), nullable=False)])
+RECORDS_STEP, SHARDS_STEP = "make ids, splits and records", "order the records and write the shards"
+BLOCK_BYTES = 2 << 20
+# Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
+FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
+MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
+
 
 def write_parquet(file: IO[bytes], schema: Schema, batches: Iterable[pa.RecordBatch], block_records: int) -> int:
     """Write rows as row groups of `block_records`; returns how many rows."""
@@ -97,29 +125,6 @@ def _range(file: IO[bytes], offset: int, length: int) -> bytes:
     return file.read(length)
 
 
-RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
-RESULT = pa.schema(
-    [
-        ("shard", pa.int32()),
-        ("path", pa.string()),
-        ("records", pa.int64()),
-        ("bytes", pa.int64()),
-        ("sha256", pa.string()),
-        ("crc32c", pa.string()),
-        ("footer_sha256", pa.string()),
-        ("blocks", pa.list_(pa.int64())),
-        ("unpacked", pa.list_(pa.int64())),
-        ("index_path", pa.string()),
-        ("index_bytes", pa.int64()),
-        ("index_sha256", pa.string()),
-        ("files_path", pa.string()),
-        ("files_bytes", pa.int64()),
-        ("files_sha256", pa.string()),
-        ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
-    ]
-)
-
-
 @dataclass(frozen=True)
 class ShardTable:
     """Which partition is which shard, split by split: name of the split, number of its shards, records of a block."""
@@ -138,9 +143,6 @@ class ShardTable:
                 return name, partition, count, block_records
             partition -= count
         raise AssertionError(f"no shard {partition} after {self.splits}")
-
-
-_FILES = pa.schema([pa.field(SAMPLE_ID, pa.int64(), nullable=False), pa.field("file", pa.string(), nullable=False)])
 
 
 class _NamedFiles:
@@ -299,13 +301,6 @@ class WriteShards:
             allowed="a sample id for each record of a dataset",
             next_step="Name more id columns, or remove one of the two records.",
         )
-
-
-RECORDS_STEP, SHARDS_STEP = "make ids, splits and records", "order the records and write the shards"
-BLOCK_BYTES = 2 << 20
-# Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
-FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
-MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 SIGN_NAME = "_job.json"
 KIND = "etl-staging"
 BEAT_S = 30.0
+# A job signs every 30 s. Twenty missed signs are longer than a NameNode's failover or a JVM's pause.
+DEAD_AFTER_S = 600.0
+_FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
+_DEAD = ".dead"
 
 
 class Staging:
@@ -163,12 +167,6 @@ def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> 
         raise
     if apart is not None:
         apart.keep()
-
-
-# A job signs every 30 s. Twenty missed signs are longer than a NameNode's failover or a JVM's pause.
-DEAD_AFTER_S = 600.0
-_FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
-_DEAD = ".dead"
 
 
 @dataclass(frozen=True, slots=True)

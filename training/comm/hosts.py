@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.training.comm.base import Communicator
 
 Addresses = Mapping[str, Sequence[str]]
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def route_address(control: tuple[str, int]) -> str:
@@ -92,9 +93,6 @@ def _refused(trust_network: str, got: str, interfaces: Addresses) -> ConfigError
         allowed=f"one of {_listed(interfaces)}",
         next_step="Name an interface that each rank's host has, or the network that they share as ADDRESS/BITS.",
     )
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:

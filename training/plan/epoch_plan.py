@@ -30,6 +30,8 @@ from lockstep.training.plan.permutation import derive_key, shuffled, shuffled_ea
 
 PLAN_VERSION = 1
 MOST = 1 << 63  # run.json and checkpoints can store numbers below it
+DEFAULT_WINDOW_BYTES = 8 << 20
+OPTIONAL = ("cache_groups", "interleave")  # absent from `identity` where they are None
 
 
 def check_plan(plan: EpochPlan) -> None:
@@ -62,8 +64,6 @@ def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
 
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
-DEFAULT_WINDOW_BYTES = 8 << 20
-OPTIONAL = ("cache_groups", "interleave")  # absent from `identity` where they are None
 
 
 @dataclass(frozen=True, kw_only=True)

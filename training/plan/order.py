@@ -19,6 +19,7 @@ from lockstep.training.plan.lane_count import largest_divisor
 from lockstep.training.plan.permutation import BlockPermutation, derive_key
 
 I64 = npt.NDArray[np.int64]
+_MOST_LANES = 4096  # tried to find a number to suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,6 @@ class Orders:
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
         """The records at positions start..stop-1 of an epoch."""
         return self.order(epoch).runs(start, stop)
-
-
-_MOST_LANES = 4096  # tried to find a number to suggest
 
 
 def check_cache_groups(global_batch: int, lanes: int, groups: int | None) -> None:

@@ -47,6 +47,11 @@ ENTRY = "lockstep.training.profiling.profile:main"
 NO_RUN = "/dev/null/no-run"
 """The run of a configuration that is only measured; nothing can be written there."""
 WIDE_COLUMNS = 32  # from this many floats in one feature, advise against one-hot columns
+_WHAT = {
+    SYNTHETIC: "one batch, repeated",
+    CACHED: "blocks from memory or cache",
+    COLD: "blocks not read before",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +217,6 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: Sequence[RankProfile]
 
 def _is_wide(shape: tuple[int, ...], dtype: str) -> bool:
     return len(shape) == 1 and shape[0] >= WIDE_COLUMNS and np.dtype(dtype).kind == "f"
-
-
-_WHAT = {
-    SYNTHETIC: "one batch, repeated",
-    CACHED: "blocks from memory or cache",
-    COLD: "blocks not read before",
-}
 
 
 def table(profile: Profile) -> str:

@@ -25,6 +25,7 @@ Axis = Literal["horizontal", "vertical", "both"]
 ONE = 1 << 16  # 1 in fixed point, with 16 fractional bits
 ANGLES_PER_DEGREE = 64
 Images: TypeAlias = "NDArray[np.uint8]"  # (n, H, W, C)
+_NUMBERS: dict[str, type] = {"int": int, "float": float}
 
 
 class Operation(ABC):
@@ -256,7 +257,6 @@ class Cutout(Operation):
 _KINDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (Crop, Flip, Rotate, Rotate90, Scale, Colour, Cutout, Mixup)
 }
-_NUMBERS: dict[str, type] = {"int": int, "float": float}
 
 
 @dataclass(frozen=True, slots=True)

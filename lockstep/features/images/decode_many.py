@@ -25,6 +25,11 @@ from lockstep.features.images.resize import fit
 from lockstep.storage.errors import ConfigError, DataError
 
 ALIGNMENT = 64
+# A thread decodes about so many bytes of pixels at a time: milliseconds of work, for microseconds of hand-over.
+_PART_BYTES = 1 << 20
+# Up to these sizes lockstep.features.images.decode.Limits refuses no header.
+_PLAIN_BYTES = 16 << 20
+_PLAIN_RATIO = 256
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
@@ -36,13 +41,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> np
     data = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -data.ctypes.data % ALIGNMENT
     return data[start : start + size].view(dtype).reshape(shape)
-
-
-# A thread decodes about so many bytes of pixels at a time: milliseconds of work, for microseconds of hand-over.
-_PART_BYTES = 1 << 20
-# Up to these sizes lockstep.features.images.decode.Limits refuses no header.
-_PLAIN_BYTES = 16 << 20
-_PLAIN_RATIO = 256
 
 
 class BadImageError(DataError):

@@ -20,6 +20,7 @@ IMAGE = "image"  # the field of pixels
 _TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
 _SIDE = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 _OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
+_MAX_GROWTH = 4
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
@@ -33,9 +34,6 @@ def is_left_out(parts: Sequence[str]) -> bool:
 @lru_cache(maxsize=1 << 12)
 def _is_hidden(folders: tuple[str, ...]) -> bool:
     return any(folder.startswith(".") or folder in _SIDE for folder in folders)
-
-
-_MAX_GROWTH = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

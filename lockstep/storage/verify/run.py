@@ -19,6 +19,7 @@ from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
 SINGLY = 20  # missing numbers of a gap that get a finding each
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_parts(check: Check, folder: str) -> None:
@@ -74,9 +75,6 @@ def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
             return number, offset
         offset += len(line) + 1
     return None
-
-
-_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_checkpoint(check: Check) -> None:
