@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from lockstep.etl.spark.errors import in_task, translated
+from lockstep.etl.spark.errors import in_task, translating_errors
 from lockstep.etl.spark.tasks import upload
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.schema import foreign_field
@@ -271,7 +271,7 @@ def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scan
     if spark is None:
         with files_of_others():
             return list(map(scan.scan, paths))
-    with translated(spark, "reading the files"):
+    with translating_errors(spark, "reading the files"):
         rows = spark.sparkContext.parallelize(paths, len(paths)).mapPartitions(scan).collect()
     return sorted(rows, key=lambda row: row.info.path)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import frames
 from lockstep.etl.columns import listed
-from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.errors import translating_errors
 from lockstep.etl.spark.session import watched
 from lockstep.etl.table_files import FORMATS, of_query, read_files
 from lockstep.etl.write.append import Parent
@@ -132,7 +132,7 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     that is not valid.
     """
     plan = plan or check(config)
-    with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
+    with translating_errors(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
         df, left_out = frame(spark, config, None if plan.schema is None else [field.name for field in plan.schema])
         exclude = [name for name in config.exclude if name not in left_out]
         return write_frame(
@@ -153,7 +153,7 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     """
     require(config.schema is None, "--propose-schema", "with --schema", "without it")
     refuse_existing(config.output)
-    with translated(spark, "reading the table"):
+    with translating_errors(spark, "reading the table"):
         df, left_out = frame(spark, config)
         df = df.drop(*(name for name in config.exclude if name not in left_out))
         found = frames.propose(df, config.label, embeddings=embeddings)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.etl.baseline.train import train_and_predict
     from lockstep.training.launch.barrier import OnSpark
     from lockstep.training.launch.local import run_local
-    from lockstep.training.results import baselines
+    from lockstep.training.results import stored_baselines
     from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 
     config = BaselineConfig(
@@ -74,11 +74,13 @@ def main(argv: Sequence[str]) -> int:
         found = train_and_predict(spark, config, plan, show=partial(print, file=sys.stderr, flush=True))
     scores = {"metrics": dict(found.metrics), "intervals": {}, "class_counts": None}
     if found.rows is not None:
-        scores = baselines.scores_of(found.rows, found.classes, probabilities=found.probabilities, kept=found.kept)
+        scores = stored_baselines.scores_of(
+            found.rows, found.classes, probabilities=found.probabilities, kept=found.kept
+        )
     result = {**found.about, **scores}
-    text = baselines.text(result, model)
+    text = stored_baselines.text(result, model)
     if run is not None and model is not None:
-        text += f"\nstored {baselines.store(run, result, model)}; lockstep report {run} shows it"
+        text += f"\nstored {stored_baselines.store(run, result, model)}; lockstep report {run} shows it"
     if output is not None:
         write_file(filesystem(output), output, (json.dumps(result, sort_keys=True) + "\n").encode())
     print_result(text, result, args.json)

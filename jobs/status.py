@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     args = parser().parse(argv)
     from lockstep.training.results.state import state_now
-    from lockstep.training.search.status import is_search, read_search
+    from lockstep.training.search.search_status import is_search, read_search
 
     run, now = absolute(args.run), now_utc()
     fs, paths = filesystem(run), RunPaths(run)

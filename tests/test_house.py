@@ -44,7 +44,7 @@ WITHOUT_SPARK = [
     "lockstep.features.encode.encoder",
     "lockstep.training.plan.epoch_plan",
     "lockstep.training.comm.tcp.communicator",
-    "lockstep.training.strategies.server",
+    "lockstep.training.strategies.server_process",
     "lockstep.training.rank.__main__",
     "lockstep.training.rank.runtime",
 ]

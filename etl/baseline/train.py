@@ -22,8 +22,8 @@ from lockstep.etl.baseline.config import CLUSTERS, KINDS, BaselineConfig
 from lockstep.etl.baseline.features import with_features
 from lockstep.etl.baseline.plan import Plan, bad_setting, check, classes_of, estimator_class
 from lockstep.etl.baseline.trees import TREES, Growth, category_limit, within
-from lockstep.etl.spark.errors import translated
-from lockstep.etl.spark.session import described, watched
+from lockstep.etl.spark.errors import translating_errors
+from lockstep.etl.spark.session import job_description, watched
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.storage.errors import require
@@ -93,9 +93,9 @@ def train_and_predict(
     what = f"the baseline {config.kind}"
     with (
         within(spark, config.deadline_s, what),
-        translated(spark, f"training {what}"),
+        translating_errors(spark, f"training {what}"),
         watched(spark, what),
-        described(spark, what),
+        job_description(spark, what),
         _checkpoints(spark, config) if config.kind == "als" else nullcontext(),
     ):
         parts = [_rows(spark, config, plan, name) for name in config.train_split.split(",")]

@@ -18,7 +18,7 @@ import google_crc32c
 import pyarrow as pa
 
 from lockstep.etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, ZIP, codec_of, foreign_codec, unpacked
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
@@ -337,7 +337,7 @@ def digest_sources(
             {"number": number, "url": absolute(one.url), "planned_bytes": one.size_bytes, "codec": one.codec}
             for number, one in ((number, sources[number]) for number in numbers)
         ]
-        with described(spark, "SHA-256 of the input files"):
+        with job_description(spark, "SHA-256 of the input files"):
             rows = over_slices(spark, items, sizes, DEFAULT_SPLIT_BYTES, _digests, DIGEST).collect()
         found += [row.asDict() for row in rows]
     return infos_of(sources, found, paths=paths)

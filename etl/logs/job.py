@@ -34,7 +34,7 @@ from lockstep.etl.logs.past import hold_of_label, looks_round, text_of
 from lockstep.etl.logs.plan import Plan, plan_of
 from lockstep.etl.logs.records import RecordLines
 from lockstep.etl.logs.rejected import look
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import over_slices
 from lockstep.etl.write.checks import check_label, check_output
 from lockstep.etl.write.job import Counts, Input, Labelled
@@ -114,7 +114,7 @@ class LogInput(Input[LogCounts]):
 
     def counted(self, parsed: DataFrame) -> LogCounts:
         """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
-        with described(parsed.sparkSession, self.first_step):
+        with job_description(parsed.sparkSession, self.first_step):
             found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST}, {SUFFIX})").select(*SUMMARY_COLUMNS).collect()
         dropped, suffixes = Counter[str](), Counter[str]()
         for row in found:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
 from lockstep.etl.spark.errors import SameIdError
-from lockstep.etl.spark.session import described, sized
+from lockstep.etl.spark.session import job_description, sized
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.split.splits import are_folds
 from lockstep.features.arrow import flat
@@ -335,7 +335,7 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
     # Of few groups, each task leaves few rows to add up.
-    with described(rows.sparkSession, RECORDS_STEP), sized(rows.sparkSession, 0):
+    with job_description(rows.sparkSession, RECORDS_STEP), sized(rows.sparkSession, 0):
         grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
     for row in grouped:
         name, count = row[c.SPLIT], row["n"]
@@ -396,7 +396,7 @@ def write_shards(
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names, *write.files_column)
     if not table.total:
         return placed(fs, paths, [], table, write.fmt)
-    with described(rows.sparkSession, SHARDS_STEP, table.total):
+    with job_description(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     check_keys(results, table, keys)
     return placed(fs, paths, results, table, write.fmt)

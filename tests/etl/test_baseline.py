@@ -19,7 +19,7 @@ from lockstep.etl.baseline.trees import Growth
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError
-from lockstep.training.results.baselines import scores_of
+from lockstep.training.results.stored_baselines import scores_of
 from tests.training._tiny import _ids, write_clicks, write_images, write_rows, write_table
 
 if TYPE_CHECKING:

@@ -293,7 +293,7 @@ class Tables:
             if isinstance(table, GrowingTable):
                 found = {"totals": table.totals, **table.columns(since or 0)}
             else:
-                found = table.columns() if since is None else table.changed()
+                found = table.columns() if since is None else table.changed_rows()
             parts |= {f"{TABLES}/{name}/{part}": values for part, values in found.items()}
         lengths = self._comm.all_gather(np.array([len(values) for values in parts.values()]))  # (num_ranks, tensors)
         lengths = lengths.reshape(self._comm.num_ranks, -1)

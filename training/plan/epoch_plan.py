@@ -1,5 +1,7 @@
 """The epoch plan: which samples are in which global batch, at any number of ranks. Decision 020.
 
+It counts in positions of an epoch; which record is at a position says lockstep.training.plan.order.
+
 Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
 memory O(shards). Only `rank_lanes` and `rows` depend on the number of ranks: they say which rank reads what.
 """

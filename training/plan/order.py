@@ -1,4 +1,6 @@
-"""The order of blocks in an epoch: maps a position 0..T-1 to a record of a shard, by arithmetic. Decision 020.
+"""The order of records in an epoch: which record of which shard is at a position 0..T-1, by arithmetic. Decision 020.
+
+lockstep.training.plan.permutation shuffles the blocks.
 
 All blocks have `block_records` records except the last of each shard. A position is mapped by a division, corrected for
 the short blocks before it; these are at most one a shard, so memory is O(shards), not O(blocks).

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.storage.errors import CorruptionError, ExistsError, LockstepError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.run_names import part_name
+from lockstep.storage.run_layout import part_name
 from lockstep.storage.shown import counted, short
 from lockstep.storage.urls import join
 from lockstep.training.run.lineage import claimed

@@ -11,7 +11,7 @@ from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, RUN_JSON
+from lockstep.storage.run_layout import CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
