@@ -217,12 +217,12 @@ def is_unfinished(fs: FileSystem, url: str, output: str) -> bool:
     return _unfinished(fs, url, output) is not None
 
 
-def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove such a quarantine from `url` if it was not signed for `dead_after_s` seconds, and log it. If storage does
+def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int) -> None:
+    """Remove such a quarantine from `url` if it was not signed for DEAD_AFTER_S seconds, and log it. If storage does
     not let us remove it, that is logged and it stays.
     """
     found = _unfinished(fs, url, output)
-    if found is None or now_ms - found[1] < dead_after_s * 1000:
+    if found is None or now_ms - found[1] < DEAD_AFTER_S * 1000:
         return
     # The name of a staging folder: if this job is killed too, --clean of a later job finds the rest.
     dead = DatasetPaths(absolute(url)).staging(found[0]) + _DEAD
