@@ -28,7 +28,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lockstep.features.images.augment import Draws, mix_images, parse
+from lockstep.features.images.augment import parse
+from lockstep.features.images.mixing import draw_partners, draw_shares, mix_images
+from lockstep.features.images.random_numbers import Draws
 
 BATCH = 256
 LANE_ROWS = 16
@@ -47,7 +49,8 @@ def ours(word: str, images: Any) -> Work:
             for operation in operations.single:
                 operation.apply(batch, draws)
             if operations.mixup is not None:
-                mix_images(batch, operations.mixup.partners(draws, LANE_ROWS), operations.mixup.shares(draws))
+                alpha = operations.mixup.alpha
+                mix_images(batch, draw_partners(draws, LANE_ROWS), draw_shares(draws, alpha))
 
     return work
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.shapes import machine
-from lockstep.storage.run_names import part_name
+from lockstep.storage.run_layout import part_name
 from lockstep.training.run.metrics import PART_EVERY_S, read_history
 from lockstep.training.run.paths import RunPaths
 from tests.training._tiny import write_table

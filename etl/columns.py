@@ -46,6 +46,7 @@ _SPARK_NAMES = {"int32": "int", "int64": "bigint", "bool": "boolean"}  # other t
 _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 MAX_LISTED = 400  # characters of names in an error
+_VALUES = ("null", "true", "false", "not", "current_path")  # Spark never takes these for a column
 
 
 def nested_list(kind: str) -> bool:
@@ -74,9 +75,6 @@ def spark_type(kind: pa.DataType) -> str:
     if pa.types.is_decimal(kind):
         return f"decimal({kind.precision},{kind.scale})"
     return _SPARK_NAMES.get(str(kind), str(kind))
-
-
-_VALUES = ("null", "true", "false", "not", "current_path")  # Spark never takes these for a column
 
 
 def named(name: str) -> str:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
 from lockstep.etl.propose import MAX_CLASSES, ROWS, Asked, Proposal, Table, bad_label, proposal
-from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.errors import translating_errors
 from lockstep.etl.write.frame import DTYPES, check_frame, fault_of, item_of
 from lockstep.etl.write.pandas_rows import arrow_columns, is_frame, plain
 from lockstep.features.arrow import ArrowTable
@@ -81,7 +81,7 @@ def propose(df: Any, label: str | None = None, *, embeddings: bool = False) -> P
             next_step="Pass the rows in one of these forms.",
         )
     check_frame(df)
-    with translated(df.sparkSession, "reading the first rows"):
+    with translating_errors(df.sparkSession, "reading the first rows"):
         return proposal(_spark_table(df, label), asked)
 
 

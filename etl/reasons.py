@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from lockstep.features.images import decode as d
 
+REJECTED: dict[str, Reason] = {}
+DROPPED: dict[str, Reason] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -20,10 +23,6 @@ class Reason:
     name: str
     sentence: str
     detail: str = ""
-
-
-REJECTED: dict[str, Reason] = {}
-DROPPED: dict[str, Reason] = {}
 
 
 def _rejected(name: str, sentence: str, detail: str = "") -> str:

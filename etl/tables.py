@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import frames
+from lockstep.etl.choices import LAKES
 from lockstep.etl.columns import listed
-from lockstep.etl.input.snapshots import TABLES, Snapshot, open_snapshot
-from lockstep.etl.spark.errors import translated
+from lockstep.etl.input.snapshots import Snapshot, open_snapshot
+from lockstep.etl.spark.errors import translating_errors
 from lockstep.etl.spark.session import watched
 from lockstep.etl.table_files import FORMATS, of_query, read_files, read_snapshot
 from lockstep.etl.write.append import Parent
@@ -31,6 +32,27 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 LATEST = "latest"
+_NO_FILE_SYSTEM = re.compile(r"No FileSystem for scheme|S3AFileSystem not found")
+_NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
+_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
+_ILLEGAL_STEP = (
+    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
+    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
+)
+# Conditions of Spark: what is allowed instead, and what to do.
+_PARTITIONS = (
+    "the same partitions, folders NAME=VALUE, on the same levels below all inputs",
+    "Give --input one folder whose partitions are alike, and join several by a --query: SELECT ... FROM parquet.`A` "
+    "UNION ALL SELECT ... FROM parquet.`B`.",
+)
+_LAYOUTS = {
+    "CONFLICTING_DIRECTORY_STRUCTURES": _PARTITIONS,
+    "CONFLICTING_PARTITION_COLUMN_NAMES": _PARTITIONS,
+    "UNABLE_TO_INFER_SCHEMA": (
+        "a file of this format or more, whose name begins with neither `_` nor `.`",
+        "Correct the path, or --input-format.",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +94,10 @@ class TableConfig(WriteConfig):
         require(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
         require(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
-        version, lake = self.table_version, self.input_format.lower() in TABLES and len(self.inputs) == 1
+        version, lake = self.table_version, self.input_format.lower() in LAKES and len(self.inputs) == 1
         number = version is None or version == LATEST or re.fullmatch(r"[0-9]{1,19}", version) is not None
         require(number, "--table-version", str(version), f"a number, or {LATEST}")
-        allowed = f"with one --input and --input-format {' or '.join(TABLES)}"
+        allowed = f"with one --input and --input-format {' or '.join(LAKES)}"
         require(version is None or lake, "--table-version", str(version), allowed)
         # Spark takes the first line for a row, and all values for texts.
         step = "Use `lockstep etl_logs --log-format csv --schema FILE`; --propose-schema makes FILE."
@@ -100,31 +122,6 @@ class TableConfig(WriteConfig):
 
     def _sources(self) -> dict[str, object]:
         return {"--table": self.table, "--query": self.query, "--input": self.inputs}
-
-
-_NO_FILE_SYSTEM = re.compile(r"No FileSystem for scheme|S3AFileSystem not found")
-_NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
-_STEP = "Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog..."
-_ILLEGAL_STEP = (
-    "Give the files by --input, which reads times in nanoseconds, and columns of any type with --exclude; or in a query"
-    " read nanoseconds as whole numbers: spark-submit --conf spark.sql.legacy.parquet.nanosAsLong=true."
-)
-
-
-# Conditions of Spark: what is allowed instead, and what to do.
-_PARTITIONS = (
-    "the same partitions, folders NAME=VALUE, on the same levels below all inputs",
-    "Give --input one folder whose partitions are alike, and join several by a --query: SELECT ... FROM parquet.`A` "
-    "UNION ALL SELECT ... FROM parquet.`B`.",
-)
-_LAYOUTS = {
-    "CONFLICTING_DIRECTORY_STRUCTURES": _PARTITIONS,
-    "CONFLICTING_PARTITION_COLUMN_NAMES": _PARTITIONS,
-    "UNABLE_TO_INFER_SCHEMA": (
-        "a file of this format or more, whose name begins with neither `_` nor `.`",
-        "Correct the path, or --input-format.",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +150,7 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
     that is not valid.
     """
     plan = plan or check(config)
-    with translated(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
+    with translating_errors(spark, "reading the table"), watched(spark, "etl table", (RECORDS_STEP, SHARDS_STEP)):
         fields = None if plan.schema is None else [field.name for field in plan.schema]
         snapshot = _snapshot(config)
         df, left_out = frame(spark, config, fields, snapshot)
@@ -178,7 +175,7 @@ def propose(spark: SparkSession, config: TableConfig, *, embeddings: bool = Fals
     """
     require(config.schema is None, "--propose-schema", "with --schema", "without it")
     refuse_existing(config.output)
-    with translated(spark, "reading the table"):
+    with translating_errors(spark, "reading the table"):
         df, left_out = frame(spark, config, snapshot=_snapshot(config))
         df = df.drop(*(name for name in config.exclude if name not in left_out))
         found = frames.propose(df, config.label, embeddings=embeddings)
@@ -231,7 +228,7 @@ def frame(
             f"Spark does not know the format {config.input_format}",
             got=_NO_FORMAT,
             allowed="parquet, orc, csv, json, or one whose jar the session has",
-            next_step=f"Correct --input-format, or name its jar by spark-submit --packages; {' and '.join(TABLES)} need"
+            next_step=f"Correct --input-format, or name its jar by spark-submit --packages; {' and '.join(LAKES)} need"
             f" none with --table-version {LATEST}.",
         ) from None
 

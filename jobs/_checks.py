@@ -29,6 +29,17 @@ IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
 OF_TRAINING = ("tensorflow", "keras", "optuna", "matplotlib")  # left out of the archive for ETL jobs
 NOT_BY_ITSELF = ("petastorm",)  # importable only through lockstep.etl.petastorm
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
+# Each is imported separately, so that all failures are named; a crash ends this process, not the doctor.
+_IMPORT_ALL = """
+import importlib, json, sys
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+print(json.dumps(failed))
+"""
 
 
 class CheckFailed(LockstepError):
@@ -96,19 +107,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     while found and not found[-1]:
         found.pop()
     return tuple(found)
-
-
-# Each is imported separately, so that all failures are named; a crash ends this process, not the doctor.
-_IMPORT_ALL = """
-import importlib, json, sys
-failed = {}
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-print(json.dumps(failed))
-"""
 
 
 def check_packages() -> str:

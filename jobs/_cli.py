@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pkgutil
+import re
 import select
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from lockstep.storage.files.deadlines import end_process
 
 INTERRUPTED = 130  # as a shell reports for a process that Ctrl-C ended
 PIPE_CLOSED = 141  # and for one that wrote to a pipe without a reader
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class JobParser(argparse.ArgumentParser):
@@ -162,6 +164,14 @@ def names(text: str) -> tuple[str, ...]:
 def joined(text: str) -> str:
     """The type of a flag whose text may have several parts separated by commas; in a file, also a list."""
     return text
+
+
+def size(text: str) -> int:
+    """The type of a flag that takes bytes as `4096`, `4K`, `1M` or `1G` (powers of two)."""
+    match = re.fullmatch(r"([0-9]{1,10})([KMG]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 4K, 1M or 1G")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def which(text: str) -> int | Literal["last", "best"]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from lockstep.jobs._cli import JobParser
 from lockstep.process.own_code import CodeFolder, imported_here
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, split_url
-from lockstep.training.launch.barrier import OnSpark
-from lockstep.training.launch.local import run_local
-from lockstep.training.launch.session import Launch
-from lockstep.training.results.importable import check_importable
+
+if TYPE_CHECKING:
+    from lockstep.training.launch.session import Launch
 
 
 @contextmanager
@@ -22,6 +22,9 @@ def launch_of(launcher: str, job: str, master: str | None, code: CodeFolder | No
 
     Ranks can import the modules of `code`.
     """
+    from lockstep.training.launch.barrier import OnSpark
+    from lockstep.training.launch.local import run_local
+
     if launcher == "local":
         yield run_local
         return
@@ -45,6 +48,8 @@ def check_runs(launcher: str, *runs: str) -> None:
 
     A run on another file system may need Spark's settings to be read: with Spark, ranks find that out.
     """
+    from lockstep.training.results.importable import check_importable
+
     for run in runs:
         if launcher == "local" or split_url(absolute(run))[0] == "file":
             check_importable(absolute(run), here=imported_here(launcher))

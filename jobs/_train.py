@@ -14,6 +14,22 @@ from lockstep.jobs._cli import JobParser, joined, refuse_idle
 from lockstep.training.config import TrainConfig, Value, flag_of, groups, names_by_part, option_names
 from lockstep.training.parts import Option
 
+# Flags of one call and not of a run, in the group of this field.
+OF_THE_CALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "launcher": ("--master", {"metavar": "URL", "help": "Spark master, such as local[2] (default: spark-submit's)"}),
+    "start_limit_s": ("--take-over", {"action": "store_true", "help": "Replace another driver of this run"}),
+    "datasets": (
+        "--dry-run",
+        {"action": "store_true", "help": "Print what the run would do and need, and end: nothing is written"},
+    ),
+    "checkpoint_every": (
+        "--on-event",
+        {"metavar": "COMMAND", "help": "Called with JSON on standard input at a restart, a slow rank, and the end"},
+    ),
+}
+OF_ONE_RUN = ("--dry-run", "--on-event")  # not of jobs that train several, or none
+MIB = 1 << 20
+
 
 class Joined(Action):
     """Several words of a flag as one text."""
@@ -47,21 +63,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "extra": {"required": False, "default": SUPPRESS, "nargs": "+", "type": setting, "action": Settings},
     "augment": {"nargs": "+", "action": Joined, "help": f"Random changes of the training images: {forms()}"},
 }
-# Flags of one call and not of a run, in the group of this first option.
-OF_THE_CALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "launcher": ("--master", {"metavar": "URL", "help": "Spark master, such as local[2] (default: spark-submit's)"}),
-    "start_limit_s": ("--take-over", {"action": "store_true", "help": "Replace another driver of this run"}),
-    "datasets": (
-        "--dry-run",
-        {"action": "store_true", "help": "Print what the run would do and need, and end: nothing is written"},
-    ),
-    "checkpoint_every": (
-        "--on-event",
-        {"metavar": "COMMAND", "help": "Called with JSON on standard input at a restart, a slow rank, and the end"},
-    ),
-}
-OF_ONE_RUN = ("--dry-run", "--on-event")  # not of jobs that train several, or none
-MIB = 1 << 20
 
 
 def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lockstep.storage.errors import ConfigError
-from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.upload import Outcome
 from lockstep.storage.urls import OBJECT_SCHEMES, split_url
@@ -14,6 +13,8 @@ from lockstep.storage.urls import OBJECT_SCHEMES, split_url
 
 def target(output: str, via: str | None) -> str:
     """The output's URL for the chosen protocol. Raises ConfigError for another URL."""
+    from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs
+
     scheme = split_url(output)[0]
     if scheme in ("swebhdfs", *OBJECT_SCHEMES) and via is None:
         return output

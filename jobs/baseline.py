@@ -10,17 +10,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from lockstep.etl.baseline import KINDS, BaselineConfig, check, train_and_predict
+from lockstep.etl.baseline.config import KINDS, BaselineConfig
 from lockstep.jobs._cli import JobParser, print_result, refuse_idle, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import occupied, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute
-from lockstep.training.launch.barrier import OnSpark
-from lockstep.training.launch.local import run_local
-from lockstep.training.results import baselines
-from lockstep.training.results.evaluate import EvaluateRequest, evaluate
 
 
 def parser() -> JobParser:
@@ -50,6 +46,13 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print a table or, with --json, the result; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.etl.baseline.plan import check
+    from lockstep.etl.baseline.train import train_and_predict
+    from lockstep.training.launch.barrier import OnSpark
+    from lockstep.training.launch.local import run_local
+    from lockstep.training.results import stored_baselines
+    from lockstep.training.results.evaluate import EvaluateRequest, evaluate
+
     config = BaselineConfig(
         dataset=args.dataset, kind=args.kind, split=args.split, train_split=args.train_split,
         settings=tuple(args.set), user=args.user, item=args.item, rating=args.rating, seed=args.seed,
@@ -71,11 +74,13 @@ def main(argv: Sequence[str]) -> int:
         found = train_and_predict(spark, config, plan, show=partial(print, file=sys.stderr, flush=True))
     scores = {"metrics": dict(found.metrics), "intervals": {}, "class_counts": None}
     if found.rows is not None:
-        scores = baselines.scores_of(found.rows, found.classes, probabilities=found.probabilities, kept=found.kept)
+        scores = stored_baselines.scores_of(
+            found.rows, found.classes, probabilities=found.probabilities, kept=found.kept
+        )
     result = {**found.about, **scores}
-    text = baselines.text(result, model)
+    text = stored_baselines.text(result, model)
     if run is not None and model is not None:
-        text += f"\nstored {baselines.store(run, result, model)}; lockstep report {run} shows it"
+        text += f"\nstored {stored_baselines.store(run, result, model)}; lockstep report {run} shows it"
     if output is not None:
         write_file(filesystem(output), output, (json.dumps(result, sort_keys=True) + "\n").encode())
     print_result(text, result, args.json)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from lockstep.jobs._cli import JobParser, check_master, run_job
+from lockstep.jobs._cli import JobParser, check_master, run_job, size
 from lockstep.jobs._launch import launch_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import occupied, write_file
 from lockstep.storage.urls import absolute
 from lockstep.training.comm.options import Algorithm, Backend
-from lockstep.training.launch.session import Launch
-from lockstep.training.profiling.bench_comm import BenchConfig, Row, bench, check, document, size, table
+
+if TYPE_CHECKING:
+    from lockstep.training.launch.session import Launch
+    from lockstep.training.profiling.bench_comm import BenchConfig, Row
 
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 
@@ -41,6 +43,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; returns the exit code, 1 where a sum was wrong."""
     args = parser().parse(argv)
+    from lockstep.training.profiling.bench_comm import check, document, table
+
     check_master(args)
     config = config_of(args)
     target = absolute(args.json) if args.json else None
@@ -57,12 +61,16 @@ def main(argv: Sequence[str]) -> int:
 
 def config_of(args: Namespace) -> BenchConfig:
     """The measurement that the flags define."""
+    from lockstep.training.profiling.bench_comm import BenchConfig
+
     names = ("num_ranks", "sizes", "backends", "algorithms", "trust_network", "tls", "rounds")
     return BenchConfig(**{name: getattr(args, name) for name in names})
 
 
 def measured(config: BenchConfig, launch: Launch) -> list[Row]:
     """The rows, with a progress bar."""
+    from lockstep.training.profiling.bench_comm import bench
+
     done = 0
 
     def show(row: Row, total: int) -> None:

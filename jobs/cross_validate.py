@@ -11,16 +11,8 @@ from lockstep.jobs._launch import launch_of
 from lockstep.process.own_code import imported_here
 from lockstep.storage.urls import absolute, join
 from lockstep.training.config import flag_of
-from lockstep.training.driver.preflight import all_local
 from lockstep.training.models import check_name
-from lockstep.training.search.folds import (
-    NOT_OF_FOLDS,
-    RESULT,
-    cross_validate,
-    refuse_validation,
-    runs_of_folds,
-    summary,
-)
+from lockstep.training.search.space import NOT_OF_FOLDS
 
 
 def parser() -> JobParser:
@@ -34,6 +26,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print a table of the folds; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.driver.preflight import all_local
+    from lockstep.training.search.folds import RESULT, cross_validate, refuse_validation, runs_of_folds, summary
+
     config = _train.config_of(args)
     refuse_validation(config)
     check_name(config.model.model, config.model.extra, here=imported_here(config.ranks.launcher))

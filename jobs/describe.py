@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.etl.describe.dataset import MAX_RECORDS, describe
-from lockstep.etl.describe.page import as_page
-from lockstep.etl.describe.sample import find_sample, sample_id_of
-from lockstep.etl.describe.text import as_text, shown
+from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.jobs._cli import JobParser, refuse_idle, run_job
 from lockstep.jobs._pages import check_page
 from lockstep.storage.errors import require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from lockstep.training.results.runs import read_runs
-from lockstep.training.results.runs_page import reports_of
 
 
 def parser() -> JobParser:
@@ -32,7 +27,7 @@ def parser() -> JobParser:
     runs = "with --html: link the reports of the runs of this dataset among these runs, or those in these folders"
     add("--runs", nargs="+", default=[], metavar="URL", help=runs)
     most = "read the values of about so many records, spread over each split (default %(default)s)"
-    add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=most)
+    add("--max-records", type=int, default=MAX_DESCRIBED_RECORDS, metavar="N", help=most)
     one = "print only the record of this sample id: 0x and hexadecimal digits as in audits and errors, or the number"
     add("--sample", metavar="ID", help=one)
     add("--picture", metavar="FILE", help="with --sample: write the record's picture to this new PNG file")
@@ -42,6 +37,12 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Describe; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.etl.describe.dataset import describe
+    from lockstep.etl.describe.page import as_page
+    from lockstep.etl.describe.text import as_text, shown
+    from lockstep.training.results.runs import read_runs
+    from lockstep.training.results.runs_page import reports_of
+
     page = None if args.html is None else absolute(args.html)
     refuse_idle("--runs", bool(args.runs) and page is None, "--html")
     refuse_idle("--picture", bool(args.picture) and args.sample is None, "--sample")
@@ -61,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_sample(dataset: str, text: str, picture: str | None) -> int:
+    from lockstep.etl.describe.sample import find_sample, sample_id_of
+    from lockstep.etl.describe.text import shown
+
     sample = find_sample(dataset, sample_id_of(text))
     data = None if picture is None else sample.picture()
     print(sample.text())

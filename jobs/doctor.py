@@ -16,7 +16,6 @@ from lockstep.jobs._checks import (
 )
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.jobs._site_checks import site_checks
-from lockstep.jobs._spark_checks import SparkChecks, check_modules
 from lockstep.storage.errors import LockstepError
 
 
@@ -52,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
         help="also write, sync, rename, read back and delete a small file and a dataset here: hdfs:// or webhdfs://",
     )
     options = parser.parse(argv)
+    from lockstep.jobs._spark_checks import SparkChecks, check_modules
+
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", check_python),
         ("java", check_java),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.etl.images import job as image_sets
-from lockstep.etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
-from lockstep.etl.write.config import parse_size
-from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.etl.choices import SOURCES, STORES
+from lockstep.features.images.choices import FITS, MAX_PIXELS, ROTATIONS
 from lockstep.jobs._cli import JobParser, names, run_job
-from lockstep.jobs._etl import add_output_flags, continuing, finished, output_values, summary
+from lockstep.jobs._etl_flags import add_output_flags, output_values
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
+
+if TYPE_CHECKING:
+    from lockstep.etl.images.config import ImagesConfig
 
 OWN = (
     "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column",
@@ -48,6 +50,10 @@ def parser() -> JobParser:
 
 def config_of(args: Namespace, given: Collection[str] | None = None) -> ImagesConfig:
     """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    from lockstep.etl.images.config import ImagesConfig
+    from lockstep.etl.write.config import parse_size
+    from lockstep.jobs._etl import continuing
+
     values = {
         "image_size": None if args.image_size is None else parse_size(args.image_size),
         "classes": None if args.classes is None else tuple(args.classes.split(",")),
@@ -60,6 +66,9 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> ImagesCo
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
+    from lockstep.etl.images import job as image_sets
+    from lockstep.jobs._etl import finished, summary
+
     config = config_of(args, job.given(argv))
     if (found := finished(args, config, lambda: image_sets.plan_of(config).sources)) is not None:
         print(summary(found, args.output))

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.etl.logs import job as logs
-from lockstep.etl.logs.config import LABEL_WINDOW_S, LogsConfig
-from lockstep.etl.logs.formats import LOG_FORMATS
-from lockstep.etl.logs.plan import sources_of
-from lockstep.etl.logs.propose import propose
-from lockstep.jobs import _etl
+from lockstep.etl.choices import LABEL_WINDOW_S, LOG_FORMAT_NAMES
+from lockstep.jobs import _etl_flags
 from lockstep.jobs._cli import JobParser, names, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
+
+if TYPE_CHECKING:
+    from lockstep.etl.logs.config import LogsConfig
 
 
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("etl_logs", __doc__ or "", "etl_logs")
-    formats = f"{' | '.join(LOG_FORMATS)} (default common: the Common Log Format; json: an object a line)"
+    formats = f"{' | '.join(LOG_FORMAT_NAMES)} (default common: the Common Log Format; json: an object a line)"
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
     job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
-    _etl.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
-    _etl.add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
-    _etl.add_web_flags(job)
+    _etl_flags.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
+    _etl_flags.add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
+    _etl_flags.add_web_flags(job)
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/schema.md)")
     places = "with --schema: columns that name a record (default: its file and byte position)"
     job.add_argument("--id-columns", type=names, default=(), metavar="A,B", help=places)
@@ -42,23 +42,31 @@ def parser() -> JobParser:
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
-    _etl.add_proposal_flags(job, "such a table of unknown columns")
+    _etl_flags.add_proposal_flags(job, "such a table of unknown columns")
     return job
 
 
 def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConfig:
     """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    from lockstep.etl.logs.config import LogsConfig
+    from lockstep.jobs import _etl
+
     own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "quoted_newlines")
     values = {name: getattr(args, name) for name in own} | {"null_texts": tuple(args.null_text)}
-    values |= {**_etl.web_values(args), **_etl.output_values(args)}
+    values |= {**_etl_flags.web_values(args), **_etl_flags.output_values(args)}
     return LogsConfig(**_etl.continuing(values, given))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
+    from lockstep.etl.logs import job as logs
+    from lockstep.etl.logs.plan import sources_of
+    from lockstep.etl.logs.propose import propose
+    from lockstep.jobs import _etl
+
     config = config_of(args, job.given(argv))
-    embeddings = _etl.for_embeddings(args)
+    embeddings = _etl_flags.for_embeddings(args)
     if args.propose_schema:
         print(propose(config, embeddings=embeddings))
         return 0

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.etl import tables
-from lockstep.etl.split.splits import ALLOWED
-from lockstep.etl.tables import TableConfig
-from lockstep.etl.write.checks import refuse_existing
+from lockstep.etl.choices import SPLITS
 from lockstep.jobs._cli import JobParser, names, run_job
-from lockstep.jobs._etl import (
-    add_label_window,
-    add_proposal_flags,
-    add_write_flags,
-    continuing,
-    for_embeddings,
-    proposed_of_csv,
-    summary,
-    write_values,
-)
+from lockstep.jobs._etl_flags import add_label_window, add_proposal_flags, add_write_flags, for_embeddings, write_values
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.settings import set_hadoop_settings
+
+if TYPE_CHECKING:
+    from lockstep.etl.tables import TableConfig
 
 
 def parser() -> JobParser:
@@ -41,13 +33,16 @@ def parser() -> JobParser:
     add("--columns", type=names, default=(), metavar="A,B", help=header)
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
     add_proposal_flags(job, "this table")
-    add_write_flags(job, split=ALLOWED)
+    add_write_flags(job, split=SPLITS)
     add_label_window(job, "none")
     return job
 
 
 def config_of(args: Namespace, given: Collection[str] | None = None) -> TableConfig:
     """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
+    from lockstep.etl.tables import TableConfig
+    from lockstep.jobs._etl import continuing
+
     values = {
         "table": args.table,
         "query": args.query,
@@ -68,6 +63,10 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> TableCon
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = (job := parser()).parse(argv)
+    from lockstep.etl import tables
+    from lockstep.etl.write.checks import refuse_existing
+    from lockstep.jobs._etl import proposed_of_csv, summary
+
     config = config_of(args, job.given(argv))
     embeddings = for_embeddings(args)
     if args.propose_schema and args.input and args.input_format.lower() == "csv":

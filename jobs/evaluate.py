@@ -14,9 +14,6 @@ from lockstep.jobs._cli import JobParser, check_master, print_result, refuse_idl
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several
-from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary, without_pictures
-from lockstep.training.results.follow import follow
-from lockstep.training.results.report import write_report
 
 
 def parser() -> JobParser:
@@ -55,6 +52,10 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print tables or, with --json, the result (docs/evaluate.md); returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.results.evaluate import EvaluateRequest, evaluate, summary, without_pictures
+    from lockstep.training.results.follow import follow
+    from lockstep.training.results.report import write_report
+
     check_master(args)
     require(not (args.follow and args.checkpoint), "--checkpoint", "--checkpoint with --follow", "one of the two")
     refuse_idle("--start-delay", args.start_delay is not None and not args.follow, "--follow")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs._cli import JobParser, run_job, which
 from lockstep.jobs._launch import check_runs
-from lockstep.training.launch.local import run_local
-from lockstep.training.results.export_run import FORMATS, export_run
+
+if TYPE_CHECKING:
+    from lockstep.training.results.export_run import Format
+
+FORMATS: tuple[Format, ...] = ("keras", "savedmodel")
 
 
 def parser() -> JobParser:
@@ -28,6 +32,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Write the model; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.launch.local import run_local
+    from lockstep.training.results.export_run import export_run
+
     check_runs("local", *args.run)
     done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint, form=args.format)
     print(f"{done.output}: the model of checkpoint {', '.join(map(str, (done.checkpoint, *done.others)))}")

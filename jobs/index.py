@@ -5,17 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from lockstep.etl.index.directory import check
-from lockstep.etl.index.parquet import PARQUET_GLOB, ParquetIndexConfig, index_parquet
-from lockstep.etl.index.summary import of_dataset, of_files
-from lockstep.etl.index.tfrecord import index_directory
-from lockstep.etl.input.snapshots import TABLES
-from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.etl.choices import LAKES
 from lockstep.jobs._cli import JobParser, names, refuse_idle, run_job
 from lockstep.spark.session import hadoop_settings_of, spark_session
+from lockstep.storage.dataset.indexed import DATA_GLOB, PARQUET_GLOB, SAMPLE_RECORDS
 from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
+
+if TYPE_CHECKING:
+    from lockstep.etl.index.parquet import ParquetIndexConfig
 
 _OF_PARQUET = ("id_columns", "label", "exclude", "schema", "split_by", "table_version")
 
@@ -26,7 +26,7 @@ def parser() -> JobParser:
     add = job.add_argument
     add("url", metavar="URL", help="the directory; it must hold neither _manifest.json nor _index")
     kinds = "tfrecord (default), for Spark to read; parquet, or the files of a delta or iceberg table, as a dataset"
-    add("--format", default="tfrecord", choices=["tfrecord", "parquet", *TABLES], help=kinds)
+    add("--format", default="tfrecord", choices=["tfrecord", "parquet", *LAKES], help=kinds)
     number = "delta: a version of the table; iceberg: the id of a snapshot (default: the newest)"
     add("--table-version", type=int, metavar="N", help=number)
     pattern = f"names of the files, in any folder (default {DATA_GLOB}, of Parquet {PARQUET_GLOB})"
@@ -46,6 +46,11 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Index; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.etl.index.directory import check
+    from lockstep.etl.index.parquet import index_parquet
+    from lockstep.etl.index.summary import of_dataset, of_files
+    from lockstep.etl.index.tfrecord import index_directory
+
     plain = args.format == "tfrecord"
     for name in _OF_PARQUET if plain else ("sample_records",):
         idle = getattr(args, name) not in (None, ())
@@ -68,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
 def config_of(args: Namespace) -> ParquetIndexConfig:
     """The configuration of an index of Parquet files."""
+    from lockstep.etl.index.parquet import ParquetIndexConfig
+
     table = None if args.format == "parquet" else args.format
     require(
         table is None or args.pattern is None, "--pattern", str(args.pattern), "without it: the table names its files"

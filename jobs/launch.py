@@ -10,9 +10,6 @@ from lockstep.jobs._cli import JobParser, check_master, names, run_job
 from lockstep.jobs._split_script import split_script
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.training.comm.options import Algorithm, Backend
-from lockstep.training.launch.barrier import OnSpark
-from lockstep.training.launch.local import run_local
-from lockstep.training.launch.script_driver import ScriptConfig, launch_script, local_files
 
 
 def parser() -> JobParser:
@@ -55,6 +52,10 @@ def main(argv: Sequence[str]) -> int:
     job = parser()
     flags, script, arguments = split_script(job, argv)
     args = job.parse(flags)
+    from lockstep.training.launch.barrier import OnSpark
+    from lockstep.training.launch.local import run_local
+    from lockstep.training.launch.script_driver import ScriptConfig, launch_script, local_files
+
     check_master(args)
     values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")}
     values["files"] = tuple(filter(None, args.files))

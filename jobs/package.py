@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.jobs._archives import ARCHIVES, build, named_by_digest, shell_lines
 from lockstep.jobs._cli import JobParser, run_job
-from lockstep.jobs._package import ARCHIVES, build, named_by_digest, shell_lines
 from lockstep.jobs._upload import summary, target
 from lockstep.storage.upload import upload
 

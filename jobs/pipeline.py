@@ -7,13 +7,16 @@ import logging
 import secrets
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs._cli import JobParser, run_job
-from lockstep.jobs._pipeline import Outcome, Pipeline, table
 from lockstep.spark.session import hadoop_settings_of, spark_session
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, join
+
+if TYPE_CHECKING:
+    from lockstep.jobs._pipeline import Outcome
 
 
 def parser() -> JobParser:
@@ -34,6 +37,8 @@ def new_folder(out: str) -> str:
 
 def run(args: Namespace, folder: str) -> list[Outcome]:
     """Run every configured pipeline in one session, after all were checked."""
+    from lockstep.jobs._pipeline import Pipeline
+
     pipelines = [Pipeline.load(path, folder) for path in args.config]
     names = [pipeline.name for pipeline in pipelines]
     if len(set(names)) < len(names):
@@ -59,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     args = job.parse_args(argv)
     if not args.config:
         job.error("--config is missing")
+    from lockstep.jobs._pipeline import table
+
     outcomes = run(args, new_folder(args.out))
     print(table(outcomes))
     short = [outcome for outcome in outcomes if not outcome.good]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from lockstep.jobs._cli import JobParser, check_master, names, run_job, which
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
 from lockstep.storage.urls import several
-from lockstep.training.results.predict import PredictRequest, predict
 
 
 def parser() -> JobParser:
@@ -33,6 +32,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Write the predictions and print where they are; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.results.predict import PredictRequest, predict
+
     check_master(args)
     request = PredictRequest(
         several(args.run), args.dataset, args.split, args.output,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs import _train
 from lockstep.jobs._cli import JobParser, print_result, run_job
 from lockstep.jobs._launch import launch_of
 from lockstep.storage.progress import Progress
 from lockstep.training.config import TrainConfig
-from lockstep.training.launch.session import Launch
-from lockstep.training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
+from lockstep.training.profiling.verdict import ROUNDS
+
+if TYPE_CHECKING:
+    from lockstep.training.launch.session import Launch
+    from lockstep.training.profiling.profile import Profile
 
 # Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
@@ -42,6 +46,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print a table and the verdict or, with --json, the result; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.profiling.profile import table
+
     config = config_of(args)
     with launch_of(config.ranks.launcher, "profile_run", args.master, args.code) as launch:
         result = measured(config, args, launch)
@@ -51,12 +57,16 @@ def main(argv: Sequence[str]) -> int:
 
 def config_of(args: Namespace) -> TrainConfig:
     """The configuration of the run to profile, for one epoch."""
+    from lockstep.training.profiling.profile import NO_RUN
+
     known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds", "json")}
     return _train.config_of(Namespace(**known, run=NO_RUN, epochs=1))
 
 
 def measured(config: TrainConfig, args: Namespace, launch: Launch) -> Profile:
     """Measure, and show the progress of the rounds."""
+    from lockstep.training.profiling.profile import profile
+
     with Progress("measuring", args.rounds + 1, "rounds") as progress:
         return profile(
             config, launch, steps=args.steps, rounds=args.rounds, on_round=lambda done, _: progress.set(done)

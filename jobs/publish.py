@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from lockstep.jobs._cli import JobParser, check_master, print_result, run_job
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
-from lockstep.training.results.better_model import publish_if_better
-from lockstep.training.results.evaluate import EvaluateRequest
 
 
 def parser() -> JobParser:
@@ -31,6 +29,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print whether and why or, with --json, the document; returns the exit code, 0 also for a worse model."""
     args = parser().parse(argv)
+    from lockstep.training.results.better_model import publish_if_better
+    from lockstep.training.results.evaluate import EvaluateRequest
+
     check_master(args)
     check_runs(args.launcher, args.run)
     request = EvaluateRequest((args.run,), args.dataset, args.split, num_ranks=args.num_ranks, batch=args.batch)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.urls import absolute
-from lockstep.training.results.report import write_report
 
 
 def parser() -> JobParser:
@@ -21,7 +20,10 @@ def parser() -> JobParser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the report and print its URL; returns the exit code."""
-    print(f"report {write_report(absolute(parser().parse(argv).run))}")
+    run = absolute(parser().parse(argv).run)
+    from lockstep.training.results.report import write_report
+
+    print(f"report {write_report(run)}")
     return 0
 
 

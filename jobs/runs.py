@@ -9,8 +9,6 @@ from lockstep.jobs._pages import check_page
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import absolute
-from lockstep.training.results.runs import as_text, comparison, filtered, listing, ordered, read_runs
-from lockstep.training.results.runs_page import runs_page
 
 
 def parser() -> JobParser:
@@ -32,6 +30,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.results.runs import as_text, comparison, filtered, listing, ordered, read_runs
+    from lockstep.training.results.runs_page import runs_page
+
     page = None if args.html is None else absolute(args.html)
     if page is not None:
         check_page(page, "runs")

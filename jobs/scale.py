@@ -8,8 +8,7 @@ from lockstep.jobs import _train, profile_run
 from lockstep.jobs._cli import JobParser, print_result, run_job
 from lockstep.jobs._launch import launch_of
 from lockstep.storage.progress import Progress
-from lockstep.training.profiling.profile import ROUNDS
-from lockstep.training.profiling.scale import scale, table, to_json
+from lockstep.training.profiling.verdict import ROUNDS
 
 
 def parser() -> JobParser:
@@ -29,6 +28,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the table or, with --json, the points; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.profiling.scale import scale, table, to_json
+
     numbers, weak, steps, rounds = args.num_ranks, args.weak, args.steps, args.rounds
     for name in ("strong", "weak", "num_ranks"):
         delattr(args, name)

@@ -9,10 +9,8 @@ from dataclasses import asdict, replace
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from lockstep.training.results.state import state_now
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import now_utc, read_status, words
-from lockstep.training.search.status import is_search, read_search
 
 
 def parser() -> JobParser:
@@ -30,6 +28,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.results.state import state_now
+    from lockstep.training.search.search_status import is_search, read_search
+
     run, now = absolute(args.run), now_utc()
     fs, paths = filesystem(run), RunPaths(run)
     if is_search(fs, run):

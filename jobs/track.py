@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import absolute
-from lockstep.training.results.track import MLflow, TensorBoard, Tracker, track
 from lockstep.training.run.status import now_utc
+
+if TYPE_CHECKING:
+    from lockstep.training.results.track import Tracker
 
 
 def parser() -> JobParser:
@@ -35,6 +38,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Send; returns the exit code: 1 if a followed run's driver is silent for too long."""
     args = parser().parse(argv)
+    from lockstep.training.results.track import MLflow, TensorBoard, track
+
     run = absolute(args.run)
     require(args.every_s > 0, "--every", f"{args.every_s:g}", "a number of seconds above 0")
     trackers: list[Tracker] = []

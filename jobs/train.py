@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs import _train
 from lockstep.jobs._cli import JobParser, run_job
 from lockstep.jobs._launch import launch_of
 from lockstep.jobs._train import config_of
 from lockstep.storage.fs import filesystem
-from lockstep.training.driver.dry_run import dry_run
-from lockstep.training.driver.preflight import preflight_before_spark
-from lockstep.training.driver.train import Hooks, train
-from lockstep.training.results.report import write_report
 from lockstep.training.run.paths import RunPaths
-from lockstep.training.run.result import RunResult
+
+if TYPE_CHECKING:
+    from lockstep.training.run.result import RunResult
 
 
 def parser() -> JobParser:
@@ -26,6 +25,10 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.driver.dry_run import dry_run
+    from lockstep.training.driver.preflight import preflight_before_spark
+    from lockstep.training.driver.train import Hooks, train
+
     config = config_of(args)
     if args.dry_run:
         with launch_of(config.ranks.launcher, "train", args.master, args.code) as launch:
@@ -47,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 def report(result: RunResult) -> None:
     """Write the run's report unless it exists; an error is only printed, since the run is complete."""
+    from lockstep.training.results.report import write_report
+
     try:
         url = RunPaths(result.run).report(result.generation)
         print(f"report {url if filesystem(url).exists(url) else write_report(result.run)}")

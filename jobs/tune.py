@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.jobs import _train
 from lockstep.jobs._cli import JobParser, print_result, read_toml, run_job
 from lockstep.jobs._launch import launch_of
 from lockstep.training.config import flag_of
-from lockstep.training.driver.preflight import all_local, check_validation, preflight_before_spark
-from lockstep.training.search.config import SearchConfig
 from lockstep.training.search.space import ELASTIC, corners, space_of
+
+if TYPE_CHECKING:
+    from lockstep.training.search.config import SearchConfig
 
 
 def parser() -> JobParser:
@@ -36,6 +38,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the best trial or, with --json, the content of best.json; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.driver.preflight import all_local, check_validation, preflight_before_spark
+
     config = config_of(args)
     for corner in corners(config.base, config.space, f"{config.root}/trials/check"):
         preflight_before_spark(corner)
@@ -51,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 def config_of(args: Namespace) -> SearchConfig:
     """The search that the flags give. Raises ConfigError."""
+    from lockstep.training.search.config import SearchConfig
+
     return SearchConfig(
         base=_train.config_of(args),
         space=space_of(read_toml(args.space, "--space"), args.space),

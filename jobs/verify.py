@@ -9,8 +9,6 @@ from lockstep.jobs._verify import IntactFiles
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
-from lockstep.storage.verify import kind_of, total_bytes, verify
-from lockstep.training.results.audit import NotAuditedError, check_run_audit
 
 SHOWN_FAULTS = 100
 
@@ -32,6 +30,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Verify; returns 0 if everything is intact, else 1."""
     args = parser().parse(argv)
+    from lockstep.storage.verify import kind_of, total_bytes, verify
+
     url, intact = args.url, IntactFiles(args.all)
     kind = kind_of(filesystem(url), url)
     total = total_bytes(url)
@@ -59,6 +59,8 @@ def audit_faults(run: str) -> list[str]:
 
     Without an audit or the run's dataset, the comparison is skipped with a note, which is no fault.
     """
+    from lockstep.training.results.audit import NotAuditedError, check_run_audit
+
     try:
         report = check_run_audit(run)
     except NotAuditedError as error:

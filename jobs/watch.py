@@ -11,8 +11,6 @@ from lockstep.jobs._cli import JobParser, run_job
 from lockstep.storage.errors import StorageError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
-from lockstep.training.driver.stop import EXIT_STOPPED
-from lockstep.training.results.state import state_now
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import FINISHED, STOPPED, RunStatus, now_utc, read_status, words
 
@@ -42,6 +40,9 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Show the run until it ends; returns the exit code."""
     args = parser().parse(argv)
+    from lockstep.training.driver.stop import EXIT_STOPPED
+    from lockstep.training.results.state import state_now
+
     run = absolute(args.run)
     fs, paths = filesystem(run), RunPaths(run)
     shown = None

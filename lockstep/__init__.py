@@ -286,7 +286,8 @@ def cross_validate(
     from lockstep.training.config import option_names
     from lockstep.training.driver.train import Hooks
     from lockstep.training.models import check_name
-    from lockstep.training.search.folds import NOT_OF_FOLDS, cross_validate, summary
+    from lockstep.training.search.folds import cross_validate, summary
+    from lockstep.training.search.space import NOT_OF_FOLDS
 
     known = set(option_names()) - {"launcher", *NOT_OF_FOLDS}
     _require_known("cross_validate", options, known)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypedDict
 
-from lockstep.etl.images.config import Source, Store
-from lockstep.etl.write.config import Weights
-from lockstep.features.images.resize import Fit
+from lockstep.etl.choices import Source, Store, Weights
+from lockstep.features.images.choices import Fit
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import Compression, Format
 from lockstep.training.config.options import FoldOptions, TrainOptions

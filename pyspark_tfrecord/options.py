@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.storage.dataset.indexed import DATA_GLOB, SAMPLE_RECORDS
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import absolute
 
 PARTITION_BYTES = 32 << 20  # a second or less of a core: small sets still use all cores; docs/decisions/067
 VERIFY = ("records", "full")
 DOUBLES = ("refuse", "float32")
+# Names as the documentation spells them; Spark compares the names of options without case.
+_READ = ("path", "split", "columns", "verify", "partitionBytes", "sampleRecords", "pathGlobFilter", "hadoopSettings")
+_WRITE = ("path", "mustBeNew", "compression", "doubles", "hadoopSettings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +81,6 @@ class WriteOptions:
             doubles=_choice(given, "doubles", DOUBLES, "refuse"),
             hadoop=_settings(given),
         )
-
-
-# Names as the documentation spells them; Spark compares the names of options without case.
-_READ = ("path", "split", "columns", "verify", "partitionBytes", "sampleRecords", "pathGlobFilter", "hadoopSettings")
-_WRITE = ("path", "mustBeNew", "compression", "doubles", "hadoopSettings")
 
 
 def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

@@ -44,7 +44,7 @@ WITHOUT_SPARK = [
     "lockstep.features.encode.encoder",
     "lockstep.training.plan.epoch_plan",
     "lockstep.training.comm.tcp.communicator",
-    "lockstep.training.strategies.server",
+    "lockstep.training.strategies.server_process",
     "lockstep.training.rank.__main__",
     "lockstep.training.rank.runtime",
 ]
@@ -57,6 +57,25 @@ for module in json.loads(sys.argv[1]):
     importlib.import_module(module)
     loaded[module] = [name for name in heavy if name in sys.modules]
 print(json.dumps(loaded))
+"""
+# Each answer is that of a fork of one process that has imported the command `lockstep` alone.
+HELP_OF_EACH = """
+import contextlib, importlib, io, json, os, sys
+import lockstep.__main__
+found = {}
+for job in json.loads(sys.argv[1]):
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            importlib.import_module(f"lockstep.jobs.{job}").main(["--help"])
+        with open(writes, "w") as file:
+            json.dump(sorted(sys.modules), file)
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as file:
+        found[job] = json.load(file)
+    os.waitpid(child, 0)
+print(json.dumps(found))
 """
 # Each call is a fork of one process that has imported what jobs share, since most of a call's time is these imports.
 CALL_EACH = """
@@ -104,6 +123,16 @@ def test_what_needs_no_spark_loads_none() -> None:
     loaded = answer(IMPORT_EACH, [*WITHOUT_SPARK, "pyspark"])
     assert "pyspark" in loaded.pop("pyspark"), "the probe sees what an import loads"
     assert not [module for module, names in loaded.items() if "pyspark" in names]
+
+
+def test_help_loads_what_a_command_line_needs() -> None:
+    """NumPy, PyArrow and their kin take longer than all else of a command line, and each of our modules some."""
+    heavy = {"jinja2", "keras", "numba", "numpy", "pandas", "psutil", "pyarrow", "pyspark", "requests", "tensorflow"}
+    loaded = answer(HELP_OF_EACH, JOBS)
+    assert len(loaded) == len(JOBS) and all(f"lockstep.jobs.{name}" in modules for name, modules in loaded.items())
+    assert {name: sorted(heavy & {*modules}) for name, modules in loaded.items() if heavy & {*modules}} == {}
+    ours = {name: sum(module.startswith("lockstep") for module in modules) for name, modules in loaded.items()}
+    assert {name: number for name, number in ours.items() if number > 60} == {}
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -17,6 +17,10 @@ BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
 BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
 VALIDATION = "val_"
 """What the names of validation metrics begin with."""
+STOP_ALLOWED = "METRIC:min:K or METRIC:max:K with K from 1 up, such as val_auc:max:3"
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
+AUTO = "auto"
+ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +115,6 @@ class StopRule:
         if math.isnan(value) or best is None:
             return not math.isnan(value)
         return value < best if self.way == "min" else value > best
-
-
-STOP_ALLOWED = "METRIC:min:K or METRIC:max:K with K from 1 up, such as val_auc:max:3"
-
-
-_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
-AUTO = "auto"
-ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
 
 
 @dataclass(frozen=True, slots=True)

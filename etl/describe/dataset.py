@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.etl.columns import class_field
 from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
@@ -32,6 +33,10 @@ MAX_SOURCES = 20  # input files that are listed
 LOOK_AT, CLASSES, QUARANTINE = "What to look at", "Classes", "Quarantine"  # how titles begin
 MAX_LISTED = 8  # values of a list in an encoding or in the configuration
 Rows = tuple[tuple[str, ...], ...]
+MAX_IMAGES = 24
+MAX_CLASS_IMAGES = 60  # where each class has one
+MAX_IMAGES_BYTES = 4 << 20  # of all data URLs of a page
+MAX_CLASSES = 100  # rows of the table of classes
 
 
 @dataclass(frozen=True)
@@ -188,11 +193,6 @@ def spread(sizes: Sequence[int]) -> str:
     return f"{min(sizes)} / {mean:.0f} / {max(sizes)}{over}"
 
 
-MAX_IMAGES = 24
-MAX_CLASS_IMAGES = 60  # where each class has one
-MAX_IMAGES_BYTES = 4 << 20  # of all data URLs of a page
-
-
 @dataclass(frozen=True)
 class Picture:
     """One picture as a data URL, and its caption."""
@@ -259,10 +259,6 @@ def class_name(value: object, names: Sequence[str] | None) -> str:
     return f"{value} {names[value]}"
 
 
-MAX_RECORDS = 100_000
-MAX_CLASSES = 100  # rows of the table of classes
-
-
 @dataclass(frozen=True)
 class Description:
     """The description of a dataset. Its texts may come from data and must be escaped."""
@@ -276,7 +272,7 @@ class Description:
     pictures_title: str = ""
 
 
-def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
+def describe(url: str, max_records: int = MAX_DESCRIBED_RECORDS) -> Description:
     """Describe the dataset or indexed directory at `url`.
 
     Counts and sizes come from the manifest, values from about `max_records` records at most, out of evenly spaced

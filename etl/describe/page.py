@@ -118,6 +118,7 @@ _TEMPLATE = """\
 </body></html>
 """
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
+_KINDS = {"label": 0, "feature": 1}  # then the others, such as ids
 
 
 def as_page(found: Description, reports: Sequence[tuple[Markup, str]] = ()) -> str:
@@ -147,9 +148,6 @@ def as_page(found: Description, reports: Sequence[tuple[Markup, str]] = ()) -> s
         names=NAMES,
         row=ROW,
     )
-
-
-_KINDS = {"label": 0, "feature": 1}  # then the others, such as ids
 
 
 def _place(table: Table) -> int:

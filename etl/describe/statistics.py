@@ -18,6 +18,12 @@ from lockstep.features.sample_id import splitmix64_array
 KEPT = 1 << 17  # values kept for median, histogram and distinct values; of more values, half to all of that
 PIECE = 1 << 20  # values per step
 MAX_PIECES = 1000  # arrays in _picked
+BINS = 24
+TOP = 10
+MAX_DISTINCT = 100_000  # different strings that are counted; beyond that the text says "more than"
+MAX_TEXT = 200  # characters by which strings are compared
+ID = "id"  # the kind of a column that only identifies its row
+_NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
 
 
 @dataclass
@@ -109,14 +115,6 @@ class NumberStats:
 
     def _chosen(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         return hashes < np.uint64(1 << (64 - self._bits)) if self._bits else np.ones(len(hashes), dtype=np.bool_)
-
-
-BINS = 24
-TOP = 10
-MAX_DISTINCT = 100_000  # different strings that are counted; beyond that the text says "more than"
-MAX_TEXT = 200  # characters by which strings are compared
-ID = "id"  # the kind of a column that only identifies its row
-_NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 
 from lockstep.etl import columns as c
 from lockstep.etl.fit.exact_sums import FLOAT_UNIT, ExactSums
-from lockstep.etl.spark.session import at_once, described
+from lockstep.etl.spark.session import at_once, job_description
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.assign import Assign
-from lockstep.etl.split.counted import MAX_CLASSES, settle
+from lockstep.etl.split.counted import MAX_CLASSES, assign_by_counts
 from lockstep.etl.split.splits import TRAIN, are_folds
 from lockstep.features.encode.transforms import plain_values
 from lockstep.features.schema.encodings import Encoding, fitted_part
@@ -65,7 +65,7 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
     counted = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns)
     parts = mapped(counted, Sums(tuple(fields)), _ROW)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
-    with described(rows.sparkSession, "add up means and variances"):
+    with job_description(rows.sparkSession, "add up means and variances"):
         collected = parts.collect()
     for row in collected:
         field = fields[row["field"]]
@@ -212,7 +212,7 @@ def _vocabularies(
         .where(f"rank <= {most}")
     )
     tops: dict[tuple[int, int], list[tuple[int, str, int]]] = {}
-    with described(rows.sparkSession, "count vocabularies"):
+    with job_description(rows.sparkSession, "count vocabularies"):
         found = ranked.collect()
     for row in found:
         tops.setdefault((row["field"], row["fit"]), []).append((row["rank"], row["token"], row["n"]))
@@ -247,14 +247,14 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
     """The number of records of each class of the label that `assign` will write of `df`, by the text of the class.
 
     Counted on the training split, after sampling; over all splits if none is called train (folds). `window` is that of
-    settle. Raises DataError for too many classes.
+    assign_by_counts. Raises DataError for too many classes.
     """
     label = schema.label
     assert label is not None, "lockstep.etl.write.checks.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
     rows = mapped(df, narrow, narrow.output).persist()
     try:
-        return classes_of(settle(rows, assign.split, window), label)
+        return classes_of(assign_by_counts(rows, assign.split, window), label)
     finally:
         rows.unpersist()
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
+from lockstep.etl.choices import SOURCES, STORES, Source, Store
 from lockstep.etl.images.cifar import NUM_CLASSES
 from lockstep.etl.images.source import composed
 from lockstep.etl.write.config import OutputConfig
+from lockstep.features.images.choices import FITS, MAX_PIXELS, ROTATIONS, Fit
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.intake import Intake
-from lockstep.features.images.resize import FITS, ROTATIONS, Fit
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import require
 from lockstep.storage.urls import several
 
-Source = Literal["idx", "cifar10", "cifar100", "npz", "folder", "tar", "parquet"]
-Store = Literal["pixels", "encoded"]
-SOURCES = get_args(Source)
 ENCODED = ("folder", "tar", "parquet")
-STORES = get_args(Store)
 MAX_SIDE = 4096
-MAX_PIXELS = Limits().max_pixels
 MAX_CLASSES = 1 << 16
 _DEFAULT_CLASSES = {"idx": 10, "npz": 10, **NUM_CLASSES}
 _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}

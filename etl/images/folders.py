@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 MAX_FILES_A_PIECE = 2000
 _COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.FILE, c.PLACE, c.LENGTH, c.SHA256)
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+_LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa.int64())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +222,6 @@ def _digest(url: str) -> str:
         while data := file.read(CHUNK_BYTES):
             digest.update(data)
     return digest.hexdigest()
-
-
-_LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa.int64())])
 
 
 def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:

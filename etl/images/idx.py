@@ -29,6 +29,8 @@ MAX_SIDE = 4096
 MAX_RECORDS = (1 << 31) - 1
 # The length of a packed file is not known, so its header must not be able to claim all memory.
 MAX_RECORD_BYTES = MAX_SIDE * MAX_SIDE * 4
+_KIND = re.compile(r"(images|labels)(.*?)idx\d")
+_GIVEN = {"train": "train", "t10k": "test", "test": "test"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,6 @@ def _short(url: str, got: int, allowed: str, more: str = "") -> DataError:
 
 def _bad(url: str, got: str, allowed: str, what: str) -> DataError:
     return DataError(f"{url} is not {what}", got=got, allowed=allowed, next_step="Check --input and --source.")
-
-
-_KIND = re.compile(r"(images|labels)(.*?)idx\d")
-_GIVEN = {"train": "train", "t10k": "test", "test": "test"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD,
 from lockstep.etl.images.tar import TarPiece
 from lockstep.etl.input.files import Source, digest_sources, parts_below, path_below
 from lockstep.etl.reasons import NO_CLASS
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.etl.split.splits import TRAIN
 from lockstep.etl.write.append import Parent
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _OTHER_GROUPS = 32  # reasons for which files are rejected, and rules by which they are left out
+_KINDS: dict[str, type[Piece]] = {
+    kind.__name__: kind for kind in (IdxPiece, CifarPiece, ArrayPiece, FolderPiece, TarPiece, ParquetPiece)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +163,6 @@ def _among(what: str, names: Sequence[str], found: Sequence[str]) -> Sequence[st
             next_step="Name all classes that may ever come by --classes, in a dataset without --append-to.",
         )
     return names
-
-
-_KINDS: dict[str, type[Piece]] = {
-    kind.__name__: kind for kind in (IdxPiece, CifarPiece, ArrayPiece, FolderPiece, TarPiece, ParquetPiece)
-}
 
 
 def to_json(piece: Piece) -> dict[str, Any]:
@@ -288,7 +286,7 @@ class ImageInput(Input[Tally]):
 
     def counted(self, parsed: DataFrame) -> Tally:
         """Count the parsed rows in one pass."""
-        with described(parsed.sparkSession, self.first_step):
+        with job_description(parsed.sparkSession, self.first_step):
             tally = tally_of(parsed, self.config.num_classes or MAX_CLASSES)
         # Some headers name the number of records, and each task checks its own: this compares the totals.
         if self.plan.records not in (None, tally.read):

@@ -28,7 +28,7 @@ from lockstep.etl.images.layout import ClassFolder, log_names, refuse_layout
 from lockstep.etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
 from lockstep.etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import slices
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
@@ -311,7 +311,7 @@ class _Planned:
         # First, since the digest of an archive may take longest.
         items: list[tuple[SourceFile | PlannedShard, ...]] = [tuple(files[run.start : run.stop]) for run in runs]
         items += [(shard,) for shard in shards]
-        with described(self.spark, "make the images and write the shards"):
+        with job_description(self.spark, "make the images and write the shards"):
             found = context.parallelize(items, len(items)).mapPartitions(make).collect()
         digests = [item for item in found if isinstance(item, dict)]
         made = [item for item in found if isinstance(item, ShardMade)]

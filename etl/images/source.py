@@ -39,6 +39,28 @@ FILES = pa.schema(
     ]
 )
 _CHUNK_ROWS = 1 << 12  # rows held as Python objects: more would only burden the garbage collector
+RECORD, BAD, DROPPED = 0, 1, 2
+ID_COLUMNS = ("name", "number")  # what a sample id is made of
+BATCH_BYTES = 4 << 20
+BATCH_ROWS = 4096
+# `class` is the name that becomes a label.
+OUTPUT = pa.schema(
+    [
+        ("kind", pa.int32()),
+        *c.REJECTED,
+        (c.OCCURRENCE, pa.int64()),
+        (c.SPLIT, pa.string()),
+        ("name", pa.string()),
+        (c.FILE, pa.string()),
+        ("number", pa.int64()),
+        ("image", pa.binary()),
+        (PACKED, pa.bool_()),
+        ("label", pa.int64()),
+        ("class", pa.string()),
+    ]
+)
+MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: small pieces keep all cores busy to the end
+SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
 
 
 @dataclass(frozen=True)
@@ -83,28 +105,6 @@ class FileList:
             arrays = [pa.array(values, field.type) for field, values in columns]
             self._batches.append(pa.RecordBatch.from_arrays(arrays, schema=FILES))
             self._rows = []
-
-
-RECORD, BAD, DROPPED = 0, 1, 2
-ID_COLUMNS = ("name", "number")  # what a sample id is made of
-BATCH_BYTES = 4 << 20
-BATCH_ROWS = 4096
-# `class` is the name that becomes a label.
-OUTPUT = pa.schema(
-    [
-        ("kind", pa.int32()),
-        *c.REJECTED,
-        (c.OCCURRENCE, pa.int64()),
-        (c.SPLIT, pa.string()),
-        ("name", pa.string()),
-        (c.FILE, pa.string()),
-        ("number", pa.int64()),
-        ("image", pa.binary()),
-        (PACKED, pa.bool_()),
-        ("label", pa.int64()),
-        ("class", pa.string()),
-    ]
-)
 
 
 def rows(count: int, columns: dict[str, Any]) -> pa.RecordBatch:
@@ -226,9 +226,6 @@ class Gather:
         self._images, self._values, self._other, self._bytes = [], [], [], 0
 
 
-MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: small pieces keep all cores busy to the end
-
-
 class Piece(ABC):
     """A part of the input that one task reads; a frozen dataclass of plain values, since it is sent as JSON."""
 
@@ -275,7 +272,6 @@ def step_bytes(split_bytes: int) -> int:
     return min(split_bytes, MAX_STEP_BYTES)
 
 
-SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION)
 
 

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from lockstep.etl.choices import LAKES
 from lockstep.etl.index.directory import check, check_unchanged
 from lockstep.etl.index.partitions import kinds_of, partitions_of, splits_of
 from lockstep.etl.input.footers import column_numbers, damaged, parquet_footer
-from lockstep.etl.input.snapshots import TABLES, Snapshot, open_snapshot
-from lockstep.etl.spark.errors import in_task, translated
+from lockstep.etl.input.snapshots import Snapshot, open_snapshot
+from lockstep.etl.spark.errors import in_task, translating_errors
 from lockstep.etl.table_files import LONG, THREADS, Partition
 from lockstep.etl.write.frame import UINT64, fault_of, schema_of
 from lockstep.features.schema.declare import load_schema
@@ -26,6 +27,7 @@ from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.foreign_files import ForeignFile, find_files
 from lockstep.features.shards.indexed_parquet import IndexedRows, as_declared
 from lockstep.process.installed import VERSION
+from lockstep.storage.dataset.indexed import PARQUET_GLOB
 from lockstep.storage.dataset.layout import foreign_relative
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, ShardInfo, SplitInfo
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
-PARQUET_GLOB = "*.parquet"
 LARGE_BLOCK_BYTES = 64 << 20  # sixteen times the largest block of our own shards: more is read badly in turn
 _WIDEST = {"tinyint": "bigint", "smallint": "bigint", "int": "bigint"}
 _SPARK = {
@@ -72,7 +73,7 @@ class ParquetIndexConfig:
     split_by: str | None = None
     """The partition whose values are the names of splits; None puts all files into the split train."""
     table: str | None = None
-    """The format of the table whose files these are, one of lockstep.etl.input.snapshots.TABLES; None: all files."""
+    """The format of the table whose files these are, one of lockstep.etl.choices.LAKES; None: all files."""
     table_version: int | None = None
     """With `table`: the version of a Delta table or the id of an Iceberg snapshot; None is the newest."""
 
@@ -81,8 +82,8 @@ class ParquetIndexConfig:
         require(all(ids) and len(set(ids)) == len(ids), "--id-columns", ",".join(ids) or "none", "each column once")
         one = self.schema is None or not (self.exclude or self.label)
         require(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
-        allowed = ", ".join(TABLES)
-        require(self.table in (None, *TABLES), "the table", str(self.table), allowed)
+        allowed = ", ".join(LAKES)
+        require(self.table in (None, *LAKES), "the table", str(self.table), allowed)
         require(
             self.table_version is None or self.table is not None, "--table-version", str(self.table_version), allowed
         )
@@ -412,7 +413,7 @@ class Scan:
 def _each(scan: Scan, parts: Sequence[tuple[str, Partition]], spark: SparkSession | None) -> list[Scanned]:
     if spark is None:
         return [scan.scan(path, partition) for path, partition in parts]
-    with translated(spark, "reading the files"):
+    with translating_errors(spark, "reading the files"):
         rows = spark.sparkContext.parallelize(parts, len(parts)).mapPartitions(scan).collect()
     return sorted(rows, key=lambda row: row.info.path)
 

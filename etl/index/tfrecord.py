@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lockstep.etl.index.directory import check, check_unchanged
-from lockstep.etl.spark.errors import in_task, translated
+from lockstep.etl.spark.errors import in_task, translating_errors
 from lockstep.etl.spark.tasks import upload
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.schema import foreign_field
@@ -43,6 +43,9 @@ from lockstep.storage.urls import absolute, join, parent
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
+BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
+
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
@@ -55,9 +58,6 @@ class Scanned:
     columns: tuple[InferredColumn, ...]
     index: FileInfo | None = None
     place: str | None = None
-
-
-BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-sizes-blocks-and-ids.md
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,6 @@ def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scan
     if spark is None:
         with files_of_others():
             return list(map(scan.scan, paths))
-    with translated(spark, "reading the files"):
+    with translating_errors(spark, "reading the files"):
         rows = spark.sparkContext.parallelize(paths, len(paths)).mapPartitions(scan).collect()
     return sorted(rows, key=lambda row: row.info.path)

@@ -18,7 +18,7 @@ import google_crc32c
 import pyarrow as pa
 
 from lockstep.etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, ZIP, codec_of, foreign_codec, unpacked
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
@@ -30,6 +30,29 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _WILD = re.compile(r"[*?\[]")
+DEFAULT_SPLIT_BYTES = 64 << 20
+HEAD_BYTES = 4 << 10
+MAX_NAMED = 20  # files in a warning
+_READ_BYTES = 4 << 20
+DIGEST = pa.schema(
+    [
+        ("number", pa.int32()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("content_bytes", pa.int64()),
+        ("content_crc32c", pa.string()),
+    ]
+)
+BOM = b"\xef\xbb\xbf"
+LOOK_BYTES = 1 << 20
+PACKED_BYTES = 512  # of content, which a packed file's first bytes nearly always hold
+_BOMS = {  # the longer ones first, since UTF-32's begins with UTF-16's
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 
 
 def is_hidden(name: str) -> bool:
@@ -105,9 +128,6 @@ def _matches(fs: FileSystem, folder: str, part: str, *, last: bool) -> list[str]
     ]
 
 
-DEFAULT_SPLIT_BYTES = 64 << 20
-HEAD_BYTES = 4 << 10
-MAX_NAMED = 20  # files in a warning
 log = logging.getLogger(__name__)
 
 
@@ -296,18 +316,6 @@ def _place(url: str) -> str:
     return f"{scheme}://{authority}{os.path.normpath(path)}"
 
 
-_READ_BYTES = 4 << 20
-DIGEST = pa.schema(
-    [
-        ("number", pa.int32()),
-        ("bytes", pa.int64()),
-        ("sha256", pa.string()),
-        ("content_bytes", pa.int64()),
-        ("content_crc32c", pa.string()),
-    ]
-)
-
-
 def _digests(items: Items) -> Iterator[pa.RecordBatch]:
     """Rows of DIGEST for files given by number, URL and planned bytes."""
     yield pa.RecordBatch.from_pylist([digest_of(**item) for item in items], schema=DIGEST)
@@ -329,7 +337,7 @@ def digest_sources(
             {"number": number, "url": absolute(one.url), "planned_bytes": one.size_bytes, "codec": one.codec}
             for number, one in ((number, sources[number]) for number in numbers)
         ]
-        with described(spark, "SHA-256 of the input files"):
+        with job_description(spark, "SHA-256 of the input files"):
             rows = over_slices(spark, items, sizes, DEFAULT_SPLIT_BYTES, _digests, DIGEST).collect()
         found += [row.asDict() for row in rows]
     return infos_of(sources, found, paths=paths)
@@ -403,18 +411,6 @@ class HashedFile(io.RawIOBase):
                 next_step="Run again when nothing writes to the input.",
             )
         return self._digest.hexdigest()
-
-
-BOM = b"\xef\xbb\xbf"
-LOOK_BYTES = 1 << 20
-PACKED_BYTES = 512  # of content, which a packed file's first bytes nearly always hold
-_BOMS = {  # the longer ones first, since UTF-32's begins with UTF-16's
-    b"\xff\xfe\0\0": "UTF-32",
-    b"\0\0\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
-_PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 
 
 def find_lines(urls: Sequence[str], *, header: bool, root: str | None = None) -> list[Source]:

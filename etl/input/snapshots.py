@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import unquote
 
+from lockstep.etl.choices import LAKES
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute, join, split_url
 
-TABLES = {"delta": "deltalake", "iceberg": "pyiceberg"}
 """The formats, and the package that reads each."""
 _KINDS = {"long": "bigint", "integer": "bigint", "short": "bigint", "byte": "bigint", "float": "double"}
 _METADATA = re.compile(r"v?(\d+)(?:-[0-9a-fA-F-]+)?(?:\.gz)?\.metadata\.json")
@@ -84,7 +84,7 @@ def open_snapshot(table_format: str, url: str, version: int | None) -> Snapshot:
     Raises ConfigError if the package is not installed, for a table or version that it cannot read, and for files whose
     rows are not the table's as they are.
     """
-    package = TABLES[table_format]
+    package = LAKES[table_format]
     try:
         import_module(package)
     except ImportError as error:

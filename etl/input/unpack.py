@@ -28,6 +28,8 @@ _OTHERS = {
     b"7z\xbc\xaf\x27\x1c": "7z",
 }
 _ARROW = {"bzip2": "bz2", "zstd": "zstd"}
+CHUNK_BYTES = 1 << 20
+_FIRST_BYTES = 4 << 10
 
 
 def codec_of(head: bytes) -> str:
@@ -80,10 +82,6 @@ def _stream(file: BinaryIO, codec: str) -> BinaryIO:
         return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
     # Python's bz2 takes anything after the first stream for padding; Arrow's refuses it.
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _ARROW[codec])
-
-
-CHUNK_BYTES = 1 << 20
-_FIRST_BYTES = 4 << 10
 
 
 class Forward:

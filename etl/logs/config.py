@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.etl.choices import LABEL_WINDOW_S
 from lockstep.etl.logs.formats import LOG_FORMATS, LogFormat, formats_that
 from lockstep.etl.split.splits import TIME_COLUMN
 from lockstep.etl.write.config import OutputConfig
@@ -14,7 +15,6 @@ from lockstep.storage.errors import require
 from lockstep.storage.urls import several
 
 _SUFFIX = re.compile(r"[a-z0-9]{1,16}")
-LABEL_WINDOW_S = 1800
 """Seconds after a request in which the default label looks for another one."""
 DEFAULT_LABEL = (
     f"CASE WHEN time + {LABEL_WINDOW_S} > log_end THEN NULL ELSE count(*) OVER"

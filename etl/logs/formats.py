@@ -1,6 +1,6 @@
 """The log formats: one record a format, with all that the log job asks of it, and how their lines become a table.
 
-A new format is its parser, in a file of its own, and one entry of LOG_FORMATS.
+A new format is its parser, in a file of its own, one entry of LOG_FORMATS, and its name in lockstep.etl.choices.
 """
 
 from __future__ import annotations

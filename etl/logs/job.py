@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import columns as c
+from lockstep.etl.choices import LABEL_WINDOW_S
 from lockstep.etl.columns import ddl_of
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES, Source, digest_sources
 from lockstep.etl.logs import records, web
-from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
+from lockstep.etl.logs.config import DEFAULT_LABEL, LogsConfig
 from lockstep.etl.logs.pages import most_frequent
 from lockstep.etl.logs.parse import (
     BAD,
@@ -33,7 +34,7 @@ from lockstep.etl.logs.past import hold_of_label, looks_round, text_of
 from lockstep.etl.logs.plan import Plan, plan_of
 from lockstep.etl.logs.records import RecordLines
 from lockstep.etl.logs.rejected import look
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import over_slices
 from lockstep.etl.write.checks import check_label, check_output
 from lockstep.etl.write.job import Counts, Input, Labelled
@@ -113,7 +114,7 @@ class LogInput(Input[LogCounts]):
 
     def counted(self, parsed: DataFrame) -> LogCounts:
         """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
-        with described(parsed.sparkSession, self.first_step):
+        with job_description(parsed.sparkSession, self.first_step):
             found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST}, {SUFFIX})").select(*SUMMARY_COLUMNS).collect()
         dropped, suffixes = Counter[str](), Counter[str]()
         for row in found:

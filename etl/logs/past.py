@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from lockstep.etl import columns as c
-from lockstep.etl.logs.config import DEFAULT_LABEL, LABEL_WINDOW_S
-from lockstep.etl.spark.session import described
+from lockstep.etl.choices import LABEL_WINDOW_S
+from lockstep.etl.logs.config import DEFAULT_LABEL
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.write.append import Parent
 from lockstep.etl.write.carried import OPEN, Carried, Carry, check_carried, read_carried
 from lockstep.storage.errors import ConfigError, DataError
@@ -151,7 +152,7 @@ class Past:
         old = read_carried(pages.sparkSession, self.parent, carried_schema(("visitor",)))
         late = too_late(pages, old, end, self.carried.hold_s, label)
         sums = (f.count(f.lit(1)).alias("n"), f.min(f.struct(c.SOURCE, c.POSITION, "time")).alias("first"))
-        with described(pages.sparkSession, "look for requests that come too late"):
+        with job_description(pages.sparkSession, "look for requests that come too late"):
             (found,) = late.agg(*sums).collect()
         if not found["n"]:
             return

@@ -35,6 +35,14 @@ from lockstep.storage.errors import ConfigError, require
 HEAD_BYTES = 64 << 10
 HEAD_LINES = 100
 ROLES = "roles"  # in created_by.config: the column of each role
+_SCALAR = (bool, int, float, str)
+# Tokens of Spark's SQL: strings and comments, a name in backquotes, or a bare name. A name before a bracket is a
+# function.
+_TOKEN = re.compile(
+    r"""\br(?:'[^']*'|"[^"]*")|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|--[^\n]*|/\*.*?\*/"""
+    r"""|`(?P<quoted>(?:[^`]|``)+)`|(?P<bare>\w+)(?!\w|\s*\()""",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
@@ -47,9 +55,6 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
     if form.names_of is None:
         return tuple(dict.fromkeys(key for document in _objects(head, form) for key in document))
     return form.names_of(head, source.url)
-
-
-_SCALAR = (bool, int, float, str)
 
 
 def keys_in(source: Source, form: LogFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -100,15 +105,6 @@ def _objects(lines: list[bytes], form: LogFormat) -> list[dict[str, Any]]:
     assert form.object_of is not None
     found = map(form.object_of, lines[:HEAD_LINES])
     return [document for document in found if document is not None]
-
-
-# Tokens of Spark's SQL: strings and comments, a name in backquotes, or a bare name. A name before a bracket is a
-# function.
-_TOKEN = re.compile(
-    r"""\br(?:'[^']*'|"[^"]*")|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|--[^\n]*|/\*.*?\*/"""
-    r"""|`(?P<quoted>(?:[^`]|``)+)`|(?P<bare>\w+)(?!\w|\s*\()""",
-    re.DOTALL | re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)

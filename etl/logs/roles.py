@@ -9,8 +9,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lockstep.etl.choices import ROLES_ASKED, role_flag
 from lockstep.etl.logs.formats import LOG_FORMATS, format_of_header
 from lockstep.storage.errors import ConfigError, DataError, require
+
+# Two names of one fact: the first gives way to the others.
+_GIVES_WAY: Mapping[str, tuple[str, ...]] = {
+    "time_local": ("time_iso8601",),
+    "msec": ("time_iso8601", "time_local"),
+    "@timestamp": ("timestamp",),  # a log shipper's stamp next to the event's own
+    "remote_host": ("remote_addr",),
+    "source.address": ("source.ip",),
+    "client_address": ("client_ip",),
+    "client_addr": ("client_ip", "client_host"),
+    "response": ("status",),
+    "cs-uri": ("cs-uri-stem",),
+}
 
 
 class Names(NamedTuple):
@@ -54,28 +68,6 @@ NAMES: Mapping[str, Names] = {
     "referrer": Names(("cs(Referer)",)),
     "agent": Names(("cs(User-Agent)",)),
 }  # fmt: skip
-ASKED: Mapping[str, str] = {
-    "visitor": "the visitor",
-    "time": "the time",
-    "status": "the answer's status",
-    "method": "the method",
-    "target": "the path asked for",
-    "query": "the query, if the target has none",
-    "request": "the request line",
-}
-"""The roles that a flag decides, in words."""
-# Two names of one fact: the first gives way to the others.
-_GIVES_WAY: Mapping[str, tuple[str, ...]] = {
-    "time_local": ("time_iso8601",),
-    "msec": ("time_iso8601", "time_local"),
-    "@timestamp": ("timestamp",),  # a log shipper's stamp next to the event's own
-    "remote_host": ("remote_addr",),
-    "source.address": ("source.ip",),
-    "client_address": ("client_ip",),
-    "client_addr": ("client_ip", "client_host"),
-    "response": ("status",),
-    "cs-uri": ("cs-uri-stem",),
-}
 
 
 def plain(name: str) -> str:
@@ -85,11 +77,6 @@ def plain(name: str) -> str:
 
 _TIERS = {role: tuple(frozenset(map(plain, tier)) for tier in names) for role, names in NAMES.items()}
 _YIELDS = {plain(name): frozenset(map(plain, others)) for name, others in _GIVES_WAY.items()}
-
-
-def flag_of(role: str) -> str:
-    """The flag that decides a role."""
-    return f"--{role}-column"
 
 
 class _Found(NamedTuple):
@@ -150,7 +137,7 @@ def _needed(
     missing = [role for role in needed if not found[role].names]
     if missing:
         raise _missing(missing, there, nested, url)
-    idle = [flag_of(role) for role in given if role not in needed]
+    idle = [role_flag(role) for role in given if role not in needed]
     require(not idle, ", ".join(idle), f"the columns {', '.join(found['request'].names)}", "only with a target column")
     return needed
 
@@ -161,9 +148,11 @@ def _one(role: str, found: _Found, nested: Sequence[str], url: str) -> str:
     rivals = [*found.names, *inside]
     if len(rivals) == 1:
         return rivals[0]
-    apart = role in ASKED and len(set(rivals)) == len(rivals)
+    apart = role in ROLES_ASKED and len(set(rivals)) == len(rivals)
     way = (
-        f"Name the one to use: {flag_of(role)} COLUMN." if apart else "Give each column of the file a name of its own."
+        f"Name the one to use: {role_flag(role)} COLUMN."
+        if apart
+        else "Give each column of the file a name of its own."
     )
     if inside:
         way += " Names do not reach into objects: write such a value into a column of its own first."
@@ -179,10 +168,10 @@ def _not_there(role: str, name: str, there: Sequence[str], nested: Sequence[str]
     inside = " Names do not reach into objects." if name in nested else ""
     count = there.count(name)
     return ConfigError(
-        f"input {url} does not have the column of {flag_of(role)} once",
+        f"input {url} does not have the column of {role_flag(role)} once",
         got=f"{name}, {f'{count} times' if count else 'no such column'}",
         allowed=f"its columns: {', '.join(there)[:500]}",
-        next_step=f"Correct {flag_of(role)}.{inside}",
+        next_step=f"Correct {role_flag(role)}.{inside}",
     )
 
 
@@ -192,7 +181,7 @@ def _missing(missing: Sequence[str], there: Sequence[str], nested: Sequence[str]
         form.name for form in LOG_FORMATS.values() if form.directive and "".join(there[:1]).startswith(form.directive)
     )
     other = next(directed, format_of_header(there))
-    flags = ", ".join(flag_of(role) for role in missing if role in ASKED)
+    flags = ", ".join(role_flag(role) for role in missing if role in ROLES_ASKED)
     ways = ["names do not reach into objects, so write such values into columns of their own first"] if nested else []
     ways += [f"name columns by {flags}"] if flags else []
     ways += ["give --schema for records of another kind", "give --columns where the file has no header"]

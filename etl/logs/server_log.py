@@ -34,6 +34,65 @@ _SIGN = _FORM.tolist().index(ord("+"))
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _FIRST, _LAST = -62_135_596_800, 253_402_300_799
 _CODES = np.array([int.from_bytes(name.encode()) for name in _MONTHS])
+# RE2 has a fast engine for expressions of at most four groups in which the next character decides every choice.
+QUOTED = r'(?:[^"\\]|\\.)*'
+MORE = rf'(?: (?:[^\s"]\S*|"{QUOTED}"))*'
+USER = r'(?:[^\s"]\S*|"[^"]*")'
+_STAMP = r"\[(?P<stamp>[^\]]*)\] "
+_FRONT = rf"^(?P<host>\S+) \S+ {USER} {_STAMP}"
+LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
+_STATUS = r"(?P<status>\d{3}|-) (?:\d+|-)"
+_COMMON_REST = rf"^{_STATUS}{MORE}$"
+_COMBINED_REST = rf'^{_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
+# A virtual host is a name with a dot, or has a port; an address alone is none.
+_SERVER = r"(?:[^\s,:]*(?:[^\s,:.\d][^\s,:]*\.|\.[^\s,:]*[^\s,:.\d])[^\s,:]*|[^\s,:]*:[^\s,:]*|\[[^\s,\]]*\]:\d+)"
+_V4, _V6 = r"\d{1,3}(?:\.\d{1,3}){3}", r"[0-9A-Fa-f]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?"
+ADDRESS = rf"(?:{_V4}|{_V6}|\[{_V6}\])"
+_LISTED = r"(?:, ?[^\s,]+)*"
+# The forwarded addresses, then the proxy's own.
+_PROXY_FRONT = rf"^(?P<host>{ADDRESS}){_LISTED} {ADDRESS} \S+ {USER} {_STAMP}"
+# With a virtual host, a list or a user of several words only `-` can be the ident.
+_ODD_FRONT = rf'^(?:{_SERVER} )?(?P<host>[^\s,]+){_LISTED} - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
+# Where quotes are not escaped, the last quote before status and size ends the request, and a quote before a blank or
+# the line's end the other texts.
+_WORDS = rf'(?: (?:[^\s"]+|"{QUOTED}"))* *$'
+_FRONTS = (_FRONT, _PROXY_FRONT, _ODD_FRONT)
+_COMMON_ODD = tuple(
+    rf"{front}{body}"
+    for body in (rf'"(?P<request>{QUOTED})" {_STATUS}{MORE} *$', rf'"(?P<request>.*)" {_STATUS} *$')
+    for front in _FRONTS
+)
+_COMBINED_ODD = tuple(
+    rf"{front}{body}"
+    for body in (
+        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE} *$',
+        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
+        rf'"(?P<request>.*)" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
+    )
+    for front in _FRONTS
+)
+_PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
+# What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
+_ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
+_NO_VISITOR = pa.array(["", "-"])
+# What a line consists of, in order, for errors
+_PARTS_OF_BOTH = (
+    ("a host", r"\S+"),
+    ("an ident", r" \S+"),
+    ("a user", rf" {USER}"),
+    ("a [time]", r" \[[^\]]*\]"),
+    ('a "request"', rf' "{QUOTED}"'),
+    ("a status", r" (?:\d{3}|-)(?!\S)"),
+    ("a size", r" (?:\d+|-)(?!\S)"),
+)
+_COMMON_PARTS = (*_PARTS_OF_BOTH, ("the end or further fields", rf"{MORE} *$"))
+_COMBINED_PARTS = (
+    *_PARTS_OF_BOTH,
+    ('a "referrer"', rf' "{QUOTED}"'),
+    ('a "user agent"', rf' "{QUOTED}"'),
+    ("the end or further fields", rf"{MORE} *$"),
+)
+_LIST_OF_ADDRESSES = rf"^\s*(?:({ADDRESS})\s*,.*|([^,]*?)\s*,(?:.*,)?[\s+]*{ADDRESS}(?::\d+)?\s*)$"
 
 
 def seconds_of_stamps(stamps: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -134,68 +193,6 @@ def _seconds(stamps: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.b
     local = ((first + day - 1) * 24 + hour) * 3600 + minute * 60 + second
     sign = np.where(stamps[:, _SIGN] == ord("-"), -1, 1)
     return local - sign * (offset // 100 * 3600 + offset % 100 * 60), good
-
-
-# RE2 has a fast engine for expressions of at most four groups in which the next character decides every choice.
-QUOTED = r'(?:[^"\\]|\\.)*'
-MORE = rf'(?: (?:[^\s"]\S*|"{QUOTED}"))*'
-USER = r'(?:[^\s"]\S*|"[^"]*")'
-_STAMP = r"\[(?P<stamp>[^\]]*)\] "
-_FRONT = rf"^(?P<host>\S+) \S+ {USER} {_STAMP}"
-LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
-_STATUS = r"(?P<status>\d{3}|-) (?:\d+|-)"
-_COMMON_REST = rf"^{_STATUS}{MORE}$"
-_COMBINED_REST = rf'^{_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
-# A virtual host is a name with a dot, or has a port; an address alone is none.
-_SERVER = r"(?:[^\s,:]*(?:[^\s,:.\d][^\s,:]*\.|\.[^\s,:]*[^\s,:.\d])[^\s,:]*|[^\s,:]*:[^\s,:]*|\[[^\s,\]]*\]:\d+)"
-_V4, _V6 = r"\d{1,3}(?:\.\d{1,3}){3}", r"[0-9A-Fa-f]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?"
-ADDRESS = rf"(?:{_V4}|{_V6}|\[{_V6}\])"
-_LISTED = r"(?:, ?[^\s,]+)*"
-# The forwarded addresses, then the proxy's own.
-_PROXY_FRONT = rf"^(?P<host>{ADDRESS}){_LISTED} {ADDRESS} \S+ {USER} {_STAMP}"
-# With a virtual host, a list or a user of several words only `-` can be the ident.
-_ODD_FRONT = rf'^(?:{_SERVER} )?(?P<host>[^\s,]+){_LISTED} - (?:{USER}|[^\s"\[-][^"\[]*) {_STAMP}'
-# Where quotes are not escaped, the last quote before status and size ends the request, and a quote before a blank or
-# the line's end the other texts.
-_WORDS = rf'(?: (?:[^\s"]+|"{QUOTED}"))* *$'
-_FRONTS = (_FRONT, _PROXY_FRONT, _ODD_FRONT)
-_COMMON_ODD = tuple(
-    rf"{front}{body}"
-    for body in (rf'"(?P<request>{QUOTED})" {_STATUS}{MORE} *$', rf'"(?P<request>.*)" {_STATUS} *$')
-    for front in _FRONTS
-)
-_COMBINED_ODD = tuple(
-    rf"{front}{body}"
-    for body in (
-        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE} *$',
-        rf'"(?P<request>{QUOTED})" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
-        rf'"(?P<request>.*)" {_STATUS} "(?P<referrer>.*?)" "(?P<agent>.*?)"{_WORDS}',
-    )
-    for front in _FRONTS
-)
-_PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
-# What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
-_ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
-_NO_VISITOR = pa.array(["", "-"])
-
-
-# What a line consists of, in order, for errors
-_PARTS_OF_BOTH = (
-    ("a host", r"\S+"),
-    ("an ident", r" \S+"),
-    ("a user", rf" {USER}"),
-    ("a [time]", r" \[[^\]]*\]"),
-    ('a "request"', rf' "{QUOTED}"'),
-    ("a status", r" (?:\d{3}|-)(?!\S)"),
-    ("a size", r" (?:\d+|-)(?!\S)"),
-)
-_COMMON_PARTS = (*_PARTS_OF_BOTH, ("the end or further fields", rf"{MORE} *$"))
-_COMBINED_PARTS = (
-    *_PARTS_OF_BOTH,
-    ('a "referrer"', rf' "{QUOTED}"'),
-    ('a "user agent"', rf' "{QUOTED}"'),
-    ("the end or further fields", rf"{MORE} *$"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +314,6 @@ def _first_of_list(hosts: pa.Array) -> pa.Array:
     listed = pc.fill_null(pc.match_substring(hosts, ","), False)
     first = pc.list_element(pc.split_pattern(hosts.filter(listed), ",", max_splits=1), 0)
     return pc.replace_with_mask(hosts, listed, first)
-
-
-_LIST_OF_ADDRESSES = rf"^\s*(?:({ADDRESS})\s*,.*|([^,]*?)\s*,(?:.*,)?[\s+]*{ADDRESS}(?::\d+)?\s*)$"
 
 
 def first_address(visitors: pa.Array) -> pa.Array:

@@ -16,6 +16,8 @@ from lockstep.features.arrow import flat
 
 _SHOWN = 60  # characters of a value
 _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
+_TRUE, _FALSE = pa.array(["1", "true", "t", "yes"]), pa.array(["0", "false", "f", "no"])
+_HEX = b"0x"
 
 
 def bad_value(name: str) -> str:
@@ -130,10 +132,6 @@ class Reasons:
                 mine = np.zeros(len(self), dtype=bool)
                 mine[places[other._codes == code]] = True
                 self.add(mine, name, details)
-
-
-_TRUE, _FALSE = pa.array(["1", "true", "t", "yes"]), pa.array(["0", "false", "f", "no"])
-_HEX = b"0x"
 
 
 def as_text(values: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:

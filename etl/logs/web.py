@@ -41,54 +41,6 @@ COMBINED = ("referrer", "agent")  # the columns that the combined format has, an
 LABEL = "stays"
 LABEL_TYPES = ("boolean",)
 LABEL_ALLOWED = "a boolean SQL expression over visitor, page, query, time and log_end; NULL means censored"
-
-
-def _vocabulary(file: str, max_size: int, min_count: int) -> dict[str, object]:
-    return {"kind": "vocabulary", "file": file, "max_size": max_size, "min_count": min_count, "oov_buckets": 1}
-
-
-def _buckets(*boundaries: int) -> dict[str, object]:
-    return {"kind": "bucketise", "boundaries": list(boundaries)}
-
-
-_SECONDS = _buckets(1, 2, 5, 10, 20, 30, 60, 120, 240, 480, 900, 1800, 3600, 7200, 14400)
-
-
-def _tokens(name: str, max_size: int) -> Field:
-    return Field(name=name, dtype="string", shape=(None,), encoding=_vocabulary(f"{name}.json", max_size, 5))
-
-
-def label_schema(combined: bool) -> pa.Schema:
-    """The columns that a label's expression may use; `combined` as for `schema`."""
-    texts = [(name, pa.string()) for name in texts_of(combined)]
-    return pa.schema([*texts, ("time", pa.int64()), ("log_end", pa.int64())])
-
-
-def schema(combined: bool = False) -> Schema:
-    """The fields of a web log's dataset; `combined`: the log names referrer and user agent.
-
-    The visitor is not one of them: a model should not learn host names.
-    """
-    more = tuple(_tokens(f"{name}_tokens", 500) for name in COMBINED) if combined else ()
-    return Schema(
-        (
-            sample_id_field(),
-            Field(name=LABEL, dtype="bool", kind="label"),
-            Field(name="page", dtype="string", encoding=_vocabulary("page.json", 2000, 3)),
-            _tokens("page_tokens", 1000),
-            _tokens("query_tokens", 500),
-            Field(name="prev_page", dtype="string", nullable=True, encoding=_vocabulary("prev_page.json", 1000, 5)),
-            Field(name="hour", dtype="int64", encoding=_buckets(*range(1, 24))),
-            Field(
-                name="requests_so_far", dtype="int64", encoding=_buckets(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
-            ),
-            Field(name="seconds_since_prev", dtype="int64", nullable=True, encoding=_SECONDS),
-            Field(name="mean_gap_s", dtype="int64", nullable=True, encoding=_SECONDS),
-            *more,
-        )
-    )
-
-
 # Requests of one second are in the order of the log. Every window ends at the row itself, so it sees nothing later.
 _BY_TIME = "PARTITION BY visitor ORDER BY time, _part, _source, _position"
 _PAST = f"({_BY_TIME} ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
@@ -137,6 +89,55 @@ _CARRIED = (
     f" 'since', IF(time > {{1}}, time, time - _seconds_so_far), 'stays', {LABEL}, 'open', time > {{2}}), NULL)"
     f" AS {c.CARRIED}"
 )
+_NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
+# Where fields may be absent: `-` for one of the first three is no page; of the last two a section may have no column.
+_MAY_BE_ABSENT = ("status", "method", "target", "query", *COMBINED)
+
+
+def _vocabulary(file: str, max_size: int, min_count: int) -> dict[str, object]:
+    return {"kind": "vocabulary", "file": file, "max_size": max_size, "min_count": min_count, "oov_buckets": 1}
+
+
+def _buckets(*boundaries: int) -> dict[str, object]:
+    return {"kind": "bucketise", "boundaries": list(boundaries)}
+
+
+_SECONDS = _buckets(1, 2, 5, 10, 20, 30, 60, 120, 240, 480, 900, 1800, 3600, 7200, 14400)
+
+
+def _tokens(name: str, max_size: int) -> Field:
+    return Field(name=name, dtype="string", shape=(None,), encoding=_vocabulary(f"{name}.json", max_size, 5))
+
+
+def label_schema(combined: bool) -> pa.Schema:
+    """The columns that a label's expression may use; `combined` as for `schema`."""
+    texts = [(name, pa.string()) for name in texts_of(combined)]
+    return pa.schema([*texts, ("time", pa.int64()), ("log_end", pa.int64())])
+
+
+def schema(combined: bool = False) -> Schema:
+    """The fields of a web log's dataset; `combined`: the log names referrer and user agent.
+
+    The visitor is not one of them: a model should not learn host names.
+    """
+    more = tuple(_tokens(f"{name}_tokens", 500) for name in COMBINED) if combined else ()
+    return Schema(
+        (
+            sample_id_field(),
+            Field(name=LABEL, dtype="bool", kind="label"),
+            Field(name="page", dtype="string", encoding=_vocabulary("page.json", 2000, 3)),
+            _tokens("page_tokens", 1000),
+            _tokens("query_tokens", 500),
+            Field(name="prev_page", dtype="string", nullable=True, encoding=_vocabulary("prev_page.json", 1000, 5)),
+            Field(name="hour", dtype="int64", encoding=_buckets(*range(1, 24))),
+            Field(
+                name="requests_so_far", dtype="int64", encoding=_buckets(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+            ),
+            Field(name="seconds_since_prev", dtype="int64", nullable=True, encoding=_SECONDS),
+            Field(name="mean_gap_s", dtype="int64", nullable=True, encoding=_SECONDS),
+            *more,
+        )
+    )
 
 
 def texts_of(combined: bool) -> tuple[str, ...]:
@@ -177,11 +178,6 @@ def rows_of(
         columns.append(_CARRIED.format(names, log_end - max(hold_s, 1), log_end - hold_s))
     rows = labelled.selectExpr(*windows).selectExpr(*columns)
     return rows if past is None else rows.where(f"NOT ({c.DROPPED} <=> '{c.PAST}' AND {c.CARRIED} IS NULL)")
-
-
-_NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
-# Where fields may be absent: `-` for one of the first three is no page; of the last two a section may have no column.
-_MAY_BE_ABSENT = ("status", "method", "target", "query", *COMBINED)
 
 
 def read_requests(

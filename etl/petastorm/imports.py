@@ -22,6 +22,7 @@ from lockstep.process.installed import ROOT
 from lockstep.storage.errors import ConfigError, LockstepError
 
 PETASTORM = "petastorm"
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from lockstep.etl.petastorm.imports import main; main()"
 
 
 def enable() -> None:
@@ -230,9 +231,6 @@ class _Rows:
     def read(self, columns: object, partitions: object) -> pa.Table:
         """The filtered rows; the caller drops columns that it did not ask for."""
         return self.table
-
-
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from lockstep.etl.petastorm.imports import main; main()"
 
 
 def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes]:

@@ -24,6 +24,19 @@ from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
+NULL = "__HIVE_DEFAULT_PARTITION__"
+METADATA = ("_metadata", "_common_metadata")
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "in": lambda value, wanted: value in wanted,
+    "not in": lambda value, wanted: value not in wanted,
+}
 
 
 def connect(host: str = "default", port: int = 8020, user: str | None = None) -> HadoopFileSystem:
@@ -171,19 +184,6 @@ class _Written(io.BytesIO):
             write_file(self._fs, self._url, data, exclusive=False)
 
 
-NULL = "__HIVE_DEFAULT_PARTITION__"
-METADATA = ("_metadata", "_common_metadata")
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "in": lambda value, wanted: value in wanted,
-    "not in": lambda value, wanted: value not in wanted,
-}
 Keys = tuple[tuple[str, int], ...]
 
 

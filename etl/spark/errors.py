@@ -12,7 +12,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.etl.spark.session import changed
+from lockstep.etl.spark.session import held_setting
 from lockstep.storage import errors
 from lockstep.storage.errors import DataError, LockstepError
 
@@ -85,7 +85,7 @@ def in_task(function: Callable[[S, P], Iterator[T]]) -> Callable[[S, P], Iterato
 
 
 @contextmanager
-def translated(spark: SparkSession, what: str) -> Iterator[None]:
+def translating_errors(spark: SparkSession, what: str) -> Iterator[None]:
     """Run Spark jobs. A task's LockstepError is raised here; any other error of Spark becomes a LockstepError that
     names `what`.
 
@@ -135,17 +135,17 @@ def _hushed(spark: SparkSession) -> Iterator[None]:
         for logger in ours:
             silent = str(logging.CRITICAL + 1)
             stack.enter_context(
-                changed(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
+                held_setting(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
             )
         if hasattr(utils, _NOTES):
             get, put = partial(_notes, utils), partial(_take_notes, utils)
-            stack.enter_context(changed(("python", _NOTES), "False", get, put))
+            stack.enter_context(held_setting(("python", _NOTES), "False", get, put))
         jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
         if jvm is not None:
             levels = _JavaLevels(jvm)
             for name in _LOUD:
                 stack.enter_context(
-                    changed(("java", name), "OFF", partial(levels.get, name), partial(levels.set, name))
+                    held_setting(("java", name), "OFF", partial(levels.get, name), partial(levels.set, name))
                 )
         yield
 

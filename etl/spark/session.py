@@ -29,6 +29,7 @@ BATCHES = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "4096",
     "spark.sql.inMemoryColumnarStorage.batchSize": "128",
 }
+POLL_S = 0.5
 
 
 @contextmanager
@@ -81,7 +82,7 @@ _changed: dict[Hashable, _Changed] = {}
 
 
 @contextmanager
-def changed(
+def held_setting(
     name: Hashable, value: str, get: Callable[[], str | None], put: Callable[[str | None], object]
 ) -> Iterator[None]:
     """Hold a setting of the process, known by `name`, at `value`. `get` and `put` read and set it; None means unset.
@@ -120,7 +121,7 @@ def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[
     with ExitStack() as stack:
         for key, value in settings.items():
             get = partial(spark.conf.get, key, None)
-            stack.enter_context(changed((session, key), value, get, partial(put, key)))
+            stack.enter_context(held_setting((session, key), value, get, partial(put, key)))
         yield
 
 
@@ -128,7 +129,7 @@ _doing: list[tuple[str, int | None]] = []  # the descriptions that are in effect
 
 
 @contextmanager
-def described(spark: SparkSession, text: str, shards: int | None = None) -> Iterator[None]:
+def job_description(spark: SparkSession, text: str, shards: int | None = None) -> Iterator[None]:
     """Have the Spark jobs that this thread starts described by `text`, on Spark's page, in its logs and by `watched`.
 
     `shards`: how many the last stage writes, one a task.
@@ -152,29 +153,26 @@ def at_once(first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
     from pyspark import InheritableThread
 
     begun = Future[S]()
-    thread = InheritableThread(target=_settle, args=(begun, first), name="lockstep-at-once")
+    thread = InheritableThread(target=_run_into, args=(begun, first), name="lockstep-at-once")
     thread.start()
     ended = Future[T]()
-    _settle(ended, second)
+    _run_into(ended, second)
     thread.join()
     return begun.result(), ended.result()
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def _run_into(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
 
 
-POLL_S = 0.5
-
-
 @contextmanager
 def watched(spark: SparkSession, label: str, steps: Sequence[str] = ()) -> Iterator[None]:
     """Show how many tasks Spark finishes meanwhile; if Spark cannot be asked, the display ends, not the job.
 
-    `steps`: the texts of `described` that take most of the time, in order, for the share of the whole.
+    `steps`: the texts of `job_description` that take most of the time, in order, for the share of the whole.
     """
     stop = threading.Event()
     with Progress(label, None, "tasks") as progress:

@@ -30,6 +30,7 @@ MAX_TASKS = 10_000
 OPEN_BYTES = 64 << 10
 MIN_ROWS, MIN_BYTES = 1024, 4 << 20
 Batches = Iterable[pa.RecordBatch]
+COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,6 @@ def spark_hash(values: NDArray[np.uint32]) -> NDArray[np.int32]:
 
 def _rotated(values: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     return (values << np.uint32(bits)) | (values >> np.uint32(32 - bits))
-
-
-COPY_BYTES = 4 << 20
 
 
 def partition_of_task() -> int:

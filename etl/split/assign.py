@@ -24,6 +24,18 @@ from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
 from lockstep.storage.errors import DataError
 
+_SIGN = np.uint64(1 << 63)
+_OWN = pa.schema(
+    [
+        (c.SPLIT, pa.string()),
+        (c.DROPPED, pa.string()),
+        (c.KEY, pa.int64()),
+        (c.LEAK, pa.int64()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -73,19 +85,6 @@ class Stored:
         # A copy: Spark may read a batch late, and the encoder reuses its buffer for the next one.
         buffers: list[Any] = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.tobytes())]
         return pa.Array.from_buffers(pa.binary(), rows.num_rows, buffers)
-
-
-_SIGN = np.uint64(1 << 63)
-_OWN = pa.schema(
-    [
-        (c.SPLIT, pa.string()),
-        (c.DROPPED, pa.string()),
-        (c.KEY, pa.int64()),
-        (c.LEAK, pa.int64()),
-        (c.SOURCE, pa.int32()),
-        (c.POSITION, pa.int64()),
-    ]
-)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _LEAST = -(1 << 63)
 Histogram = Callable[[tuple[int, int] | None, int], Mapping[int, int]]
 
 
-def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
+def assign_by_counts(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
     """Rows of lockstep.etl.split.assign with the name of each row's split in SPLIT; for other kinds of splits they are
     unchanged. Rows that are marked SAMPLED_OUT are counted for the splits, and dropped only in splits that are trained
     on.
@@ -112,8 +112,8 @@ def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: His
 
 def check_values(rows: DataFrame, df: DataFrame, split: SplitSpec) -> None:
     """Raise DataError if no row has one of the values that a subset names. `rows` are those of
-    lockstep.etl.split.assign, before `settle`, and `df` those they were made of, which are read again only for the
-    error.
+    lockstep.etl.split.assign, before `assign_by_counts`, and `df` those they were made of, which are read again only
+    for the error.
     """
     there = {row[c.SPLIT] for row in rows.select(c.SPLIT).distinct().collect()}
     missing = [value for number, value in enumerate(split.values) if str(number) not in there]

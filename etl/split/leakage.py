@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.etl import columns as c
 from lockstep.etl.spark.errors import SameIdError
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
@@ -122,7 +122,7 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Ma
     """
     checks = checks_of(split, schema)
     columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
-    with described(rows.sparkSession, "check for leakage between splits"):
+    with job_description(rows.sparkSession, "check for leakage between splits"):
         values = _on_two_sides(rows, columns, tuple(records))
     found = {check: of.shared for check, of in values.items()}
     for check, count in found.items():

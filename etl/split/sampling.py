@@ -20,6 +20,11 @@ from lockstep.features.schema.sampled import Sampled
 from lockstep.storage.errors import ConfigError, require
 
 _SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
+WEIGHT = "weight"
+UNCOUNTED = 1.0  # the weight of a class that only validation or test has: the mean weight in training
+_OWN_SEED = 0x73616D706C65  # "sample": which records are kept must not depend on their order in shards or on the split
+_BOOLEAN, _WHOLE = re.compile("true|false|[01]"), re.compile("0|-?[1-9][0-9]{0,18}")
+_AS_BOOLEAN = {"0": "false", "1": "true"}
 
 
 def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
@@ -32,13 +37,6 @@ def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
         share = Fraction(-1)
     require(0 <= share <= 1, flag, text, "0% to 100%, or 0 to 1")
     return share
-
-
-WEIGHT = "weight"
-UNCOUNTED = 1.0  # the weight of a class that only validation or test has: the mean weight in training
-_OWN_SEED = 0x73616D706C65  # "sample": which records are kept must not depend on their order in shards or on the split
-_BOOLEAN, _WHOLE = re.compile("true|false|[01]"), re.compile("0|-?[1-9][0-9]{0,18}")
-_AS_BOOLEAN = {"0": "false", "1": "true"}
 
 
 @dataclass(frozen=True, slots=True)

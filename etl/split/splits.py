@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
+from lockstep.etl.choices import SPLITS
 from lockstep.features.sample_id import group_hashes, text_of, unit_hashes
 from lockstep.storage.errors import ConfigError, DataError
 
@@ -23,11 +24,6 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
-ALLOWED = (
-    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B,"
-    " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K, kfold:K:COLUMN or kfold:K:COLUMN:balanced,"
-    " subset:COLUMN=VALUE,VALUE (these values are test), or given"
-)
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _FOLD = re.compile(r"fold-\d+")
@@ -103,7 +99,7 @@ class SplitSpec:
 
     @classmethod
     def parse(cls, text: str) -> SplitSpec:
-        """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
+        """Read `--split`. Raises ConfigError for anything but the forms of SPLITS."""
         if text == "given":
             return cls(kind="given")
         head, _, rest = text.partition(":")
@@ -264,6 +260,6 @@ def _unreadable(text: str) -> ConfigError:
     return ConfigError(
         "--split cannot be read",
         got=text[:MAX_SHOWN] or "nothing",
-        allowed=ALLOWED,
+        allowed=SPLITS,
         next_step=f"Write for example --split {_example(text)}.",
     )

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.etl import columns as c
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.write.append import Parent
 from lockstep.etl.write.shards import RUN_AGAIN, move
@@ -195,7 +195,7 @@ def place_carried(
         left = rows.where(f.col(c.DROPPED) == c.PAST).select(f"{c.CARRIED}.*")
         part = f.pmod(f.xxhash64(carry.key), f.lit(parts)).cast("int")
         placed = by_partition(left, parts, part).sortWithinPartitions(*carry.order)
-        with described(rows.sparkSession, "write what the next append needs"):
+        with job_description(rows.sparkSession, "write what the next append needs"):
             results = [row.asDict() for row in mapped(placed, write, _RESULT).collect()]
     else:
         results = write.write(0, iter(())).to_pylist()

@@ -6,8 +6,9 @@ import posixpath
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any
 
+from lockstep.etl.choices import DEFAULT_SHARD_BYTES, WEIGHTS, Weights
 from lockstep.etl.input.files import DEFAULT_SPLIT_BYTES
 from lockstep.etl.split.sampling import Sampling, parse_share
 from lockstep.etl.split.splits import SplitSpec
@@ -15,9 +16,6 @@ from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS, Compression, 
 from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several, split_url
 
-DEFAULT_SHARD_BYTES = 128 << 20
-Weights = Literal["none", "balanced"]
-WEIGHTS = get_args(Weights)
 NOT_KEPT = "none"
 """The value of --quarantine with which rejected input is not kept."""
 _SIDE = re.compile(r"[0-9]{1,9}")

@@ -12,14 +12,15 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
 from lockstep.etl import columns as c
+from lockstep.etl.choices import DEFAULT_SHARD_BYTES, Weights
 from lockstep.etl.columns import PACKED, PLACE
 from lockstep.etl.fit.bake import Bake, baked_rows, fitted_of
 from lockstep.etl.fit.statistics import class_counts, classes_of, fit_all
-from lockstep.etl.spark.errors import SameIdError, translated
+from lockstep.etl.spark.errors import SameIdError, translating_errors
 from lockstep.etl.spark.session import at_once, bounded, sized
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.assign import Assign
-from lockstep.etl.split.counted import check_values, settle
+from lockstep.etl.split.counted import assign_by_counts, check_values
 from lockstep.etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
 from lockstep.etl.split.sampling import balanced
 from lockstep.etl.split.splits import TRAIN, SplitSpec, span_of
@@ -28,7 +29,7 @@ from lockstep.etl.write.append import Parent, check_new_ids
 from lockstep.etl.write.carried import Carried, Carry, place_carried
 from lockstep.etl.write.chance import refuse_chance
 from lockstep.etl.write.checks import Target, check_output, check_target
-from lockstep.etl.write.config import DEFAULT_SHARD_BYTES, OutputConfig, Weights, WriteConfig
+from lockstep.etl.write.config import OutputConfig, WriteConfig
 from lockstep.etl.write.frame import named_repeats, prepared
 from lockstep.etl.write.late import AssignLate, LateImages, write_late
 from lockstep.etl.write.pandas_rows import is_frame, spark_frame
@@ -174,12 +175,12 @@ def _published(df: DataFrame, rows: DataFrame, job: Job) -> DatasetManifest:
         job = replace(job, sampled=config.sampling.sampled(dict(rows.dtypes)[config.sampling.column], split))
     spark = df.sparkSession
     try:
-        with translated(spark, "writing the dataset"), bounded(spark):
+        with translating_errors(spark, "writing the dataset"), bounded(spark):
             return _written(rows, job, window)
     except SameIdError as error:
         if c.POSITION in df.columns:
             raise
-        with translated(spark, "looking for equal ids"):
+        with translating_errors(spark, "looking for equal ids"):
             # Rows without a place cannot be named by it, so the error names equal ids by their columns.
             raise named_repeats(df, job.id_columns) or error from None
 
@@ -213,7 +214,7 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
         if split.kind == "subset" and job.target.parent is None:  # an append need not have all values
             check_values(rows, df, split)
         with building(job) as place, ExitStack() as stack:
-            done = _built(place.staging, df, settle(rows, split, window), full, job, stack)
+            done = _built(place.staging, df, assign_by_counts(rows, split, window), full, job, stack)
             return publish(place, job, done)
     finally:
         rows.unpersist()

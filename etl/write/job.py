@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lockstep.etl.input.files import Source
-from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.errors import translating_errors
 from lockstep.etl.spark.session import tuned, watched
 from lockstep.etl.write.carried import Carry
 from lockstep.etl.write.checks import Target
@@ -121,7 +121,7 @@ class Input(ABC, Generic[C]):
 
 def run(spark: SparkSession, job: Input[Any]) -> DatasetManifest:
     """Run a job in a session whose settings suit its input, with progress; errors of Spark become our own."""
-    reading = translated(spark, f"reading the {job.what}")
+    reading = translating_errors(spark, f"reading the {job.what}")
     steps = (job.first_step, RECORDS_STEP, SHARDS_STEP)
     with reading, tuned(spark, job.sources), watched(spark, f"etl {job.label}", steps):
         return job.write(spark)

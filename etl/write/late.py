@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lockstep.etl import columns as c
 from lockstep.etl.columns import PACKED, PLACE
 from lockstep.etl.input.lines import RAW_BYTES
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import mapped, partition_of_task, rows_too_large
 from lockstep.etl.split.assign import Assign
 from lockstep.etl.split.leakage import CONTENT, checks_of
@@ -259,7 +259,7 @@ def write_late(
     task = WriteLate(write, late)
     found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
-    with described(rows.sparkSession, SHARDS_STEP, table.total):
+    with job_description(rows.sparkSession, SHARDS_STEP, table.total):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _with_rejected(origin, found, results)
     assert whole.quarantine is not None and whole.read is not None

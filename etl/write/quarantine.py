@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.etl import columns as c
-from lockstep.etl.spark.session import described
+from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.write.checks import refuse_existing
 from lockstep.etl.write.config import WriteConfig
@@ -61,7 +61,7 @@ def write_quarantine(
         placed = by_partition(rows.select(*c.REJECTED.names), parts, part)
         ordered = placed.sortWithinPartitions(c.SOURCE, c.POSITION, c.PLACE)
         write = WriteQuarantine(attempts, source_urls)
-        with described(rows.sparkSession, "write the rejected input"):
+        with job_description(rows.sparkSession, "write the rejected input"):
             results = [row.asDict() for row in mapped(ordered, write, _RESULT).collect()]
     results.sort(key=lambda row: row["part"])
     found = sum(row["rows"] for row in results)

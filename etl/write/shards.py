@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.etl import columns as c
 from lockstep.etl.spark.errors import SameIdError
-from lockstep.etl.spark.session import described, sized
+from lockstep.etl.spark.session import job_description, sized
 from lockstep.etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.etl.split.splits import are_folds
 from lockstep.features.arrow import flat
@@ -39,6 +39,34 @@ from lockstep.storage.urls import join, parent
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
+
+RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
+RESULT = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("path", pa.string()),
+        ("records", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("crc32c", pa.string()),
+        ("footer_sha256", pa.string()),
+        ("blocks", pa.list_(pa.int64())),
+        ("unpacked", pa.list_(pa.int64())),
+        ("index_path", pa.string()),
+        ("index_bytes", pa.int64()),
+        ("index_sha256", pa.string()),
+        ("files_path", pa.string()),
+        ("files_bytes", pa.int64()),
+        ("files_sha256", pa.string()),
+        ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
+    ]
+)
+_FILES = pa.schema([pa.field(SAMPLE_ID, pa.int64(), nullable=False), pa.field("file", pa.string(), nullable=False)])
+RECORDS_STEP, SHARDS_STEP = "make ids, splits and records", "order the records and write the shards"
+BLOCK_BYTES = 2 << 20
+# Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
+FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
+MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
 
 
 def write_parquet(file: IO[bytes], schema: Schema, batches: Iterable[pa.RecordBatch], block_records: int) -> int:
@@ -97,29 +125,6 @@ def _range(file: IO[bytes], offset: int, length: int) -> bytes:
     return file.read(length)
 
 
-RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
-RESULT = pa.schema(
-    [
-        ("shard", pa.int32()),
-        ("path", pa.string()),
-        ("records", pa.int64()),
-        ("bytes", pa.int64()),
-        ("sha256", pa.string()),
-        ("crc32c", pa.string()),
-        ("footer_sha256", pa.string()),
-        ("blocks", pa.list_(pa.int64())),
-        ("unpacked", pa.list_(pa.int64())),
-        ("index_path", pa.string()),
-        ("index_bytes", pa.int64()),
-        ("index_sha256", pa.string()),
-        ("files_path", pa.string()),
-        ("files_bytes", pa.int64()),
-        ("files_sha256", pa.string()),
-        ("keys", pa.int64()),  # exclusive or of the records' keys; null if nothing counted them before
-    ]
-)
-
-
 @dataclass(frozen=True)
 class ShardTable:
     """Which partition is which shard, split by split: name of the split, number of its shards, records of a block."""
@@ -138,9 +143,6 @@ class ShardTable:
                 return name, partition, count, block_records
             partition -= count
         raise AssertionError(f"no shard {partition} after {self.splits}")
-
-
-_FILES = pa.schema([pa.field(SAMPLE_ID, pa.int64(), nullable=False), pa.field("file", pa.string(), nullable=False)])
 
 
 class _NamedFiles:
@@ -301,13 +303,6 @@ class WriteShards:
         )
 
 
-RECORDS_STEP, SHARDS_STEP = "make ids, splits and records", "order the records and write the shards"
-BLOCK_BYTES = 2 << 20
-# Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
-FEW_CLASSES, MOST_CLASSES = "^(true|false|[0-9]{1,3})$", 1000
-MIN_BLOCKS = 64  # docs/decisions/010-sizes-blocks-and-ids.md
-
-
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of rows of lockstep.etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the
@@ -340,7 +335,7 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
     # Of few groups, each task leaves few rows to add up.
-    with described(rows.sparkSession, RECORDS_STEP), sized(rows.sparkSession, 0):
+    with job_description(rows.sparkSession, RECORDS_STEP), sized(rows.sparkSession, 0):
         grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
     for row in grouped:
         name, count = row[c.SPLIT], row["n"]
@@ -401,7 +396,7 @@ def write_shards(
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names, *write.files_column)
     if not table.total:
         return placed(fs, paths, [], table, write.fmt)
-    with described(rows.sparkSession, SHARDS_STEP, table.total):
+    with job_description(rows.sparkSession, SHARDS_STEP, table.total):
         results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     check_keys(results, table, keys)
     return placed(fs, paths, results, table, write.fmt)

@@ -27,6 +27,10 @@ SIGN_NAME = "_job.json"
 KIND = "etl-staging"
 BEAT_S = 30.0
 _DISOWNED = -1
+# A job signs every 30 s. Twenty missed signs are longer than a NameNode's failover or a JVM's pause.
+DEAD_AFTER_S = 600.0
+_FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
+_DEAD = ".dead"
 
 
 class Staging:
@@ -167,12 +171,6 @@ def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> 
         apart.keep()
 
 
-# A job signs every 30 s. Twenty missed signs are longer than a NameNode's failover or a JVM's pause.
-DEAD_AFTER_S = 600.0
-_FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
-_DEAD = ".dead"
-
-
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """A staging folder of a dead job: its URL, the output that it was for ("" if only the manifest remains), and the
@@ -221,12 +219,12 @@ def is_unfinished(fs: FileSystem, url: str, output: str) -> bool:
     return _unfinished(fs, url, output) is not None
 
 
-def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove such a quarantine from `url` if it was not signed for `dead_after_s` seconds, and log it. If storage does
+def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int) -> None:
+    """Remove such a quarantine from `url` if it was not signed for DEAD_AFTER_S seconds, and log it. If storage does
     not let us remove it, that is logged and it stays.
     """
     found = _unfinished(fs, url, output)
-    if found is None or now_ms - found[1] < dead_after_s * 1000:
+    if found is None or now_ms - found[1] < DEAD_AFTER_S * 1000:
         return
     # The name of a staging folder: if this job is killed too, --clean of a later job finds the rest.
     dead = DatasetPaths(absolute(url)).staging(found[0]) + _DEAD

@@ -66,37 +66,52 @@ class Submit(SparkSubmitOperator):
             store.set(self.external_id_key, application["id"])
 
 
-def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_flags: tuple[str, ...]) -> DAG:
-    """The DAG. A flag as `--split={split}` names a setting of `defaults`, the DAG's own, or of COMMON."""
-    known = {**COMMON, **defaults}
+class Day:
+    """One day of a DAG as templates: its settings, its URLs, and a spark-submit for each step.
 
-    def asked(name: str) -> str:
-        return f"(params.{name} or var.value.get('{dag_id}_{name}', '{known[name][0]}'))"
+    A dataset, a run and their names are those of the data interval, never of the try.
+    """
 
-    def value(name: str) -> str:
-        return f"{{{{ {asked(name)} }}}}"
-
-    # A dataset, a run and its name are those of the data interval, never of the try.
-    day, root = "{{ data_interval_start | ds }}", value("root")
     before = "prev_data_interval_start_success"
-    raw, dataset, run = f"{root}/raw/{day}", f"{root}/datasets/{day}", f"{root}/runs/{day}"
 
-    def since(flag: str, url: str) -> str:
+    def __init__(self, dag_id: str, known: dict[str, tuple[str, str]]) -> None:
+        self.dag_id, self.known = dag_id, known
+        self.name, self.root = "{{ data_interval_start | ds }}", self.value("root")
+        self.raw, self.dataset, self.run = (f"{self.root}/{kind}/{self.name}" for kind in ("raw", "datasets", "runs"))
+        self.models = f"{self.root}/models/{dag_id}"
+
+    def asked(self, name: str) -> str:
+        """The expression of a setting's value."""
+        return f"(params.{name} or var.value.get('{self.dag_id}_{name}', '{self.known[name][0]}'))"
+
+    def value(self, name: str) -> str:
+        """The template of a setting's value."""
+        return f"{{{{ {self.asked(name)} }}}}"
+
+    def since(self, flag: str, url: str) -> str:
         """Return `flag` with what the last successful day made; nothing on the first day."""
-        return f"{{% if {before} %}}{flag}={url}{{% endif %}}"
+        return f"{{% if {self.before} %}}{flag}={url}{{% endif %}}"
 
     def submit(
-        task: str, job: str, hours: int, *arguments: str, retries: int = 2, here: bool = False, executors: str = ""
+        self,
+        task: str,
+        job: str,
+        hours: int,
+        *arguments: str,
+        retries: int = 2,
+        here: bool = False,
+        executors: str = "",
     ) -> Submit:
+        """The task that runs a job, on Airflow's worker if `here`."""
         return Submit(
             task_id=task,
-            application=f"{value('home')}/jobs/{job}.py",
-            name=f"{dag_id}-{task}-{day}",
-            py_files=value("py_files"),
+            application=f"{self.value('home')}/jobs/{job}.py",
+            name=f"{self.dag_id}-{task}-{self.name}",
+            py_files=self.value("py_files"),
             conf={
-                "spark.yarn.dist.archives": value("archives"),
-                "spark.pyspark.python": f"{{% if {asked('archives')} %}}./python/bin/python{{% endif %}}",
-                "spark.yarn.tags": f"{dag_id}.{task}.{day}",
+                "spark.yarn.dist.archives": self.value("archives"),
+                "spark.pyspark.python": f"{{% if {self.asked('archives')} %}}./python/bin/python{{% endif %}}",
+                "spark.yarn.tags": f"{self.dag_id}.{task}.{self.name}",
                 "spark.executor.instances": executors,
             },
             application_args=list(arguments),
@@ -106,6 +121,12 @@ def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_f
             depends_on_past=task == "upload",  # a day waits for the day before
         )
 
+
+def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_flags: tuple[str, ...]) -> DAG:
+    """The DAG. A flag as `--split={split}` names a setting of `defaults`, the DAG's own, or of COMMON."""
+    known = {**COMMON, **defaults}
+    day = Day(dag_id, known)
+    value = day.value
     with DAG(
         dag_id=dag_id,
         description="Yesterday's data to a published model",
@@ -124,23 +145,23 @@ def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_f
         doc_md=__doc__,
     ) as dag:
         # On Airflow's worker: an application master does not see its files, and fails without a Spark session.
-        folder = f"{value('input')}/{day}"
-        upload = submit("upload", "upload", 2, f"--input={folder}", f"--output={raw}", here=True)
-        etl = submit(
-            "etl", etl_job, 2, f"--input={raw}", f"--output={dataset}", f"--max-bad={value('max_bad')}",
-            "--if-exists=keep", "--clean", since("--append-to", f"{root}/datasets/{{{{ {before} | ds }}}}"),
+        folder = f"{value('input')}/{day.name}"
+        upload = day.submit("upload", "upload", 2, f"--input={folder}", f"--output={day.raw}", here=True)
+        etl = day.submit(
+            "etl", etl_job, 2, f"--input={day.raw}", f"--output={day.dataset}", f"--max-bad={value('max_bad')}",
+            "--if-exists=keep", "--clean", day.since("--append-to", f"{day.root}/datasets/{{{{ {day.before} | ds }}}}"),
             *(flag.format_map({name: value(name) for name in known}) for flag in etl_flags),
         )  # fmt: skip
         # Reading a damaged dataset again does not help.
-        verify = submit("verify", "verify", 1, dataset, retries=0, here=True)
-        train = submit(
-            "train", "train", 8, f"--dataset={dataset}", f"--run={run}", f"--num-ranks={value('num_ranks')}",
+        verify = day.submit("verify", "verify", 1, day.dataset, retries=0, here=True)
+        train = day.submit(
+            "train", "train", 8, f"--dataset={day.dataset}", f"--run={day.run}", f"--num-ranks={value('num_ranks')}",
             f"--checkpoint-every={value('checkpoint_every')}", "--audit",
             f"--model={value('model')}", f"--global-batch={value('global_batch')}", f"--epochs={value('epochs')}",
-            since("--init-from", f"{root}/models/{dag_id}"), executors=value("num_ranks"),
+            day.since("--init-from", day.models), executors=value("num_ranks"),
         )  # fmt: skip
-        publish = submit(
-            "publish", "publish", 1, f"--run={run}", f"--dataset={dataset}", f"--models={root}/models/{dag_id}",
+        publish = day.submit(
+            "publish", "publish", 1, f"--run={day.run}", f"--dataset={day.dataset}", f"--models={day.models}",
             f"--metric={value('metric')}", "--launcher=barrier", executors="1",
         )  # fmt: skip
         upload >> etl >> verify >> train >> publish

@@ -12,6 +12,8 @@ from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import copy, load_u32, offset, store_u8, store_u32, store_u64
 
 _kernel = kernels(__name__, memory)
+_BLOCK_BYTES = 64
+_SPLIT = np.frombuffer(b"split", dtype=np.uint8)
 
 
 def _primes(count: int) -> list[int]:
@@ -35,8 +37,6 @@ def _root_bits(number: int, power: int) -> int:
 
 _START = np.array([_root_bits(prime, 2) for prime in _primes(8)], dtype=np.uint32)
 _ROUND = np.array([_root_bits(prime, 3) for prime in _primes(64)], dtype=np.uint32)
-_BLOCK_BYTES = 64
-_SPLIT = np.frombuffer(b"split", dtype=np.uint8)
 
 
 # Numba widens sums of 32-bit numbers to 64 bits. Casting each back lets LLVM compute in 32 bits.

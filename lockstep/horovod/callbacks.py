@@ -15,6 +15,15 @@ from lockstep.horovod.runtime import absent, check, rank, size
 from lockstep.storage.errors import ConfigError
 from lockstep.training.steps.optimizers import CorrectedSGD, without_loss_scale
 
+# Known to Horovod, not here: name -> what to do instead.
+ABSENT = {
+    "BestModelCheckpoint": "Use keras.callbacks.ModelCheckpoint(path, save_best_only=True) on rank 0.",
+    **dict.fromkeys(
+        ("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"),
+        "Start with lockstep launch --max-restarts N and resume from a checkpoint of keras.callbacks.ModelCheckpoint.",
+    ),
+}
+
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Sends the weights and the optimizer's state of rank `root_rank` to all ranks.
@@ -168,16 +177,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if epoch + 1 == self.end_epoch and self.verbose > 0 and rank() == 0:
             reached = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {reached:g}.")
-
-
-# Known to Horovod, not here: name -> what to do instead.
-ABSENT = {
-    "BestModelCheckpoint": "Use keras.callbacks.ModelCheckpoint(path, save_best_only=True) on rank 0.",
-    **dict.fromkeys(
-        ("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"),
-        "Start with lockstep launch --max-restarts N and resume from a checkpoint of keras.callbacks.ModelCheckpoint.",
-    ),
-}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,16 @@ from lockstep.training.world import World
 if TYPE_CHECKING:
     from lockstep.training.control.context import RankContext
 
+HINTS = {
+    "device_dense": str,
+    "device_sparse": str,
+    "device": str,
+    "use_locking": bool,
+    "num_groups": int,
+    "groups": int | list,
+}
+"""Arguments for where and how many at a time Horovod sends tensors, which do not change the sums: name -> type."""
+
 
 def agree(communicator: Communicator, number: int, text: str, extra: int = 0) -> list[int]:
     """Compare call `number` of this rank with the others'; returns every rank's `extra`.
@@ -43,17 +53,6 @@ def agree(communicator: Communicator, number: int, text: str, extra: int = 0) ->
             next_step="Look for a call under `if rank() == 0`, or for ranks with different numbers of batches.",
         )
     return [int(row) for row in rows[:, 1]]
-
-
-HINTS = {
-    "device_dense": str,
-    "device_sparse": str,
-    "device": str,
-    "use_locking": bool,
-    "num_groups": int,
-    "groups": int | list,
-}
-"""Arguments for where and how many at a time Horovod sends tensors, which do not change the sums: name -> type."""
 
 
 def check(call: str, **given: Any) -> None:

@@ -1,4 +1,7 @@
-"""Signals that end a job: SIGTERM and SIGHUP end this process in good order."""
+"""What SIGTERM and SIGHUP do to a job that trains nothing: its process ends in good order, with the code of the signal.
+
+A driver of a run, whose ranks first write a checkpoint, has lockstep.training.driver.stop.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,10 @@ from typing import Any
 
 from lockstep.storage.errors import CorruptionError, DataError
 
+SEAL = "manifest_sha256"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CRC32C = re.compile(r"[0-9a-f]{8}")
+
 
 def canonical_bytes(value: Any) -> bytes:
     """Encode a JSON value: keys sorted by code point, no spaces, UTF-8 unescaped, no trailing newline.
@@ -84,9 +88,6 @@ def _check_keys(value: Any) -> None:
             stack.extend(item)
 
 
-SEAL = "manifest_sha256"
-
-
 def seal(doc: Mapping[str, Any]) -> bytes:
     """Canonical JSON of `doc` with the key `manifest_sha256` added, the digest of the JSON without it."""
     if SEAL in doc:
@@ -124,10 +125,6 @@ def unseal_as(kind: str, data: bytes, where: str, *, version: int = 1) -> dict[s
             next_step=f"Give a {kind} of this version of Lockstep.",
         )
     return doc
-
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_CRC32C = re.compile(r"[0-9a-f]{8}")
 
 
 def obj(value: Any, keys: Iterable[str], *, where: str) -> dict[str, Any]:

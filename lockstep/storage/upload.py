@@ -35,6 +35,11 @@ _HEADER = struct.Struct(">iq")  # bytes of a CRC, CRCs of an HDFS block (0 where
 _READ_BYTES = 1 << 22
 _LEAST_BUFFER = 32
 _ONE_BLOCK = 1 << 62
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.upload", re.DOTALL)
+COPY_BYTES = 1 << 20
+BY_CHECKSUM = "HDFS's checksum"
+BY_READING = "SHA-256 of what was read back"
+BY_LENGTH = "length (empty)"
 
 
 def same_as(stored: StoredChecksum, file: BinaryIO) -> bool | None:
@@ -71,9 +76,6 @@ def file_checksum(file: BinaryIO, bytes_per_crc: int, crcs_per_block: int) -> by
     while buffer_bytes < len(md5s):
         buffer_bytes *= 2
     return hashlib.md5(md5s.ljust(buffer_bytes, b"\0")).digest()
-
-
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.upload", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +210,6 @@ def _listing(fs: FileSystem, url: str) -> dict[str, FileStat]:
         return {entry.name: entry for entry in fs.list(url)}
     except NotFoundError:
         return {}
-
-
-COPY_BYTES = 1 << 20
-BY_CHECKSUM = "HDFS's checksum"
-BY_READING = "SHA-256 of what was read back"
-BY_LENGTH = "length (empty)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ import pyarrow as pa
 import pytest
 from sklearn.metrics import roc_auc_score, silhouette_score
 
-from lockstep.etl.baseline import KINDS, MAX_COLLECTED, BaselineConfig, Predicted, check, train_and_predict
-from lockstep.etl.baseline_trees import Growth
+from lockstep.etl.baseline.config import KINDS, BaselineConfig
+from lockstep.etl.baseline.plan import check
+from lockstep.etl.baseline.train import MAX_COLLECTED, Predicted, train_and_predict
+from lockstep.etl.baseline.trees import Growth
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError
-from lockstep.training.results.baselines import scores_of
+from lockstep.training.results.stored_baselines import scores_of
 from tests.training._tiny import _ids, write_clicks, write_images, write_rows, write_table
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ import numpy as np, pyarrow as pa
 from lockstep.etl.input.unpack import Forward
 from lockstep.etl.write.shards import placed
 from lockstep.etl.write.shards import ShardTable, WriteShards
-from lockstep.features.images.augment import Draws
+from lockstep.features.images.random_numbers import Draws
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.etl.fit.exact_sums import ExactSums
 from lockstep.features.images.resize import resized_part, rotate

@@ -14,11 +14,11 @@ from sklearn.model_selection import GroupKFold
 import lockstep
 from lockstep.etl import columns as c
 from lockstep.etl import tables
-from lockstep.etl.spark.errors import to_wire, translated
+from lockstep.etl.spark.errors import to_wire, translating_errors
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split import counted
 from lockstep.etl.split.assign import Assign
-from lockstep.etl.split.counted import settle
+from lockstep.etl.split.counted import assign_by_counts
 from lockstep.etl.split.leakage import by_chance, check_leakage, leak_key
 from lockstep.etl.split.sampling import Sampling
 from lockstep.etl.split.splits import SplitSpec
@@ -170,7 +170,7 @@ def split_rows(
     rows, schema = prepared(df, None, ["id"], spec)
     assign = Assign(schema, ("id",), spec, 0, "parquet", None if sample is None else Sampling.parse(sample))
     placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.output)
-    return settle(placed.persist(), spec, window), spec, schema
+    return assign_by_counts(placed.persist(), spec, window), spec, schema
 
 
 def test_classes_and_times_are_cut_exactly_however_rows_lie(spark: SparkSession, frame: DataFrame) -> None:
@@ -372,9 +372,9 @@ def test_a_mark_in_a_plan_is_no_error_of_a_task(spark: SparkSession) -> None:
     from pyspark.sql import functions as f
 
     mark = to_wire(DataError("the mark", got="1", allowed="2", next_step="3"))
-    with pytest.raises(LockstepError, match="Spark failed while testing"), translated(spark, "testing"):
+    with pytest.raises(LockstepError, match="Spark failed while testing"), translating_errors(spark, "testing"):
         spark.range(1).select(f.raise_error(f.lit(mark)), "no_such_column")
-    with pytest.raises(DataError, match="the mark"), translated(spark, "testing"):
+    with pytest.raises(DataError, match="the mark"), translating_errors(spark, "testing"):
         spark.range(1).select(f.raise_error(f.lit(mark))).collect()
 
 

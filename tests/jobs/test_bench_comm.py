@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.jobs._cli import size
 from lockstep.jobs.bench_comm import main, parser
 from lockstep.storage.errors import CommunicationError, ConfigError, ExistsError
-from lockstep.training.profiling.bench_comm import Row, size, table
+from lockstep.training.profiling.bench_comm import Row, table
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4096", 4096), ("4K", 4096), ("1M", 1 << 20), ("2G", 2 << 30)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs._package import ARCHIVES, Packed, closure, named_by_digest, shell_lines
+from lockstep.jobs._archives import ARCHIVES, Packed, closure, named_by_digest, shell_lines
 from lockstep.jobs._yarn import report_failure
 from lockstep.process.installed import ROOMS, ROOT
 from lockstep.spark.session import ship_rooms

@@ -23,9 +23,9 @@ def week(monkeypatch: pytest.MonkeyPatch) -> str:
             on_ok(f"logs/g0001/rank-{number % 2:05d}/part-{number // 2:05d}.log", "9 bytes")
         return [Finding(f"checkpoints/step-{number}", None, 7, "changed") for number in range(FAULTS)]
 
-    monkeypatch.setattr(job, "verify", verify)
-    monkeypatch.setattr(job, "kind_of", lambda fs, url: "run")
-    monkeypatch.setattr(job, "total_bytes", lambda url: None)
+    monkeypatch.setattr("lockstep.storage.verify.verify", verify)
+    monkeypatch.setattr("lockstep.storage.verify.kind_of", lambda fs, url: "run")
+    monkeypatch.setattr("lockstep.storage.verify.total_bytes", lambda url: None)
     return "/week"
 
 

@@ -13,9 +13,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import MultiLabelBinarizer, OneHotEncoder
 
-from lockstep.etl.baseline import BaselineConfig, train_and_predict
+from lockstep.etl.baseline.config import BaselineConfig
+from lockstep.etl.baseline.train import train_and_predict
 from lockstep.features.schema.schema import Schema
-from lockstep.training.results.baselines import scores_of
+from lockstep.training.results.stored_baselines import scores_of
 from tests.judge._sets import JudgedSet
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lockstep.etl.logs.config import LogsConfig
 from lockstep.training.batches.planned import PlannedBatches, PlannedOptions
 from lockstep.training.config import TrainConfig, all_options
 from lockstep.training.config.options import Changes
-from lockstep.training.search.folds import NOT_OF_FOLDS
+from lockstep.training.search.space import NOT_OF_FOLDS
 
 # A call also takes what the configuration makes a tuple of.
 WIDER: dict[Any, Any] = {tuple[str, ...]: str | Iterable[str], tuple[int, ...] | None: Sequence[int] | None}

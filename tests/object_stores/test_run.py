@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_holds_no_secret(
     config: TrainConfig, root: str, tmp_path: Path
 ) -> None:
     write_table(tmp_path / "data")
-    here = replace(config, datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"))
+    here = config.but(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"))
     assert drive(here).steps == drive(config).steps == 25
     assert weights(config.run) == weights(here.run)
     assert verify(config.run) == []
@@ -67,7 +66,7 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_holds_no_secret(
         name for name in everything(here.run) if not name.startswith("reports/")
     }
     assert not [name for name, data in files.items() if SECRET.encode() in data]
-    more = drive(replace(config, epochs=3))
+    more = drive(config.but(epochs=3))
     assert more.generation == 2 and verify(config.run) == []
 
 
@@ -120,7 +119,7 @@ def test_a_driver_killed_at_any_call_leaves_a_run_that_resumes_to_the_same_bits(
     assert verify(config.run) == []
     names = set(everything(config.run))
     kept = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
-    assert len(kept) <= config.keep_checkpoints
+    assert len(kept) <= config.checkpoints.keep_checkpoints
     assert not [name for name in names if name.startswith(".staging/")]
 
 

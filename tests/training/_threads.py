@@ -95,7 +95,7 @@ def run_threads(
     from lockstep.training.profiling.profile_rank import ProfileRank
     from lockstep.training.rank.fit import Fit
     from lockstep.training.results import evaluate_rank, export_run, predict_rank
-    from lockstep.training.strategies.server import Server
+    from lockstep.training.strategies.server_process import Server
 
     about = task.payload if "config" in task.payload else task.payload["members"][0]
     config = TrainConfig.from_json(about["config"])

@@ -31,6 +31,15 @@ from lockstep.training.plan.order import Run
 from lockstep.training.reading.buffer_pool import Slabs
 from lockstep.training.reading.reader import SplitReader
 
+_BLOCKS_AHEAD = 8  # looked up in the plan in one call, which costs as much for many as for one
+# A strip is what is read of a TFRecord block at once: at most STRIP_BYTES, the lane's share of STRIPS_READ_BYTES (half
+# of what the reader holds ahead), and its share of STRIPS_BYTES in the arrays of chunks.
+STRIP_BYTES = 512 << 10
+STRIPS_READ_BYTES = 32 << 20
+STRIPS_BYTES = 16 << 20
+# Lanes loaded together are neighbours in a batch: their rows share cache lines.
+_LEAST_LANES = 4
+
 
 class Chunk:
     """The rows of a chunk, for each column of `made` after the first step of its encoding; Lists as (address, count).
@@ -70,9 +79,6 @@ def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lis
     values = np.empty((int(offsets[-1]), *made.row.shape), dtype=made.row.dtype)
     join_lists(rows, row_bytes(made), offsets, values.ctypes.data)
     return Lists(values, offsets)
-
-
-_BLOCKS_AHEAD = 8  # looked up in the plan in one call, which costs as much for many as for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +187,6 @@ class LaneStream:
             count = min(records - done, end - offset - done)
             yield count, done
             done += count
-
-
-# A strip is what is read of a TFRecord block at once: at most STRIP_BYTES, the lane's share of STRIPS_READ_BYTES (half
-# of what the reader holds ahead), and its share of STRIPS_BYTES in the arrays of chunks.
-STRIP_BYTES = 512 << 10
-STRIPS_READ_BYTES = 32 << 20
-STRIPS_BYTES = 16 << 20
-# Lanes loaded together are neighbours in a batch: their rows share cache lines.
-_LEAST_LANES = 4
 
 
 class Assembly:

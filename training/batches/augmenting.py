@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.features.images.augment import SHARES, Draws, Mixup, mix_images, mix_labels, one_hot, parse
+from lockstep.features.images.augment import Mixup, parse
+from lockstep.features.images.mixing import SHARES, draw_partners, draw_shares, mix_images, mix_labels, one_hot
+from lockstep.features.images.random_numbers import Draws
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.batches.feed import Batch
@@ -59,7 +61,7 @@ class Augmentation:
                 allowed=f"a multiple of {self._lane_rows}",
                 next_step="Pass the batches of the plan unchanged.",
             )
-        partners, shares = mixup.partners(draws, self._lane_rows), mixup.shares(draws)
+        partners, shares = draw_partners(draws, self._lane_rows), draw_shares(draws, mixup.alpha)
         weight = batch.weight
         if weight is not None:
             shares[(weight == 0) | (weight[partners] == 0)] = SHARES

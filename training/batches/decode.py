@@ -19,6 +19,11 @@ from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.order import Run
 from lockstep.training.reading.reader import SplitReader
 
+I64 = npt.NDArray[np.int64]
+# Decoded and encoded in one call: enough to make the cost of the call negligible, few enough for the caches.
+ROWS_AT_ONCE = 16_384
+BYTES_AT_ONCE = 4 << 20
+
 
 def record_location(reader: SplitReader, shard: int, record: int) -> str:
     """Names a record of a shard in an error: file, record and block (in Parquet: row group and its row)."""
@@ -60,12 +65,6 @@ def ordered_row_location(reader: SplitReader, row: int) -> str:
     """File and record of row `row` of the split, in file order."""
     (run,) = reader.table.rows(row, row + 1)
     return record_location(reader, run.shard, run.first_record)
-
-
-I64 = npt.NDArray[np.int64]
-# Decoded and encoded in one call: enough to make the cost of the call negligible, few enough for the caches.
-ROWS_AT_ONCE = 16_384
-BYTES_AT_ONCE = 4 << 20
 
 
 class DecodedRows:

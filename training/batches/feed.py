@@ -222,7 +222,7 @@ def _row_bytes(encoder: Encoder) -> int:
 
 
 class MixedFeed:
-    """Used like a RankFeed; has one for each dataset, which share `encoded_ahead_bytes` in the ratio of the mixture.
+    """Used like a RankFeed; has one for each dataset, which share ENCODED_AHEAD_BYTES in the ratio of the mixture.
 
     `epochs` of a batch are those of each row's own dataset.
     """
@@ -233,14 +233,11 @@ class MixedFeed:
         readers: Sequence[SplitReader],
         encoder: Encoder,
         world: World,
-        start_step: int = 0,
         *,
         groups: int | None = None,
         shares: Sequence[int] | None = None,
-        encoded_ahead_bytes: int = ENCODED_AHEAD_BYTES,
-        deadline_s: float = DEADLINE_S,
     ) -> None:
-        self.plan, self.encoder, self.start_step = plan, encoder, start_step
+        self.plan, self.encoder = plan, encoder
         self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups, shares)
         self.rows = plan.rows(world.rank, world.num_ranks, groups, shares)
         self._feeds = [
@@ -249,11 +246,9 @@ class MixedFeed:
                 reader,
                 encoder,
                 world,
-                start_step,
                 groups=groups,
                 shares=shares,
-                encoded_ahead_bytes=encoded_ahead_bytes * part.global_batch // plan.global_batch,
-                deadline_s=deadline_s,
+                encoded_ahead_bytes=ENCODED_AHEAD_BYTES * part.global_batch // plan.global_batch,
             )
             for part, reader in zip(plan.parts, readers, strict=True)
         ]
@@ -283,8 +278,8 @@ class MixedFeed:
                 yield self._join(parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from `start_step` on, endlessly."""
-        return self.batches(self.start_step, sys.maxsize)
+        """Batches from the first on, endlessly."""
+        return self.batches(0, sys.maxsize)
 
     def _join(self, parts: Sequence[Batch]) -> Batch:
         first = parts[0]

@@ -26,11 +26,9 @@ from lockstep.training.reading.reader import ReadOptions, SplitReader
 from lockstep.training.world import World
 
 
-def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
-    """Return (epoch, sample id) of the samples of `epochs` epochs that the first `steps` steps (default: all) do not
-    use.
-    """
-    left = plan.leftover(epochs, steps)
+def left_over(plan: EpochPlan, reader: SplitReader, epochs: int) -> list[tuple[int, int]]:
+    """Return (epoch, sample id) of the samples of `epochs` epochs that no step uses."""
+    left = plan.leftover(epochs)
     records_left = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
     # By block, so that each block is read once: there may be nearly G records.
     records: dict[tuple[int, int], list[int]] = defaultdict(list)

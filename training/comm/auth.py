@@ -27,6 +27,13 @@ _HELLO = struct.Struct("<8sQQIII32s")
 _MAGIC = b"LOCKSTP2"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
+HANDSHAKE_S = 5.0  # for one caller; a rank needs milliseconds
+PATIENCE_S = 0.25  # no caller has to make room for others before that: of many ranks at once each gets its turn
+ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
+MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
+BACKLOG = 1024  # callers that the kernel queues meanwhile; those beyond would try again after a second
+LOG_EVERY_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class HandshakeError(Exception):
@@ -109,13 +116,6 @@ def _left(until: float) -> float:
 
 log = logging.getLogger(__name__)
 Examine = Callable[[socket.socket, float, Callable[[], None]], None]
-HANDSHAKE_S = 5.0  # for one caller; a rank needs milliseconds
-PATIENCE_S = 0.25  # no caller has to make room for others before that: of many ranks at once each gets its turn
-ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
-MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
-BACKLOG = 1024  # callers that the kernel queues meanwhile; those beyond would try again after a second
-LOG_EVERY_S = 1.0
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class Reception:

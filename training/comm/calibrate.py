@@ -21,13 +21,13 @@ DIGITS = 2  # more would be noise, and hardly change the tables
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
-def calibrate_tcp(comm: TcpCommunicator, budget_s: float = BUDGET_S) -> AlgorithmCosts:
+def calibrate_tcp(comm: TcpCommunicator) -> AlgorithmCosts:
     """Call `calibrate` for each algorithm that a TCP communicator has. A collective."""
     before = comm.choose
     found = {}
     for name in COUNTS:
         comm.choose = partial(_always, name)
-        found[name] = calibrate(comm, budget_s / len(COUNTS), name)
+        found[name] = calibrate(comm, BUDGET_S / len(COUNTS), name)
     comm.choose = before
     return AlgorithmCosts(found)
 

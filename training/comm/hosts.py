@@ -8,13 +8,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from lockstep.storage.errors import ConfigError
-from lockstep.training.comm.base import Communicator
+
+if TYPE_CHECKING:
+    from lockstep.training.comm.base import Communicator
 
 Addresses = Mapping[str, Sequence[str]]
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def route_address(control: tuple[str, int]) -> str:
@@ -69,6 +71,8 @@ def require_trust(trust_network: str | None, backend: str) -> str:
 
 def local_addresses() -> dict[str, list[str]]:
     """Interface -> its IPv4 and IPv6 addresses, without link-local ones (which mean nothing on another host)."""
+    import psutil  # a command line that reads options needs none
+
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
@@ -89,9 +93,6 @@ def _refused(trust_network: str, got: str, interfaces: Addresses) -> ConfigError
         allowed=f"one of {_listed(interfaces)}",
         next_step="Name an interface that each rank's host has, or the network that they share as ADDRESS/BITS.",
     )
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:

@@ -16,6 +16,10 @@ from lockstep.training.compression.low_rank_sum import LowRankSum
 from lockstep.training.compression.method import Compression
 from lockstep.training.compression.sparse_sum import SparseSum
 
+CANDIDATES = ("bf16", "int8")  # those that keep no errors: they suit every optimizer, precision and number of ranks
+PAYS = 1.1  # times faster, or whole gradients stay: the measurement is not more precise
+ROUNDS = 3
+
 
 def bucket_sum(
     communicator: Communicator, method: Compression, number: int, size: int, tensors: Sequence[Placed]
@@ -26,11 +30,6 @@ def bucket_sum(
     if method.name == "powersgd":
         return LowRankSum(communicator, method, number, size, tensors)
     return CodedSum(communicator, method, number, size, tensors)
-
-
-CANDIDATES = ("bf16", "int8")  # those that keep no errors: they suit every optimizer, precision and number of ranks
-PAYS = 1.1  # times faster, or whole gradients stay: the measurement is not more precise
-ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ _GOLDEN, _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), 
 _UNIT = np.float32(2.0**-24)
 _ROUND = np.float32(1.5 * 2**23)
 _TINY = np.float32(1e-30)  # a block of smaller numbers counts as zeros: 127 / scale would be infinite
+_CHUNK = 4096  # stays in the caches
+_HALF = np.float32(0.5)
+_UP, _DOWN = np.float32(2.0**112), np.uint32(112 << 23)  # between the exponents of float32 and float16
 
 
 @kernels(__name__)
@@ -162,11 +165,6 @@ def count_sizes(bits: Any, counts: Any) -> None:
     """
     for i in range(bits.size):
         counts[(bits[i] & SIGNLESS) >> np.int32(19)] += 1
-
-
-_CHUNK = 4096  # stays in the caches
-_HALF = np.float32(0.5)
-_UP, _DOWN = np.float32(2.0**112), np.uint32(112 << 23)  # between the exponents of float32 and float16
 
 
 @kernels(__name__)

@@ -1,4 +1,4 @@
-"""A rank's or supervisor's end of the control channel."""
+"""A rank's or supervisor's end of the control channel: heartbeats and reports to the driver, orders from it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.training.comm.tls import Credentials
 
 JOIN_S = 120.0  # ranks start at the same time; only the import of their modules takes longer on some
+NUM_RANKS = "LOCKSTEP_NUM_RANKS"
 
 
 class RankContext(AbstractContextManager["RankContext"]):
@@ -80,7 +81,6 @@ class RankContext(AbstractContextManager["RankContext"]):
                 self._communicator.abort(str(error))
 
 
-NUM_RANKS = "LOCKSTEP_NUM_RANKS"
 _context: RankContext | None = None
 _alone: Communicator | None = None
 _faults: list[Callable[[], BaseException | None]] = []

@@ -38,6 +38,15 @@ HELLO = struct.Struct(">8sIBI32s32s")  # magic, generation, role, rank, nonce, p
 HEADER = struct.Struct(">IBQ")  # body length, tag, sequence
 MAX_BODY_BYTES = 4 << 20  # the largest valid body is a part of a result
 HELLO_DEADLINE_S = 10.0
+STARTING = "start"  # a rank's phase until it reports another
+OPENING = "open the dataset"  # after that; it loads compiled kernels
+SCRIPT = "script"  # a user's script that has not called other ranks: it makes no steps, and may be silent for hours
+HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
+SERVER = "server"  # the beginning of a parameter server's phase: it waits for ranks, which are watched themselves
+SESSION = 0  # in place of a generation, in the handshake of a supervisor with the roster
+_PLAIN = (str, int, float, bool, type(None))
+MAX_PART_CHARS = 20_000  # of one part of an error: all of it must fit into a frame
+RESULT_PART_CHARS = 512 << 10  # all ASCII, in a frame two bytes each at the most
 
 
 class ConnectionLostError(CommunicationError):
@@ -47,14 +56,6 @@ class ConnectionLostError(CommunicationError):
 def new_key() -> bytes:
     """The secret of one launch of one generation."""
     return secrets.token_bytes(32)
-
-
-STARTING = "start"  # a rank's phase until it reports another
-OPENING = "open the dataset"  # after that; it loads compiled kernels
-SCRIPT = "script"  # a user's script that has not called other ranks: it makes no steps, and may be silent for hours
-HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
-SERVER = "server"  # the beginning of a parameter server's phase: it waits for ranks, which are watched themselves
-SESSION = 0  # in place of a generation, in the handshake of a supervisor with the roster
 
 
 class Role(IntEnum):
@@ -254,11 +255,6 @@ def _stranger(whom: str, got: str, generation: int) -> CommunicationError:
         allowed=f"a proof of the key of generation {generation}",
         next_step="Nothing, if it remains from an earlier generation; else find out what connects to this port.",
     )
-
-
-_PLAIN = (str, int, float, bool, type(None))
-MAX_PART_CHARS = 20_000  # of one part of an error: all of it must fit into a frame
-RESULT_PART_CHARS = 512 << 10  # all ASCII, in a frame two bytes each at the most
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

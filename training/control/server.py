@@ -1,4 +1,4 @@
-"""The driver's control server: it answers ranks and watches whether they live."""
+"""The driver's control server: it answers ranks, and watches by their heartbeats whether they live."""
 
 from __future__ import annotations
 

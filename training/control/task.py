@@ -15,6 +15,10 @@ from lockstep.storage.errors import require
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.control.protocol import Message
 
+MARK = "LOCKSTEP_PROCESS"
+SCRATCH_LOCK = "lock"
+"""A file in a rank's scratch folder, which the rank holds locked (flock) while it lives."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommOrder(Message):
@@ -87,11 +91,6 @@ def is_stopped(pid: int) -> bool:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:
         return False  # it has ended
-
-
-MARK = "LOCKSTEP_PROCESS"
-SCRATCH_LOCK = "lock"
-"""A file in a rank's scratch folder, which the rank holds locked (flock) while it lives."""
 
 
 def scratch_folder(mark: str) -> str:

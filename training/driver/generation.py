@@ -18,7 +18,7 @@ from lockstep.training.control.server import Handler
 from lockstep.training.driver.balance import Balancer
 from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.memory_watch import MemoryWatch
-from lockstep.training.driver.status import Board
+from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stragglers import Stragglers
 from lockstep.training.launch.executors import ExecutorMemory
 from lockstep.training.run import notes

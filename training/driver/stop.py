@@ -1,4 +1,6 @@
-"""Leaving in good order: after a first SIGTERM or Ctrl-C the ranks write a checkpoint, a second one ends them."""
+"""What SIGTERM or Ctrl-C does to a run, in its driver: after the first the ranks write a checkpoint and end, a second
+ends them at once. Jobs that train nothing end by lockstep.process.signals.
+"""
 
 from __future__ import annotations
 

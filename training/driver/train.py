@@ -42,7 +42,7 @@ from lockstep.training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Ownersh
 from lockstep.training.driver.preflight import CheckedRun, preflight
 from lockstep.training.driver.restarts import RESUMED_LATER, RestartPolicy, incurable
 from lockstep.training.driver.retention import drop_stagings, empty_trash, tidy_up
-from lockstep.training.driver.status import Board
+from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import EndedByCallerError, StopRequest, write_stopped
 from lockstep.training.launch.executors import ExecutorMemory
 from lockstep.training.launch.session import Launch, Launches, SessionLauncher

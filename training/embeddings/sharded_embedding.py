@@ -49,6 +49,7 @@ LEAST_BYTES = 64 << 20  # smaller tables, all ranks' together, are written whole
 MOST_DIFFERENCES = 8  # between two whole checkpoints: what a restart reads in addition is at most half of one
 PLAIN_ROWS = "rows"
 _PLAIN: ContextVar[Mapping[str, Array] | None] = ContextVar("plain tables", default=None)
+COPIES = 4  # of all tables, at once: as they were read, by id, as a variable, and in the file that Keras saves
 
 
 @keras.saving.register_keras_serializable("lockstep")
@@ -294,7 +295,7 @@ class Tables:
             if isinstance(table, GrowingTable):
                 found = {"totals": table.totals, **table.columns(since or 0)}
             else:
-                found = table.columns() if since is None else table.changed()
+                found = table.columns() if since is None else table.changed_rows()
             parts |= {f"{TABLES}/{name}/{part}": values for part, values in found.items()}
         lengths = self._comm.all_gather(np.array([len(values) for values in parts.values()]))  # (num_ranks, tensors)
         lengths = lengths.reshape(self._comm.num_ranks, -1)
@@ -428,9 +429,6 @@ def with_base(tensors: Mapping[str, Array], base: Mapping[str, Array]) -> Tensor
 def table_bytes(model: keras.Model) -> int:
     """Bytes of all tables in shards of `model`, whole, with their accumulators."""
     return sum(layer.options.nbytes for layer in sharded_layers(model))
-
-
-COPIES = 4  # of all tables, at once: as they were read, by id, as a variable, and in the file that Keras saves
 
 
 def check_fits(specs: Mapping[str, TensorSpec], what: str) -> None:

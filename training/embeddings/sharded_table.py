@@ -285,7 +285,7 @@ class ShardedTable(RowExchange):
         """What a whole checkpoint holds of this rank's rows, by name: views."""
         return {"rows": self.rows, **self.state}
 
-    def changed(self) -> dict[str, Array]:
+    def changed_rows(self) -> dict[str, Array]:
         """What the difference to a whole checkpoint holds: positions (n,), and rows and state as `changed_...`."""
         chosen = np.flatnonzero(self.touched)
         found = {f"{CHANGED}_{name}": column[chosen] for name, column in self.columns().items()}

@@ -17,6 +17,9 @@ from lockstep.training.exchange.compare_ranks import everyones
 
 FLAGS = ("stop", "checkpoint", "busy", "leave")
 CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
+SHOWN_SAMPLES = 16  # of each rank, in an error's message; its log has them all
+SHOWN_RANKS, SHOWN_NAMES = 4, 3
+ROW_SAMPLES = 4096  # of each rank, in a row of the metrics
 
 
 class NonFiniteError(DataError):
@@ -51,9 +54,6 @@ class Agreement:
     """Whether all ranks have equal weights."""
 
 
-SHOWN_SAMPLES = 16  # of each rank, in an error's message; its log has them all
-SHOWN_RANKS, SHOWN_NAMES = 4, 3
-ROW_SAMPLES = 4096  # of each rank, in a row of the metrics
 log = logging.getLogger(__name__)
 
 

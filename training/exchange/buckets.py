@@ -21,6 +21,8 @@ from lockstep.storage.kernels.jit import kernels
 
 BUCKET_BYTES = 4 << 20  # measured with one core a rank: 4 MiB buckets 925 samples/s, one bucket 855
 ALIGN_BYTES = 64  # TensorFlow takes an array without a copy only if it begins at a multiple of this
+_LARGEST = {4: 0x7F7FFFFF, 8: 0x7FEFFFFFFFFFFFFF}  # the largest finite float's bits, by its bytes
+_SIGNLESS: dict[int, Any] = {4: np.int32(0x7FFFFFFF), 8: np.int64(0x7FFFFFFFFFFFFFFF)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,6 @@ def lay_out(
 
 
 Array = NDArray[Any]
-_LARGEST = {4: 0x7F7FFFFF, 8: 0x7FEFFFFFFFFFFFFF}  # the largest finite float's bits, by its bytes
-_SIGNLESS: dict[int, Any] = {4: np.int32(0x7FFFFFFF), 8: np.int64(0x7FFFFFFFFFFFFFFF)}
 
 
 @kernels(__name__)

@@ -21,6 +21,9 @@ from lockstep.training.comm.base import Communicator
 
 _LAYER = re.compile(r"([\w.-]+?)(?:_([0-9]+))?(?=/)")  # a part of a path, with the number that Keras gave it
 log = logging.getLogger(__name__)
+PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
+COMPARE_EVERY = 100  # steps: less than 0.1 % of a step of ResNet-20
+MAX_NAMED = 10
 
 
 def everyones(communicator: Communicator, mine: Any) -> list[Any]:
@@ -82,9 +85,6 @@ def _words(names: list[str], count: int) -> str:
     return f"{shown}{', ...' if len(names) > 20 else ''} ({count} in all)"
 
 
-PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
-
-
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that every weight depends on."""
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
@@ -121,10 +121,6 @@ def view_of(variable: Any) -> NDArray[Any]:
     # of bfloat16, nor a scalar of TensorFlow's strategies.
     read = getattr(value, "read_value" if len(value.shape) else "numpy", None)
     return np.asarray(value if read is None else read())
-
-
-COMPARE_EVERY = 100  # steps: less than 0.1 % of a step of ResNet-20
-MAX_NAMED = 10
 
 
 class DivergedError(LockstepError):

@@ -28,6 +28,10 @@ from lockstep.training.exchange.compressed import CompressedBuckets
 from lockstep.training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
+GRACE_S = 30.0  # beyond the communicator's own deadline, whose message is better
+MAX_SKIPS = 10  # in a row: such a run learns nothing more
+# Each skip halves a loss scale, which begins at some tens of thousands: this many have passed all it could repair.
+MAX_SCALE_SKIPS = 60
 
 
 class LentBuffer:
@@ -50,7 +54,6 @@ class LentBuffer:
         return bool(self._lent)
 
 
-GRACE_S = 30.0  # beyond the communicator's own deadline, whose message is better
 Task = Callable[[], bool]
 
 
@@ -127,11 +130,6 @@ class Reducer:
 
     def _done(self, result: BaseException | bool = True) -> None:
         self._reduced.put(result)
-
-
-MAX_SKIPS = 10  # in a row: such a run learns nothing more
-# Each skip halves a loss scale, which begins at some tens of thousands: this many have passed all it could repair.
-MAX_SCALE_SKIPS = 60
 
 
 class Exchange:

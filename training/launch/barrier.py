@@ -60,6 +60,8 @@ MORE_MEMORY = 1.5  # advised after a kill: how much memory the ranks would have 
 REASON_S = 10.0  # for the stage to fail after an executor is lost: the cluster manager says why it ended
 SLOTS_LOOK_S = 1.0
 SLOTS_QUIET_S = 10.0  # an executor starts in less, as a rule
+AUTHENTICATES = "spark.authenticate"
+ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
@@ -153,10 +155,6 @@ def slots_now(context: SparkContext) -> int:
     of_ranks = profiles.defaultResourceProfile() if profile is None else profile._java_resource_profile
     profiles.addResourceProfile(of_ranks)  # does nothing for one that Spark knows
     return int(scala.maxNumConcurrentTasks(of_ranks))
-
-
-AUTHENTICATES = "spark.authenticate"
-ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 
 
 def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:

@@ -41,6 +41,8 @@ LEFT_OUT_S, MOST_LEFT_OUT_S = 600.0, 7200.0  # the first time, and at most: twic
 _SIZE = re.compile(r"(\d+)([kmgt]?)b?")
 # YARN's words, and those of Spark on Kubernetes: "exited with exit code 137(SIGKILL, possible container OOM)".
 _FOR_MEMORY = re.compile(r"exceeding (physical|virtual) memory limits|container OOM")
+GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
+EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,6 @@ def _size_mib(settings: Settings, name: str, default: int, unit: str = "m") -> i
 def ranks_of_executor(settings: Settings) -> int:
     """How many ranks an executor can run at once, by its cores."""
     return int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
-
-
-GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
-EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
 
 @lru_cache(maxsize=1)  # Spark gives each profile a number, and keeps it

@@ -30,6 +30,9 @@ from lockstep.training.control.task import CommOrder
 from lockstep.training.launch.keras_fit import mend_keras_when_imported
 from lockstep.training.world import World
 
+# Libraries read these at their first import: little output, and no more threads than the rank's share of the host.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+
 
 class ScriptFailedError(TrainingFailedError):
     """A script ended with an exit code that is not 0; it has printed why, a stack trace would add nothing."""
@@ -154,10 +157,6 @@ def _file_of(number: int) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return found.st_dev, found.st_ino
-
-
-# Libraries read these at their first import: little output, and no more threads than the rank's share of the host.
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
 
 
 @dataclass(frozen=True, kw_only=True)

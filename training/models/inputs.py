@@ -21,6 +21,8 @@ from lockstep.training.embeddings.sharded_embedding import ShardedEmbedding
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.outputs import NAMED
 
+_PLAIN = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -67,9 +69,6 @@ def table_of(
     spread = known[start] if isinstance(start, str) else math.sqrt(3) * start.stddev
     more = sharding.growing if rows is None else {}
     return ShardedEmbedding(rows, width, spread=spread, name=name, **sharding.options, **more)
-
-
-_PLAIN = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
 
 
 def scope_name(column: str) -> str:

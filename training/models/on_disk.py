@@ -55,6 +55,9 @@ from lockstep.training.steps.patching import swapped
 
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
+WEIGHTS_FILE = "model.weights.h5"  # its name in a .keras archive; Keras requires this ending
+MOST_EXPANSION = 100  # as in Keras' own check
+HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def export(
@@ -233,11 +236,6 @@ def _other_data(what: str, got: str) -> ConfigError:
         allowed="the dataset of the run, or one with the same schema and fitted files",
         next_step="Correct --dataset.",
     )
-
-
-WEIGHTS_FILE = "model.weights.h5"  # its name in a .keras archive; Keras requires this ending
-MOST_EXPANSION = 100  # as in Keras' own check
-HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def load_initial(model: keras.Model, url: str) -> None:

@@ -21,6 +21,8 @@ DECLARED = {
 # there, 0.2 at -6. Keras' own are evenly spaced probabilities, which hardly separate rows if positive ones are rare.
 THRESHOLDS = [1 / (1 + math.exp(-12 * math.sinh(3 * (2 * n / 197 - 1)) / math.sinh(3))) for n in range(198)]
 HITS = 10
+NAMED = {YES_NO: ("probability", "sigmoid"), CLASSES: ("classes", "softmax"), NUMBER: ("number", None)}
+"""The name and activation of the last layer."""
 
 
 def label_of(model: str, signature: Signature, *allowed: str) -> str:
@@ -55,10 +57,6 @@ def output_of(x: Any, label: str, signature: Signature, *, more: Any = None) -> 
 def units_of(label: str, signature: Signature) -> int:
     """The width of the output: the number of classes, or 1."""
     return (signature.num_classes or 1) if label == CLASSES else 1
-
-
-NAMED = {YES_NO: ("probability", "sigmoid"), CLASSES: ("classes", "softmax"), NUMBER: ("number", None)}
-"""The name and activation of the last layer."""
 
 
 def compile_for(

@@ -15,6 +15,8 @@ from lockstep.training.config import Value
 _RESNET = re.compile(r"resnet(\d{1,4})")
 RESNET = "resnet{6n+2}"
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+# What others call a setting.
+_ALSO = {"depth": "layers", "num_layers": "layers", "units": "width", "hidden": "width", "neurons": "width"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,6 @@ READY: dict[str, Ready] = {
         has_schedule=True,
     ),
 }
-# What others call a setting.
-_ALSO = {"depth": "layers", "num_layers": "layers", "units": "width", "hidden": "width", "neurons": "width"}
 _ALSO |= {"l2": "decay", "weight_decay": "decay", "rate": "dropout", "dim": "embedding", "embedding_dim": "embedding"}
 NAMES = (*READY, "module:function")
 

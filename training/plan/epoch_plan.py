@@ -1,5 +1,7 @@
 """The epoch plan: which samples are in which global batch, at any number of ranks. Decision 020.
 
+It counts in positions of an epoch; which record is at a position says lockstep.training.plan.order.
+
 Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
 memory O(shards). Only `rank_lanes` and `rows` depend on the number of ranks: they say which rank reads what.
 """
@@ -30,6 +32,8 @@ from lockstep.training.plan.permutation import derive_key, shuffled, shuffled_ea
 
 PLAN_VERSION = 1
 MOST = 1 << 63  # run.json and checkpoints can store numbers below it
+DEFAULT_WINDOW_BYTES = 8 << 20
+OPTIONAL = ("cache_groups", "interleave")  # absent from `identity` where they are None
 
 
 def check_plan(plan: EpochPlan) -> None:
@@ -62,8 +66,6 @@ def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
 
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
-DEFAULT_WINDOW_BYTES = 8 << 20
-OPTIONAL = ("cache_groups", "interleave")  # absent from `identity` where they are None
 
 
 @dataclass(frozen=True, kw_only=True)

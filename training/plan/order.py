@@ -1,4 +1,6 @@
-"""The order of blocks in an epoch: maps a position 0..T-1 to a record of a shard, by arithmetic. Decision 020.
+"""The order of records in an epoch: which record of which shard is at a position 0..T-1, by arithmetic. Decision 020.
+
+lockstep.training.plan.permutation shuffles the blocks.
 
 All blocks have `block_records` records except the last of each shard. A position is mapped by a division, corrected for
 the short blocks before it; these are at most one a shard, so memory is O(shards), not O(blocks).
@@ -19,6 +21,7 @@ from lockstep.training.plan.lane_count import largest_divisor
 from lockstep.training.plan.permutation import BlockPermutation, derive_key
 
 I64 = npt.NDArray[np.int64]
+_MOST_LANES = 4096  # tried to find a number to suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +213,6 @@ class Orders:
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
         """The records at positions start..stop-1 of an epoch."""
         return self.order(epoch).runs(start, stop)
-
-
-_MOST_LANES = 4096  # tried to find a number to suggest
 
 
 def check_cache_groups(global_batch: int, lanes: int, groups: int | None) -> None:

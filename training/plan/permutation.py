@@ -1,4 +1,4 @@
-"""Keyed permutations: the random part of the epoch plan, as pure functions of a key. Decision 020.
+"""Keyed permutations of 0..n-1, which know nothing of blocks or epochs: pure functions of a key. Decision 020.
 
 `BlockPermutation` permutes 0..n-1 in O(1) memory, in both directions: an alternating Feistel network over the smallest
 power of two >= n (M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM

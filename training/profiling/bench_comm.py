@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import statistics
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -245,17 +243,6 @@ def _wrong(comm: Communicator, buf: np.ndarray) -> int:
     wrong = np.array([np.count_nonzero(buf != expected)], np.int64)
     comm.all_reduce(wrong)
     return int(wrong[0])
-
-
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def size(text: str) -> int:
-    """Bytes of `4096`, `4K`, `1M` or `1G` (powers of two)."""
-    match = re.fullmatch(r"([0-9]{1,10})([KMG]?)", text)
-    if not match:
-        raise ArgumentTypeError(f"{text!r} is not a size such as 4096, 4K, 1M or 1G")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def table(rows: Sequence[Row], num_ranks: int) -> str:

@@ -25,6 +25,7 @@ from lockstep.training.profiling.verdict import (
     CACHED,
     COLD,
     PARTS,
+    ROUNDS,
     SLOW_COPY_S,
     SYNTHETIC,
     WORDS,
@@ -45,10 +46,14 @@ if TYPE_CHECKING:
     from lockstep.training.launch.session import Launch
 
 ENTRY = "lockstep.training.profiling.profile:main"
-ROUNDS = 5
 NO_RUN = "/dev/null/no-run"
 """The run of a configuration that is only measured; nothing can be written there."""
 WIDE_COLUMNS = 32  # from this many floats in one feature, advise against one-hot columns
+_WHAT = {
+    SYNTHETIC: "one batch, repeated",
+    CACHED: "blocks from memory or cache",
+    COLD: "blocks not read before",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +221,6 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: Sequence[RankProfile]
 
 def _is_wide(shape: tuple[int, ...], dtype: str) -> bool:
     return len(shape) == 1 and shape[0] >= WIDE_COLUMNS and np.dtype(dtype).kind == "f"
-
-
-_WHAT = {
-    SYNTHETIC: "one batch, repeated",
-    CACHED: "blocks from memory or cache",
-    COLD: "blocks not read before",
-}
 
 
 def table(profile: Profile) -> str:

@@ -40,6 +40,14 @@ from lockstep.training.run.metrics import PARTS
 from lockstep.training.steps import model_state
 from lockstep.training.world import World
 
+# A batch that read-ahead never reaches: the measurement is in the middle of the reading, not at its end.
+_NO_END = 1 << 40
+_CHUNKS = 2  # measured at least, since the batches of one chunk are ready at once
+_LEAST_STEPS, _MOST_STEPS = 16, 512
+_COPIES = 3
+# Until the batches that are ready before the first step are used, and the feed makes one after another.
+_SETTLING_STEPS = PREFETCH_BATCHES + 2
+
 
 class ProfileLoop:
     """Times steps `settling` + 1 .. `settling` + `steps` of one `fit` call, whose first batch is number `first`."""
@@ -206,15 +214,6 @@ def _folder_on(cache: str | None) -> tempfile.TemporaryDirectory[str]:
             allowed="a folder on a local disk that this user may write",
             next_step="Give --cache another folder, or set TMPDIR.",
         ) from error
-
-
-# A batch that read-ahead never reaches: the measurement is in the middle of the reading, not at its end.
-_NO_END = 1 << 40
-_CHUNKS = 2  # measured at least, since the batches of one chunk are ready at once
-_LEAST_STEPS, _MOST_STEPS = 16, 512
-_COPIES = 3
-# Until the batches that are ready before the first step are used, and the feed makes one after another.
-_SETTLING_STEPS = PREFETCH_BATCHES + 2
 
 
 class ProfileRank(AbstractContextManager["ProfileRank"]):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.storage.errors import require
 from lockstep.training.config import TrainConfig
 from lockstep.training.launch.local import OnHost
-from lockstep.training.profiling.profile import ROUNDS, Profile, profile
-from lockstep.training.profiling.verdict import PARTS, WORDS, Part
+from lockstep.training.profiling.profile import Profile, profile
+from lockstep.training.profiling.verdict import PARTS, ROUNDS, WORDS, Part
 
 if TYPE_CHECKING:
     from lockstep.training.launch.session import Launch

@@ -9,7 +9,39 @@ from typing import Literal, get_args
 
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
 KINDS = (SYNTHETIC, CACHED, COLD)
+ROUNDS = 5  # if a caller asks for no other number
 CACHED_ALONE, COLD_ALONE = "cached_alone", "cold_alone"
+WORDS: dict[Part, str] = {
+    "storage": "reading from storage",
+    "input": "decoding, encoding, augmenting and handing over batches",
+    "exchange": "waiting for the ranks' sums",
+    "computing": "computing",
+}
+# MLPerf Storage requires that steps wait for input for less than a tenth of their time.
+STORAGE_SHARE = 0.10
+INPUT_SHARE = 0.10
+# Below this share, even an exchange without cost would make the run at most a quarter faster.
+EXCHANGE_SHARE = 0.20
+# Above this share, making all other parts free would make the run at most a third faster.
+COMPUTING_SHARE = 0.75
+# If the quartiles of the rounds are further apart, a smaller share cannot be measured.
+UNSTEADY = 0.25
+# During steps the input shares cores and caches with them, and batches are copied once more. If steps lose more than
+# this many times the input's own time, another program is the cause.
+TIMES_ALONE = 3.0
+LEAST_REST = 0.01  # the least rest of a step without its bound: reports at most a hundred times as fast
+_LIMITS: dict[Part, float] = {
+    "storage": STORAGE_SHARE,
+    "input": INPUT_SHARE,
+    "exchange": EXCHANGE_SHARE,
+    "computing": COMPUTING_SHARE,
+}
+# Input that takes more of a rank's cores than this while steps compute slows down both.
+BUSY_CORES = 0.5
+# Input that needs less of a step than this is fast enough by itself: then batches come unevenly, or cores are few.
+FAST_ENOUGH = 0.8
+SLOW_COPY_S = 0.15  # the longest that a step should wait for the copy of a checkpoint of any size
+INPUT_IS_FAST = "More ranks on other cores or hosts (--num-ranks): input and storage are fast enough."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +128,6 @@ def put_together(ranks: Sequence[Sequence[Mapping[str, Mapping[str, float]]]]) -
 Part = Literal["storage", "input", "exchange", "computing"]
 Bound = Literal["storage", "input", "exchange", "computing", "nothing clear"]
 PARTS: tuple[Part, ...] = get_args(Part)
-WORDS: dict[Part, str] = {
-    "storage": "reading from storage",
-    "input": "decoding, encoding, augmenting and handing over batches",
-    "exchange": "waiting for the ranks' sums",
-    "computing": "computing",
-}
-# MLPerf Storage requires that steps wait for input for less than a tenth of their time.
-STORAGE_SHARE = 0.10
-INPUT_SHARE = 0.10
-# Below this share, even an exchange without cost would make the run at most a quarter faster.
-EXCHANGE_SHARE = 0.20
-# Above this share, making all other parts free would make the run at most a third faster.
-COMPUTING_SHARE = 0.75
-# If the quartiles of the rounds are further apart, a smaller share cannot be measured.
-UNSTEADY = 0.25
-# During steps the input shares cores and caches with them, and batches are copied once more. If steps lose more than
-# this many times the input's own time, another program is the cause.
-TIMES_ALONE = 3.0
-LEAST_REST = 0.01  # the least rest of a step without its bound: reports at most a hundred times as fast
-_LIMITS: dict[Part, float] = {
-    "storage": STORAGE_SHARE,
-    "input": INPUT_SHARE,
-    "exchange": EXCHANGE_SHARE,
-    "computing": COMPUTING_SHARE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +194,6 @@ def _shares(measured: Measured) -> dict[Part, float]:
         "exchange": exchange,
         "computing": max(0.0, 1.0 - storage - given - exchange),
     }
-
-
-# Input that takes more of a rank's cores than this while steps compute slows down both.
-BUSY_CORES = 0.5
-# Input that needs less of a step than this is fast enough by itself: then batches come unevenly, or cores are few.
-FAST_ENOUGH = 0.8
-SLOW_COPY_S = 0.15  # the longest that a step should wait for the copy of a checkpoint of any size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,9 +288,6 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
         f"lockstep bench_comm --num-ranks {setting.num_ranks}: checks the speed of the network; fewer hosts with "
         "more ranks each send less."
     )
-
-
-INPUT_IS_FAST = "More ranks on other cores or hosts (--num-ranks): input and storage are fast enough."
 
 
 def _computing(measured: Measured, setting: Setting) -> Iterator[str]:

@@ -20,7 +20,7 @@ from lockstep.training.control.task import MARK, SCRATCH_LOCK, scratch_folder
 from lockstep.training.devices import listed
 from lockstep.training.models import receive
 from lockstep.training.rank.usage import Usage
-from lockstep.training.strategies.server import Server
+from lockstep.training.strategies.server_process import Server
 from lockstep.training.ways import ParameterServer
 from lockstep.training.world import World
 

@@ -18,6 +18,9 @@ from typing import Generic, Protocol, Self, TypeVar
 from lockstep.storage.errors import StorageTimeoutError
 
 JOIN_S = 5.0  # at the exit, for the threads of all owners together; a longer read has its own deadline
+T = TypeVar("T")
+_POLL_S = 0.2
+_JOIN_S = 10.0
 
 
 class OwnsThreads(Protocol):
@@ -59,11 +62,6 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
-
-
-T = TypeVar("T")
-_POLL_S = 0.2
-_JOIN_S = 10.0
 
 
 class ReadAhead(Generic[T]):

@@ -22,6 +22,27 @@ from pathlib import Path
 from lockstep.storage.errors import ConfigError
 
 _POLL_S = 0.01  # flock itself waits for ever, or not at all
+# DIR/lockstep-blocks/           mode 0700
+#   lock                         its flock guards counting, renaming, removing; it holds the bytes in use (or more)
+#   DATASET/.live                processes that read this dataset hold a shared flock on it
+#   DATASET/ENTRY                one block; a use renews its mtime
+#   DATASET/.tmp-NONCE           an entry that is being written; its writer holds its flock
+FOLDER, LOCK, LIVE, TEMPORARY = "lockstep-blocks", "lock", ".live", ".tmp-"
+LOCK_LIMIT_S = 5.0  # the lock is held for a scan at most, 4 us an entry; after this limit the block is not cached
+_LOOK_AGAIN_S = 10.0  # after a scan that found nothing to remove
+_FREED_SHARE = 0.1  # of the limit is freed at once, so that not every new block costs a scan
+# An entry:
+#   8 bytes         MAGIC
+#   uint64, uint32  bytes of the block, bytes of a chunk of it (the last one may be shorter); little-endian
+#   32 bytes        SHA-256 of dataset digest, shard, start and stop: an entry under another's name is invalid
+#   32 bytes each   SHA-256 of each chunk
+#   32 bytes        SHA-256 of all bytes before
+#   the block, as stored in the shard
+MAGIC = b"LSBLOCK1"
+CHUNK_BYTES = 64 << 10  # the read of a window hashes up to two of them needlessly, 35 us each
+_HEAD = struct.Struct("<8sQI")
+_SHA_BYTES = 32
+_USED_AGAIN_S = 5.0  # a use is recorded at most this often
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
@@ -75,17 +96,6 @@ def remove_unlocked(path: str) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-# DIR/lockstep-blocks/           mode 0700
-#   lock                         its flock guards counting, renaming, removing; it holds the bytes in use (or more)
-#   DATASET/.live                processes that read this dataset hold a shared flock on it
-#   DATASET/ENTRY                one block; a use renews its mtime
-#   DATASET/.tmp-NONCE           an entry that is being written; its writer holds its flock
-FOLDER, LOCK, LIVE, TEMPORARY = "lockstep-blocks", "lock", ".live", ".tmp-"
-LOCK_LIMIT_S = 5.0  # the lock is held for a scan at most, 4 us an entry; after this limit the block is not cached
-_LOOK_AGAIN_S = 10.0  # after a scan that found nothing to remove
-_FREED_SHARE = 0.1  # of the limit is freed at once, so that not every new block costs a scan
 
 
 class BusyError(Exception):
@@ -268,18 +278,6 @@ class CacheFolder:
 
 
 log = logging.getLogger(__name__)
-# An entry:
-#   8 bytes         MAGIC
-#   uint64, uint32  bytes of the block, bytes of a chunk of it (the last one may be shorter); little-endian
-#   32 bytes        SHA-256 of dataset digest, shard, start and stop: an entry under another's name is invalid
-#   32 bytes each   SHA-256 of each chunk
-#   32 bytes        SHA-256 of all bytes before
-#   the block, as stored in the shard
-MAGIC = b"LSBLOCK1"
-CHUNK_BYTES = 64 << 10  # the read of a window hashes up to two of them needlessly, 35 us each
-_HEAD = struct.Struct("<8sQI")
-_SHA_BYTES = 32
-_USED_AGAIN_S = 5.0  # a use is recorded at most this often
 
 
 @dataclass(frozen=True, slots=True)

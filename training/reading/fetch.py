@@ -15,6 +15,11 @@ from lockstep.training.config import READ_AHEAD_BYTES
 from lockstep.training.reading.background import JOIN_S, end_at_exit
 
 Buffer = bytes | memoryview
+RANGE_BYTES = 4 << 20  # the most that neighbours are merged to: more gains nothing (decision 072)
+SMALLEST_RANGE_BYTES = 128 << 10
+THREADS = 4
+SOON_A_THREAD = 4  # hints a thread whose extents are looked up ahead of their reads
+DEADLINE_S = 150.0  # longer than a storage call may take, shorter than the feed waits for a batch
 
 
 @dataclass(slots=True, eq=False)
@@ -197,13 +202,6 @@ class ReadHints:
             self.drop(hint)
             stop, after = hint.extent[1], hint.first + hint.count
         return ranges.begin(head.shard, start, stop)
-
-
-RANGE_BYTES = 4 << 20  # the most that neighbours are merged to: more gains nothing (decision 072)
-SMALLEST_RANGE_BYTES = 128 << 10
-THREADS = 4
-SOON_A_THREAD = 4  # hints a thread whose extents are looked up ahead of their reads
-DEADLINE_S = 150.0  # longer than a storage call may take, shorter than the feed waits for a batch
 
 
 class Extents(Protocol):

@@ -19,6 +19,7 @@ from lockstep.training.reading.buffer_pool import Slabs
 from lockstep.training.reading.cache import BlockCache, BlockId
 
 MOST_OPEN = 64  # idle files; an HDFS file keeps the locations of its blocks, a local one a descriptor
+_WAIT_S = 120.0  # for a block that another thread reads: longer than a storage call may take
 
 
 class ShardFiles:
@@ -92,9 +93,6 @@ class ShardFiles:
 @cache  # checking a class against a protocol costs as much as a short read
 def _reads_into_memory(kind: type[RangeFile]) -> bool:
     return issubclass(kind, IntoMemory)
-
-
-_WAIT_S = 120.0  # for a block that another thread reads: longer than a storage call may take
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
 from lockstep.training.run.run_json import read_run
 from lockstep.training.run.weights_source import SCHEMA_FILE, checked_file
-from lockstep.training.scoring.baseline import check_baseline
+from lockstep.training.scoring.naive_baseline import check_baseline
 from lockstep.training.scoring.scores import BATCH_ROWS
 from lockstep.training.scoring.slices import slices_of
 

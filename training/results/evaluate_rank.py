@@ -19,9 +19,9 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.evaluate import EvaluateOrder
 from lockstep.training.results.stored_model import StoredModel
-from lockstep.training.scoring.baseline import Baseline, NumberBaseline, baseline_of
 from lockstep.training.scoring.ensemble import ensemble_of
 from lockstep.training.scoring.misjudged import misjudged
+from lockstep.training.scoring.naive_baseline import Baseline, NumberBaseline, baseline_of
 from lockstep.training.scoring.score_split import Details, Outputs, Pool, ScoredModel, Scorer, takes_logits
 from lockstep.training.scoring.slices import slices_of
 from lockstep.training.steps import model_state

@@ -34,7 +34,6 @@ from lockstep.training.run.paths import RunPaths
 ENTRY = "lockstep.training.results.export_run:main"
 FORMAT_VERSION = 1
 Format = Literal["keras", "savedmodel"]
-FORMATS: tuple[Format, ...] = ("keras", "savedmodel")
 
 
 @dataclass(frozen=True, kw_only=True)

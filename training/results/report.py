@@ -19,7 +19,7 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
 from lockstep.training.config import options_in
 from lockstep.training.plan.datasets import open_mixture, open_parts
-from lockstep.training.results import baselines
+from lockstep.training.results import stored_baselines
 from lockstep.training.results.chosen_on import chosen_on, chosen_words
 from lockstep.training.results.curves import (
     Followed,
@@ -85,7 +85,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         history,
         _data_rows(document, manifest, url),
         reported_evaluation(fs, paths, newest) if evaluation is None else _keep(fs, paths, newest, evaluation),
-        baselines.stored(fs, paths),
+        stored_baselines.stored(fs, paths),
         followed(fs, paths),
         document=document,
         restarts=_restart_rows(done, history),
@@ -190,8 +190,8 @@ def render(
     restarts: Rows = (),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
-    the documents of lockstep.training.results.baselines, `scores` those of lockstep.training.results.follow, `document`
-    run.json.
+    the documents of lockstep.training.results.stored_baselines, `scores` those of lockstep.training.results.follow,
+    `document` run.json.
     """
     first = (("model", "state", "finished"), ("versions", "git revision"))
     state = [row for row in training if row[0] == "state"]
@@ -226,8 +226,8 @@ def _result_section(
     compared: Sequence[Mapping[str, Any]],
 ) -> Section:
     """The evaluation with its baseline; without one the metrics of the last epoch, and how to get one."""
-    alike = [] if evaluation is None else baselines.on_rows_of(compared, evaluation)
-    others = baselines.tables([document for document in compared if document not in alike])
+    alike = [] if evaluation is None else stored_baselines.on_rows_of(compared, evaluation)
+    others = stored_baselines.tables([document for document in compared if document not in alike])
     later = Markup("").join(Markup("<h3>{}</h3>\n{}").format(name, table(rows, head=True)) for name, rows in others)
     if evaluation is not None:
         name = f"Result on {evaluation['split']}, with 95 % intervals"
@@ -267,8 +267,8 @@ def _class_words(counts: Sequence[int], names: Sequence[str] | None) -> str:
 def _verdict(evaluation: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> list[str]:
     """Whether the model is better than the strongest baseline, also of the stored ones `alike`, and than its own."""
     decides, baseline = evaluation.get("compared_by"), evaluation["baseline"]
-    metric = decides or baselines.deciding_metric(evaluation["metrics"])
-    strongest = [] if metric is None else baselines.strongest_words(evaluation, baseline, alike, metric)
+    metric = decides or stored_baselines.deciding_metric(evaluation["metrics"])
+    strongest = [] if metric is None else stored_baselines.strongest_words(evaluation, baseline, alike, metric)
     if not baseline or not decides or evaluation["difference"][decides]["interval"] is None:
         return strongest
     low, high = evaluation["difference"][decides]["interval"]
@@ -479,7 +479,7 @@ def _evaluation_rows(evaluation: Mapping[str, Any], alike: Sequence[Mapping[str,
         differences = [evaluation["difference"].get(name) or {"value": None, "interval": None} for name in names]
         cells = [estimate(number(one["value"]), span(one["interval"])) for one in differences]
         columns.append(["model less baseline", *cells])
-    columns += [[f"baseline {baselines.called(one)}", *baselines.column_of(one, names)] for one in alike]
+    columns += [[f"baseline {stored_baselines.called(one)}", *stored_baselines.column_of(one, names)] for one in alike]
     return [list(row) for row in zip(*columns, strict=True)]
 
 

@@ -12,7 +12,7 @@ from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, n
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
+from lockstep.storage.run_layout import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
 from lockstep.storage.urls import absolute, basename, join, parent
 from lockstep.training.config import options_in
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, read_lease

@@ -29,6 +29,12 @@ CHUNK_BYTES = 1 << 20
 PIECE_BYTES = 1 << 22
 _memcmp = ctypes.CDLL(None).memcmp  # twice as fast as NumPy, which makes an array of booleans
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+# Where the manifest has a `base`, the files hold of tables only what has changed since that one, which is a whole
+# checkpoint in the same folder.
+FORMAT_VERSION = 1
+# Keys of the manifest's `state`, from rank 0; `early_stop` is training.rank.early_stop's, None without the rule.
+STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
+EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 
 
 class HostBuffer:
@@ -136,12 +142,6 @@ def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int]
 
 
 Tensors = dict[str, NDArray[Any]]
-# Where the manifest has a `base`, the files hold of tables only what has changed since that one, which is a whole
-# checkpoint in the same folder.
-FORMAT_VERSION = 1
-# Keys of the manifest's `state`, from rank 0; `early_stop` is training.rank.early_stop's, None without the rule.
-STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks", "early_stop")
-EARLY_STOP_KEYS = ("metric", "way", "patience", "best", "best_epoch", "waited", "reason")
 
 
 class TensorSpec(NamedTuple):

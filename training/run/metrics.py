@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.storage.errors import CorruptionError, ExistsError, LockstepError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.run_names import part_name
+from lockstep.storage.run_layout import part_name
 from lockstep.storage.shown import counted, short
 from lockstep.storage.urls import join
 from lockstep.training.run.lineage import claimed
@@ -25,6 +25,10 @@ PART_BYTES = 1 << 20
 PART_EVERY_S = 30.0
 MAX_WAITING_BYTES = 16 << 20  # while the storage is unavailable; then older lines are dropped and counted
 _DROPPED = "lines dropped while the storage was unavailable"
+PARTS = ("starting_s", "data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
+RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
+USAGE, STRAGGLER, BAD_RECORD = "usage", "straggler", "bad_record"
+PACE = "pace"  # what a driver needs at once; it keeps no such row
 
 
 class PartWriter:
@@ -99,14 +103,6 @@ class PartWriter:
             self.flush()
         except LockstepError as error:  # also SupersededError: an overtaken driver writes no more
             log.warning("a part of %s is delayed: %s", self._directory, error.what)
-
-
-PARTS = ("starting_s", "data_s", "compute_s", "exchange_s", "checkpoint_s", "validation_s", "other_s")
-
-
-RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
-USAGE, STRAGGLER, BAD_RECORD = "usage", "straggler", "bad_record"
-PACE = "pace"  # what a driver needs at once; it keeps no such row
 
 
 @dataclass(frozen=True, slots=True)

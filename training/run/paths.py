@@ -1,12 +1,12 @@
-"""The paths inside a run directory; lockstep.storage.run_names has the names."""
+"""The paths inside a run directory; lockstep.storage.run_layout has the names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.storage import run_names
+from lockstep.storage import run_layout
 from lockstep.storage.errors import StorageError
-from lockstep.storage.run_names import (
+from lockstep.storage.run_layout import (
     audit_name,
     audit_step_of,
     checkpoint_name,
@@ -28,7 +28,7 @@ __all__ = [
 
 def is_comm_plan_of(name: str, num_ranks: int) -> bool:
     """Whether this is the name of a frozen communication plan of `num_ranks` ranks."""
-    return run_names.comm_plan_ranks_of(name) == num_ranks
+    return run_layout.comm_plan_ranks_of(name) == num_ranks
 
 
 def staged_checkpoint(staging: str, step: int) -> str:
@@ -53,37 +53,37 @@ class RunPaths:
     @property
     def run_json(self) -> str:
         """Config, plan identity and versions, written once by the first driver."""
-        return f"{self.root}/{run_names.RUN_JSON}"
+        return f"{self.root}/{run_layout.RUN_JSON}"
 
     @property
     def selection(self) -> str:
         """How many samples of each block meet the run's --where; only with that flag."""
-        return f"{self.root}/{run_names.SELECTION}"
+        return f"{self.root}/{run_layout.SELECTION}"
 
     @property
     def lease(self) -> str:
         """The sign of a living driver, rewritten every few seconds."""
-        return f"{self.root}/{run_names.LEASE}"
+        return f"{self.root}/{run_layout.LEASE}"
 
     @property
     def stopped(self) -> str:
         """How the run was stopped in good order, until it is resumed."""
-        return f"{self.root}/{run_names.STOPPED}"
+        return f"{self.root}/{run_layout.STOPPED}"
 
     @property
     def status(self) -> str:
         """What the run is doing, replaced by its driver every few seconds."""
-        return f"{self.root}/{run_names.STATUS}"
+        return f"{self.root}/{run_layout.STATUS}"
 
     @property
     def control(self) -> str:
         """Directory of requests to the driver and its answers."""
-        return f"{self.root}/{run_names.CONTROL}"
+        return f"{self.root}/{run_layout.CONTROL}"
 
     @property
     def claims(self) -> str:
         """Directory of the generation claims."""
-        return f"{self.root}/{run_names.CLAIMS}"
+        return f"{self.root}/{run_layout.CLAIMS}"
 
     def claim(self, generation: int) -> str:
         """One generation's claim."""
@@ -92,7 +92,7 @@ class RunPaths:
     @property
     def comm_plans(self) -> str:
         """Directory of the frozen communication plans."""
-        return f"{self.root}/{run_names.COMM_PLANS}"
+        return f"{self.root}/{run_layout.COMM_PLANS}"
 
     def comm_plan(self, num_ranks: int, key: str) -> str:
         """The plan of so many ranks; `key` is CommPlan.key."""
@@ -101,7 +101,7 @@ class RunPaths:
     @property
     def checkpoints(self) -> str:
         """Directory of the committed checkpoints."""
-        return f"{self.root}/{run_names.CHECKPOINTS}"
+        return f"{self.root}/{run_layout.CHECKPOINTS}"
 
     def checkpoint(self, step: int, generation: int) -> str:
         """One committed checkpoint."""
@@ -110,7 +110,7 @@ class RunPaths:
     @property
     def stagings(self) -> str:
         """Parent of the staging directories."""
-        return f"{self.root}/{run_names.STAGINGS}"
+        return f"{self.root}/{run_layout.STAGINGS}"
 
     def staging(self, generation: int, nonce: str) -> str:
         """Where a generation's ranks upload files, which the driver renames."""
@@ -119,7 +119,7 @@ class RunPaths:
     @property
     def trashes(self) -> str:
         """Parent of the trash directories."""
-        return f"{self.root}/{run_names.TRASHES}"
+        return f"{self.root}/{run_layout.TRASHES}"
 
     def trash(self, generation: int) -> str:
         """Where a generation's retention moves checkpoints."""
@@ -128,7 +128,7 @@ class RunPaths:
     @property
     def all_metrics(self) -> str:
         """Parent of all generations' metric parts."""
-        return f"{self.root}/{run_names.METRICS}"
+        return f"{self.root}/{run_layout.METRICS}"
 
     def metrics(self, generation: int) -> str:
         """Directory of a generation's closed metric parts."""
@@ -136,7 +136,7 @@ class RunPaths:
 
     def logs(self, generation: int) -> str:
         """Directory of a generation's rank logs."""
-        return f"{self.root}/{run_names.LOGS}/{generation_name(generation)}"
+        return f"{self.root}/{run_layout.LOGS}/{generation_name(generation)}"
 
     def log(self, generation: int, rank: int) -> str:
         """Directory of one rank's closed log parts."""
@@ -144,7 +144,7 @@ class RunPaths:
 
     def audits(self, generation: int) -> str:
         """Directory of a generation's audits, with one directory a rank."""
-        return f"{self.root}/{run_names.AUDITS}/{generation_name(generation)}"
+        return f"{self.root}/{run_layout.AUDITS}/{generation_name(generation)}"
 
     def audit(self, generation: int, rank: int, step: int) -> str:
         """The audit file that belongs to the checkpoint of `step`."""
@@ -153,7 +153,7 @@ class RunPaths:
     @property
     def models(self) -> str:
         """The directory of final exports."""
-        return f"{self.root}/{run_names.MODELS}"
+        return f"{self.root}/{run_layout.MODELS}"
 
     def model(self, generation: int) -> str:
         """A generation's final export."""
@@ -162,7 +162,7 @@ class RunPaths:
     @property
     def results(self) -> str:
         """Directory of the generations' results."""
-        return f"{self.root}/{run_names.RESULTS}"
+        return f"{self.root}/{run_layout.RESULTS}"
 
     def result(self, generation: int) -> str:
         """A generation's result."""
@@ -179,7 +179,7 @@ class RunPaths:
     @property
     def baselines(self) -> str:
         """Directory of the results of lockstep baseline."""
-        return f"{self.root}/{run_names.BASELINES}"
+        return f"{self.root}/{run_layout.BASELINES}"
 
     def relative(self, url: str) -> str:
         """Return `url` relative to the run's root, as manifests name files."""

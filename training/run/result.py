@@ -18,6 +18,7 @@ from lockstep.training.run.lineage import CheckpointRef, read_claims
 from lockstep.training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
+IN_PLACE, NEW_SUPERVISORS = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +130,6 @@ def speed_words(first_step_s: float | None, samples_per_s: float | None) -> str:
     first = "" if first_step_s is None else f"first step after {first_step_s:.1f} s, "
     then = "then " if first else ""
     return first + ("" if samples_per_s is None else f"{then}{samples_per_s:.0f} samples/s, ")
-
-
-IN_PLACE, NEW_SUPERVISORS = 1, 2
 
 
 def restart_words(restart: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """RUN/status.json: what a run is doing now, small enough to be polled, and its text.
 
-The driver of the run replaces the file every few seconds (lockstep.training.driver.status). It is a snapshot for people
-and monitors; nothing is resumed from it.
+The driver of the run replaces the file every few seconds (lockstep.training.driver.status_board). It is a snapshot for
+people and monitors; nothing is resumed from it.
 """
 
 from __future__ import annotations

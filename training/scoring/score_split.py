@@ -26,10 +26,10 @@ from lockstep.training.comm.base import Communicator
 from lockstep.training.control.protocol import json_safe
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.run.notes import NAMED
-from lockstep.training.scoring.baseline import Baseline, NumberBaseline
 from lockstep.training.scoring.calibration import calibration_of, class_columns, confusion_of, roc_of
 from lockstep.training.scoring.ensemble import NEXT_TO_0, NEXT_TO_1
 from lockstep.training.scoring.estimates import Floats
+from lockstep.training.scoring.naive_baseline import Baseline, NumberBaseline
 from lockstep.training.scoring.scores import (
     OUTPUTS,
     Kind,

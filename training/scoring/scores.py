@@ -34,6 +34,11 @@ from lockstep.training.scoring.estimates import (
 
 BATCH_ROWS = 512  # scored at a time
 PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # log losses clip probabilities this far from 0 and 1
+BINARY: tuple[Kind, ...] = ("roc_auc", "average_precision", "log_loss", "corrected_log_loss")  # added to a model's own
+CLASSES: tuple[Kind, ...] = ("accuracy", "log_loss", "corrected_log_loss")
+NUMBERS: tuple[Kind, ...] = ("mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2")
+BOTH: tuple[Kind, ...] = ("accuracy", *NUMBERS)  # of one output a row, if they are asked for
+LABEL, WEIGHT, OUTPUTS = 0, 1, 2  # columns; of OUTPUTS each predictor has one (yes or no) or three (classes)
 
 
 def sorted_rows(rows: Floats, measured: int | None = None) -> Floats:
@@ -80,11 +85,6 @@ Kind = Literal[
     "roc_auc", "average_precision", "log_loss", "corrected_log_loss", "accuracy",
     "mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2",
 ]  # fmt: skip
-BINARY: tuple[Kind, ...] = ("roc_auc", "average_precision", "log_loss", "corrected_log_loss")  # added to a model's own
-CLASSES: tuple[Kind, ...] = ("accuracy", "log_loss", "corrected_log_loss")
-NUMBERS: tuple[Kind, ...] = ("mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2")
-BOTH: tuple[Kind, ...] = ("accuracy", *NUMBERS)  # of one output a row, if they are asked for
-LABEL, WEIGHT, OUTPUTS = 0, 1, 2  # columns; of OUTPUTS each predictor has one (yes or no) or three (classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ from lockstep.training.run.weights_source import newest_of
 
 FORMAT_VERSION = 1
 RESULT = "result.json"
-# Fields of a run that no caller chooses; `validate` is refused with the reason.
-NOT_OF_FOLDS = ("split", "mix", "validate_every")
 _FOLD = re.compile(r"fold-([0-9]+)")
 
 
@@ -76,10 +74,10 @@ def cross_validate(
 ) -> dict[str, Any]:
     """Train a run for each fold of the dataset, one after another, and evaluate each on the fold held out.
 
-    `config.run` is the directory of the cross-validation; `config.data.split` is ignored. The same call resumes
-    after the folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]), `metrics`
-    ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided by n - 1)
-    and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all rows
+    `config.run` is the directory of the cross-validation; `config.data.split` is ignored. The same call resumes after
+    the folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]),
+    `metrics` ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, divided by n - 1,
+    None for one) and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all rows
     together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
     """
     runs = runs_of_folds(config)

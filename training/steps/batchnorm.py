@@ -23,6 +23,7 @@ from lockstep.training.steps.ordered import OrderedCalls
 from lockstep.training.steps.patching import swapped_class
 
 Array = NDArray[np.float64]
+PLAIN = keras.layers.BatchNormalization
 
 
 class SyncMoments:
@@ -125,9 +126,6 @@ def merged(gathered: Array, epsilon: float = 0.0) -> Array:
         squares = (squares + counts * np.square(means - true_mean)).sum(axis=0)
         variance = (squares + count * np.square(true_mean - mean)) / divisor
         return np.stack([mean, variance, divisor, count * (true_mean - mean)])
-
-
-PLAIN = keras.layers.BatchNormalization
 
 
 class _Fused(keras.layers.BatchNormalization):

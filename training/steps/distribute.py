@@ -31,6 +31,9 @@ from lockstep.training.steps.over_ranks import check_reached
 from lockstep.training.steps.reduction import Reduction, exchange_for
 
 Gradients = list[Any]
+POLICY = "mixed_float16"
+_USED: WeakSet[Communicator] = WeakSet()  # used by the thread of an exchange
+_ENDED: WeakSet[Exchange] = WeakSet()
 
 
 def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
@@ -104,9 +107,6 @@ def _accumulator(optimizer: keras.optimizers.Optimizer, variable: Any) -> tf.Ten
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].value
 
 
-POLICY = "mixed_float16"
-
-
 def scaled(optimizer: keras.optimizers.Optimizer, *, automatic: bool) -> keras.optimizers.Optimizer:
     """Return `optimizer`, in a LossScaleOptimizer if `automatic` and the global policy is mixed_float16.
 
@@ -159,8 +159,6 @@ def apply_in_cycles(
 
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
-_USED: WeakSet[Communicator] = WeakSet()  # used by the thread of an exchange
-_ENDED: WeakSet[Exchange] = WeakSet()
 
 
 def distribute(

@@ -24,6 +24,8 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.steps.ordered import OrderedCalls
 from lockstep.training.steps.patching import swapped
 
+LOSS_BASE = keras.losses.Loss
+
 
 @contextmanager
 def changed_losses(
@@ -55,7 +57,6 @@ def changed_losses(
 
 
 Divides = Literal["rows", "mask", "weights", "nothing"]
-LOSS_BASE = keras.losses.Loss
 log = logging.getLogger(__name__)
 
 

@@ -21,6 +21,8 @@ from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, take
 from lockstep.training.steps.other_optimizers import others_of
 
+WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+
 
 def show_labels_as_columns(model: keras.Model) -> None:
     """Make Keras' own compiled metrics of `model`, built or not, see labels (n,) as columns (n, 1) from now on."""
@@ -56,9 +58,6 @@ def _update(plain: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
     if len(y_true.shape) == 1 and len(y_pred.shape) == 2 and y_pred.shape[-1] == 1:
         y_true = keras.ops.expand_dims(y_true, -1)  # (n,) -> (n, 1)
     return plain(y_true, y_pred, sample_weight=sample_weight)
-
-
-WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 
 
 def build_all(model: keras.Model, signature: Signature, rows: int) -> None:

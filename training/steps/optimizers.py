@@ -18,6 +18,7 @@ from keras import ops
 from lockstep.storage.errors import ConfigError
 
 Rule = Literal["none", "linear", "sqrt"]
+EXCLUDED = ("bias", "beta", "gamma")  # and variables of one dimension, as in the authors' later code
 
 
 def without_loss_scale(optimizer: Any) -> Any:
@@ -193,9 +194,6 @@ def _notes(optimizer: Any, rule: Rule, factor: float) -> tuple[str, ...]:
     if rule == "linear" and not isinstance(optimizer, keras.optimizers.SGD):
         notes.append("the linear rule was found for SGD; for adaptive optimizers sqrt is usual")
     return tuple(notes)
-
-
-EXCLUDED = ("bias", "beta", "gamma")  # and variables of one dimension, as in the authors' later code
 
 
 @keras.saving.register_keras_serializable("lockstep")

@@ -22,6 +22,8 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.steps.ordered import OrderedCalls
 
 Array = NDArray[Any]
+_STEP: ContextVar[StepOverRanks | None] = ContextVar("the step of a rank", default=None)
+_UNREACHED: WeakSet[Any] = WeakSet()  # graphs in which a function of this file found no step
 
 
 class StepOverRanks:
@@ -115,10 +117,6 @@ class StepOverRanks:
         self._calls.communicator.all_reduce(flat)
         parts = np.split(flat, np.cumsum([value.size for value in mine])[:-1])
         return [part.reshape(value.shape).astype(value.dtype) for part, value in zip(parts, mine, strict=True)]
-
-
-_STEP: ContextVar[StepOverRanks | None] = ContextVar("the step of a rank", default=None)
-_UNREACHED: WeakSet[Any] = WeakSet()  # graphs in which a function of this file found no step
 
 
 def _step() -> StepOverRanks | None:

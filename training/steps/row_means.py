@@ -50,6 +50,10 @@ ROUNDING = 200.0  # times epsilon, relative to a variable's gradient: ResNet-56 
 SMALLEST = 2.0  # times epsilon, relative to the step's largest gradient: some are zero but for rounding (0.04 seen)
 MOST_TOLERANCE = 0.2  # of layers of 16 bits
 MOST_ELEMENTS = 1 << 16  # of one gradient: rows that see each other do so in all of it
+GATHER = "Take the rows of all ranks where rows are compared, `on_ranks.gather(x)`"
+TOTAL = "give a sum over rows to `on_ranks.total(loss)`"
+MEAN = "average what a step computes from its own gradients, `on_ranks.mean(gradients)`"
+PAGE = "docs/models.md, `Losses that are no means over rows`."
 
 
 @dataclass(slots=True)
@@ -350,12 +354,6 @@ def _by_rows(one: dict[str, Array], other: dict[str, Array]) -> str:
     paths = (path for path in {**one, **other} if path not in one or path not in other)
     differ = (path for path in one if path in other and not np.array_equal(one[path], other[path], equal_nan=True))
     return next((path for found in (paths, differ) for path in found), "")
-
-
-GATHER = "Take the rows of all ranks where rows are compared, `on_ranks.gather(x)`"
-TOTAL = "give a sum over rows to `on_ranks.total(loss)`"
-MEAN = "average what a step computes from its own gradients, `on_ranks.mean(gradients)`"
-PAGE = "docs/models.md, `Losses that are no means over rows`."
 
 
 def _refuse(fault: _Fault, model: keras.Model, name: str) -> None:

@@ -1,7 +1,7 @@
 """A rank's side of a parameter server: it pushes gradients, pulls weights, and meets the other ranks for checkpoints.
 
-The servers (`lockstep.training.strategies.server`) run the optimizer; this rank's own computes only the learning rate.
-Each bucket of gradients is cut into equal parts, one a server. docs/strategies.md.
+The servers (`lockstep.training.strategies.server_process`) run the optimizer; this rank's own computes only the
+learning rate. Each bucket of gradients is cut into equal parts, one a server. docs/strategies.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.training.steps.distribute import own_class
 from lockstep.training.strategies.asynchronous import ApartExchange, AsyncSteps
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 from lockstep.training.strategies.local_steps import average
-from lockstep.training.strategies.server import SERVER, Begin, Push, Rule, links_between, receive, send
+from lockstep.training.strategies.server_process import SERVER, Begin, Push, Rule, links_between, receive, send
 
 
 class ServedExchange(ApartExchange):

@@ -22,6 +22,8 @@ from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError
 
+BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than the columns they come from
+
 
 def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
     """The field as it is stored with its encoding baked in; itself if baking does not change it.
@@ -46,7 +48,6 @@ def raw_schema(schema: Schema) -> Schema:
 
 
 Bake = Callable[[pa.Array], pa.Array]
-BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than the columns they come from
 
 
 def check_bakeable(schema: Schema) -> None:

@@ -20,6 +20,8 @@ from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
 from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
 
+_LAST_BITS = 4  # values of a constant column may differ by so many neighbouring floats
+
 
 @dataclass(frozen=True, slots=True)
 class Lists:
@@ -91,7 +93,6 @@ def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
 # From the values of a scalar field or of flattened lists to categories 0..size-1; -1 is none of them.
 Columns = Callable[[pa.Array], NDArray[np.int64]]
 Plan = dict[str, ArrayPlan]  # by the name of the array
-_LAST_BITS = 4  # values of a constant column may differ by so many neighbouring floats
 
 
 def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:

@@ -267,6 +267,33 @@ def _read_fixed(
     return True
 
 
+@njit(forceinline=True)
+def _rows_at_once(offsets: Any, first: Any) -> Any:
+    """How many records from `first` on are a block: one, and more that fit into _BLOCK_BYTES and _BLOCK_ROWS."""
+    most = min(_BLOCK_ROWS, len(offsets) - 1 - first)
+    rows = 1
+    while rows < most and offsets[first + rows + 1] - offsets[first] <= _BLOCK_BYTES:
+        rows += 1
+    return rows
+
+
+@njit(forceinline=True)
+def _find_bodies(source: Any, offsets: Any, first: Any, at: Any, ends: Any, rows: Any) -> Any:
+    """Find where the features of each record of a block begin and end; False for a checksum or a form that is wrong."""
+    for row in range(rows):
+        start, end = source + offsets[first + row], source + offsets[first + row + 1]
+        if not data_matches(start, end - start):
+            return False
+        start, end = start + HEADER_BYTES, end - (FRAMING_BYTES - HEADER_BYTES)
+        if start >= end or load_u8(start) != 0x0A:
+            return False
+        size, start = read_length(start + 1, end)
+        if start + size != end:
+            return False
+        at[row], ends[row] = start, end
+    return True
+
+
 @_kernel
 def decode(
     kinds: Any,
@@ -293,22 +320,10 @@ def decode(
     records, first, rows = len(offsets) - 1, 0, 0
     at, ends = np.empty(_BLOCK_ROWS, dtype=np.int64), np.empty(_BLOCK_ROWS, dtype=np.int64)
     while first + rows < records:
-        first, rows = first + rows, 1
-        while (
-            rows < _BLOCK_ROWS and first + rows < records and offsets[first + rows + 1] - offsets[first] <= _BLOCK_BYTES
-        ):
-            rows += 1
-        for row in range(rows):
-            start, end = source + offsets[first + row], source + offsets[first + row + 1]
-            if not data_matches(start, end - start):
-                return False
-            start, end = start + HEADER_BYTES, end - (FRAMING_BYTES - HEADER_BYTES)
-            if start >= end or load_u8(start) != 0x0A:
-                return False
-            size, start = read_length(start + 1, end)
-            if start + size != end:
-                return False
-            at[row], ends[row] = start, end
+        first += rows
+        rows = _rows_at_once(offsets, first)
+        if not _find_bodies(source, offsets, first, at, ends, rows):
+            return False
         place = done + first
         for f in range(len(kinds)):
             kind, head, values, valid = kinds[f], heads + 11 * stride * f, outs[f, VALUES], outs[f, VALID]

@@ -21,6 +21,12 @@ _WORD = 8  # kernels copy and compare heads in words of 8 bytes, so each head is
 _KINDS = {"int64": (INT, INT_LIST), "bool": (BOOL, BOOL_LIST), "float32": (FIXED, FIXED_LIST)}
 _KINDS |= {"float64": (FIXED, FIXED_LIST), "uint64": (FIXED, FIXED_LIST)}
 
+# The columns of a description: the address of the validity bits (0 if no value is null) and the number of bits before
+# the first row; the address of the values, for BOOL with the number of bits before the first; the addresses of the
+# offsets of lists and of byte values, and their widths, 4 or 8 bytes.
+VALID, VALID_BIT, DATA, DATA_BIT, LISTS, LISTS_WIDTH, ENDS, ENDS_WIDTH = range(8)
+DESCRIPTION_COLUMNS = 8
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -115,13 +121,6 @@ def _entry(field: Field, feature: bytes, missing: int) -> bytes:
 def _padded(rows: list[bytes], stride: int) -> NDArray[np.uint8]:
     """Return (len(rows), stride) uint8, each row padded with zeros."""
     return np.frombuffer(b"".join(row.ljust(stride, b"\0") for row in rows), dtype=np.uint8).reshape(-1, stride)
-
-
-# The columns of a description: the address of the validity bits (0 if no value is null) and the number of bits before
-# the first row; the address of the values, for BOOL with the number of bits before the first; the addresses of the
-# offsets of lists and of byte values, and their widths, 4 or 8 bytes.
-VALID, VALID_BIT, DATA, DATA_BIT, LISTS, LISTS_WIDTH, ENDS, ENDS_WIDTH = range(8)
-DESCRIPTION_COLUMNS = 8
 
 
 def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], list[pa.Array]]:

@@ -1,9 +1,6 @@
 """Image augmentation: crop, flip, rotate, scale, colour, cutout and mixup, parsed from text.
 
-A sample's random numbers are functions of (seed, epoch, sample id) and of a counter: the same on any rank, in any batch
-and order, and after any restart. The function is splitmix64 (lockstep.features.sample_id) as a counter-based generator,
-after J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It is not cryptographic. Decision
-record: docs/decisions/074-batches.md.
+A command line only parses them, so NumPy is loaded by the first image. Decision record: docs/decisions/074-batches.md.
 """
 
 from __future__ import annotations
@@ -13,75 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lockstep.features.images.decode_many import aligned_empty
-from lockstep.features.sample_id import splitmix64, splitmix64_array
 from lockstep.storage.errors import ConfigError
 
-_PURPOSE = int.from_bytes(b"augment", "little")  # keeps these numbers apart from the plan's, which has the same seed
-_MASK = (1 << 64) - 1
-_HALF = np.uint64(32)
-PER_OPERATION = 16
-SHARES = 256
-_BITS = 24  # of the table's steps: few enough that rounding hides differences between math libraries
-_TERMS = 64
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from lockstep.features.images.random_numbers import Draws
+
 Padding = Literal["zero", "edge", "reflect"]
 Axis = Literal["horizontal", "vertical", "both"]
 ONE = 1 << 16  # 1 in fixed point, with 16 fractional bits
 ANGLES_PER_DEGREE = 64
-Images = NDArray[np.uint8]  # (n, H, W, C)
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The random numbers of n samples for one operation; `states` (n,) uint64, `slot` the operation's index."""
-
-    states: NDArray[np.uint64]
-    slot: int = 0
-
-    @classmethod
-    def of(cls, seed: int, epochs: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Draws:
-        """The random numbers of samples in their epochs: (n,) int64 each."""
-        keyed = splitmix64_array(sample_ids.astype(np.int64, copy=False).view(np.uint64) ^ _key(seed))
-        epoch_keys = splitmix64_array(epochs.astype(np.int64, copy=False).view(np.uint64))
-        return cls(splitmix64_array(keyed ^ epoch_keys))
-
-    def at(self, slot: int) -> Draws:
-        """The random numbers of the operation at index `slot`, different for each index."""
-        return Draws(self.states, slot)
-
-    def bits(self, number: int) -> NDArray[np.uint64]:
-        """Draw 64 random bits for each sample, (n,) uint64; `number` 0..15 is the index of the operation's draw."""
-        if not 0 <= number < PER_OPERATION:
-            raise _unknown(f"draw {number} of an operation", f"0 to {PER_OPERATION - 1}")
-        return splitmix64_array(self.states ^ np.uint64(splitmix64(self.slot * PER_OPERATION + number)))
-
-    def below(self, bound: int, number: int) -> NDArray[np.int64]:
-        """An integer 0..bound-1 for each sample, (n,) int64; `bound` up to 2^31, values equally likely to 2^-32."""
-        if not 1 <= bound <= 1 << 31:
-            raise _unknown(f"a draw below {bound}", f"below 1 to {1 << 31}")
-        return (((self.bits(number) >> _HALF) * np.uint64(bound)) >> _HALF).astype(np.int64)
-
-    def between(self, low: int, high: int, number: int) -> NDArray[np.int64]:
-        """An integer low..high, both included, for each sample: (n,) int64."""
-        return low + self.below(high - low + 1, number)
-
-
-def _unknown(got: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        "an operation draws a random number out of range",
-        got=got,
-        allowed=allowed,
-        next_step="Correct the operation.",
-    )
-
-
-def _key(seed: int) -> np.uint64:
-    return np.uint64(splitmix64((seed ^ _PURPOSE) & _MASK))
+Images: TypeAlias = "NDArray[np.uint8]"  # (n, H, W, C)
+_NUMBERS: dict[str, type] = {"int": int, "float": float}
 
 
 class Operation(ABC):
@@ -125,76 +69,6 @@ class Mixup:
     def __post_init__(self) -> None:
         need(self, 0.01 <= self.alpha <= 8, "alpha from 0.01 to 8")
 
-    def partners(self, draws: Draws, rows: int) -> NDArray[np.int64]:
-        """The row that each row is mixed with, another one of the `rows` of its lane: (n,) int64."""
-        at = np.arange(len(draws.states), dtype=np.int64)
-        within = at % rows
-        return at - within + (within + 1 + draws.below(rows - 1, 0)) % rows
-
-    def shares(self, draws: Draws) -> NDArray[np.int64]:
-        """The share that a row keeps of itself, in 1/256: (n,) int64 from 0 to 256."""
-        drawn = draws.bits(1) >> np.uint64(64 - _BITS)
-        return np.searchsorted(_steps(self.alpha), drawn.astype(np.int64), side="right").astype(np.int64)
-
-
-def mix_images(images: Images, partners: NDArray[np.int64], shares: NDArray[np.int64]) -> Images:
-    """Mix images of rows with those of their partners, by shares in 1/256, rounded half up: (n, H, W, C) uint8."""
-    from lockstep.features.images.kernels import mix
-
-    out = aligned_empty(images.shape)
-    flat = len(images), images[:1].size
-    mix(images.reshape(flat), partners, shares, out.reshape(flat))
-    return out
-
-
-def mix_labels(
-    labels: NDArray[np.float32],
-    weights: NDArray[np.float32] | None,
-    partners: NDArray[np.int64],
-    shares: NDArray[np.int64],
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Mix labels (n,) or one-hot (n, classes) float32, and weights (n,) float32, of rows and their partners.
-
-    Labels of 0 and 1 are mixed exactly. For weights w1 and w2 and an own share l the mixed weight is
-    W = l w1 + (1 - l) w2 and the label (l w1 y1 + (1 - l) w2 y2) / W, so that mixing keeps the weight of each class.
-    """
-    own = (shares / np.float32(SHARES)).astype(np.float32)
-    if weights is None:
-        return _mixed(labels, partners, own), None
-    weight = _mixed(weights, partners, own)
-    own_of_label = np.divide(own * weights, weight, out=own.copy(), where=weight > 0)
-    return _mixed(labels, partners, own_of_label), weight
-
-
-def one_hot(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
-    """Turn (n,) int64 in 0..classes-1 into (n, classes) float32."""
-    out = np.zeros((len(labels), classes), dtype=np.float32)
-    out[np.arange(len(labels)), labels] = 1.0
-    return out
-
-
-def _mixed(values: NDArray[np.float32], partners: NDArray[np.int64], own: NDArray[np.float32]) -> NDArray[np.float32]:
-    own = own.reshape(-1, *[1] * (values.ndim - 1))  # (n,) -> (n, 1) next to one-hot labels
-    return own * values + (np.float32(1) - own) * values[partners]
-
-
-@cache
-def _steps(alpha: float) -> NDArray[np.int64]:
-    """Return (256,) int64: a draw of 24 bits that is at least steps[k] has a share of more than k / 256.
-
-    steps[k] is the probability of a share below (k + 1/2) / 256. Below 1/2 the incomplete beta function is the series
-    x^a * sum of (1-a)(2-a)...(k-a) / k! * x^k / (a+k) (DLMF 8.17.7); above it the distribution is mirrored.
-    """
-    places = (np.arange(SHARES // 2) + 0.5) / SHARES
-    coefficient, series, half = 1.0, np.zeros_like(places), 0.0
-    for k in range(_TERMS):
-        series += coefficient / (alpha + k) * places**k
-        half += coefficient / (alpha + k) * 0.5**k
-        coefficient *= (k + 1 - alpha) / (k + 1)
-    chance = 0.5 * places**alpha * series / (0.5**alpha * half)
-    low = np.round(chance * (1 << _BITS)).astype(np.int64)
-    return np.concatenate([low, (1 << _BITS) - low[::-1]])
-
 
 @dataclass(frozen=True, slots=True)
 class Crop(Operation):
@@ -214,6 +88,7 @@ class Crop(Operation):
         need(self, right, f"at most {min(shape[:2]) - 1} pixels: reflection needs fewer than the image has")
 
     def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.decode_many import aligned_empty
         from lockstep.features.images.kernels import crop
 
         top = draws.between(-self.pixels, self.pixels, 0)
@@ -233,11 +108,11 @@ class Flip(Operation):
         need(self, self.axis in get_args(Axis), " or ".join(get_args(Axis)))
 
     def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.decode_many import aligned_empty
         from lockstep.features.images.kernels import flip
 
-        never = np.zeros(len(images), dtype=np.int64)
-        columns = never if self.axis == "vertical" else draws.below(2, 0)
-        rows = never if self.axis == "horizontal" else draws.below(2, 1)
+        columns = draws.below(1 if self.axis == "vertical" else 2, 0)  # below 1: never
+        rows = draws.below(1 if self.axis == "horizontal" else 2, 1)
         out = aligned_empty(images.shape)
         flip(images, rows, columns, out)
         return out
@@ -251,6 +126,7 @@ class Rotate90(Operation):
         need(self, shape[0] == shape[1], f"square images; these are {shape[0]} x {shape[1]} (flip:both rotates by 180)")
 
     def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.decode_many import aligned_empty
         from lockstep.features.images.kernels import turn
 
         out = aligned_empty(images.shape)
@@ -289,13 +165,15 @@ class Scale(Operation):
     def apply(self, images: Images, draws: Draws) -> Images:
         factor = draws.between(round(self.low * ONE), round(self.high * ONE), 0)
         back = ((1 << 32) + factor // 2) // factor
-        zero = np.zeros_like(back)
+        zero = 0 * back
         return _affine(images, back, zero, zero, back)
 
 
 @cache
 def _turns() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cosine and sine of each 1/64 degree in 1/65536; none is near a rounding tie, so any libm gives the same."""
+    import numpy as np
+
     angles = [math.radians(step / ANGLES_PER_DEGREE) for step in range(360 * ANGLES_PER_DEGREE)]
     return tuple(np.array([round(of(a) * ONE) for a in angles], dtype=np.int64) for of in (math.cos, math.sin))  # type: ignore[return-value]  # a generator has no length to mypy
 
@@ -311,6 +189,7 @@ def _affine(
 
     The elements are (n,) int64 in 1/65536.
     """
+    from lockstep.features.images.decode_many import aligned_empty
     from lockstep.features.images.kernels import affine
 
     out = aligned_empty(images.shape)
@@ -339,6 +218,7 @@ class Colour(Operation):
         need(self, not self.saturation or shape[2] == 3, "no saturation: images of 1 channel have none")
 
     def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.decode_many import aligned_empty
         from lockstep.features.images.kernels import colour
 
         settings = (self.brightness, self.contrast, self.saturation)
@@ -363,6 +243,7 @@ class Cutout(Operation):
         need(self, 0 <= self.fill <= 255, "a fill from 0 to 255")
 
     def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.decode_many import aligned_empty
         from lockstep.features.images.kernels import cut
 
         height, width = images.shape[1:3]
@@ -376,7 +257,6 @@ class Cutout(Operation):
 _KINDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (Crop, Flip, Rotate, Rotate90, Scale, Colour, Cutout, Mixup)
 }
-_NUMBERS: dict[str, type] = {"int": int, "float": float}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.images.choices import MAX_PIXELS
 from lockstep.features.images.resize import blend, set_channels
 
 JPEG, PNG, GIF, TIFF, WEBP, BMP, PNM = "JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP", "PNM"
@@ -153,7 +154,7 @@ class Limits:
 
     max_file_bytes: int = 64 << 20
     """Bytes of the file."""
-    max_pixels: int = 1 << 25
+    max_pixels: int = MAX_PIXELS
     """Height times width."""
     max_sides_ratio: int = 256
     """The longer side over the shorter one."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.images.choices import FITS
 from lockstep.features.images.decode import Limits, checked_header, decode
-from lockstep.features.images.resize import FITS, fit, rotate, set_channels
+from lockstep.features.images.resize import fit, rotate, set_channels
 from lockstep.storage import documents
 
 IMAGE = "image"  # the field of pixels
@@ -19,6 +20,7 @@ IMAGE = "image"  # the field of pixels
 _TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
 _SIDE = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 _OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
+_MAX_GROWTH = 4
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
@@ -32,9 +34,6 @@ def is_left_out(parts: Sequence[str]) -> bool:
 @lru_cache(maxsize=1 << 12)
 def _is_hidden(folders: tuple[str, ...]) -> bool:
     return any(folder.startswith(".") or folder in _SIDE for folder in folders)
-
-
-_MAX_GROWTH = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.images.choices import FITS, ROTATIONS
 from lockstep.storage.errors import ConfigError, DataError, require
 
-Fit = Literal["resize", "crop", "pad"]
-FITS = get_args(Fit)
-ROTATIONS = (0, 90, 180, 270)
 # ITU-R 601 luma in 1/65536, with Pillow's weights
 _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
 _BLOCK_PIXELS = 1 << 16  # at a time, so that the 32-bit sums take little memory compared with a large image

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lockstep.features.images.resize import FITS
+from lockstep.features.images.choices import FITS
 from lockstep.storage.errors import ConfigError
 
 Encoding = Mapping[str, Any]

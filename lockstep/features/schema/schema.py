@@ -176,10 +176,6 @@ def class_names_of(manifest: DatasetManifest) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if names else None
 
 
-DATA_GLOB = "*.tfrecord*"  # the default names of TFRecord files without a manifest
-SAMPLE_RECORDS = 1000  # of which their columns are inferred
-
-
 def foreign_field(name: str, dtype: str, is_list: bool) -> Field:
     """A feature of such a file, of any name: null where a record lacks it; a list is empty there."""
     return Field(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)

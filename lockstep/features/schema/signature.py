@@ -8,6 +8,8 @@ from typing import Any
 
 from lockstep.storage.errors import ConfigError
 
+_MAY_LACK = ("weight", "label_is_number", "class_names")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
@@ -39,9 +41,6 @@ class TensorSpec:
         if not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
             raise _bad(repr(shape)[:80], "positive sizes")
         return cls(shape=tuple(shape), dtype=document["dtype"], ids=ids)
-
-
-_MAY_LACK = ("weight", "label_is_number", "class_names")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

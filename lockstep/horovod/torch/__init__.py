@@ -68,6 +68,23 @@ from lockstep.horovod.torch.states import (
 # Scripts call these before they choose one of Horovod's backends.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built
 nccl_built = ccl_built = ddl_built = cuda_built = rocm_built = not_built
+_SHARED = (
+    *("elastic", "reducescatter", "grouped_allgather", "grouped_reducescatter", "run"),
+    *("ProcessSet", "add_process_set", "remove_process_set"),
+)
+# Known to Horovod for PyTorch, not here: name -> what to do instead.
+ABSENT = {
+    **{name: OF_TENSORFLOW[name] for name in _SHARED},
+    "join": "Give all ranks the same number of batches: lockstep.data.PlannedBatches does.",
+    "Product": "Use hvd.allgather(tensor[None]).prod(0).",
+    "SyncBatchNorm": "Use torch.nn.GroupNorm, or PyTorch's DistributedDataParallel under lockstep launch.",
+    "TorchEstimator": "Write the dataset by lockstep.write_dataset, and start a script with lockstep launch.",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "Use torch.profiler."),
+    **dict.fromkeys(
+        ("alltoall_async", "sparse_allreduce_async", "grouped_allreduce_", "grouped_allreduce_async"),
+        "Use the call without _async or the last underscore.",
+    ),
+}
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -128,25 +145,6 @@ __all__ = [
     "size",
     "synchronize",
 ]
-
-_SHARED = (
-    *("elastic", "reducescatter", "grouped_allgather", "grouped_reducescatter", "run"),
-    *("ProcessSet", "add_process_set", "remove_process_set"),
-)
-# Known to Horovod for PyTorch, not here: name -> what to do instead.
-ABSENT = {
-    **{name: OF_TENSORFLOW[name] for name in _SHARED},
-    "join": "Give all ranks the same number of batches: lockstep.data.PlannedBatches does.",
-    "Product": "Use hvd.allgather(tensor[None]).prod(0).",
-    "SyncBatchNorm": "Use torch.nn.GroupNorm, or PyTorch's DistributedDataParallel under lockstep launch.",
-    "TorchEstimator": "Write the dataset by lockstep.write_dataset, and start a script with lockstep launch.",
-    **dict.fromkeys(("start_timeline", "stop_timeline"), "Use torch.profiler."),
-    **dict.fromkeys(
-        ("alltoall_async", "sparse_allreduce_async", "grouped_allreduce_", "grouped_allreduce_async"),
-        "Use the call without _async or the last underscore.",
-    ),
-}
-
 
 if not TYPE_CHECKING:  # a type checker would assume that every name exists
 

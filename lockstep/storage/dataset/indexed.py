@@ -18,6 +18,9 @@ from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.documents import seal, unseal, unseal_as
 from lockstep.storage.errors import DataError
 
+DATA_GLOB = "*.tfrecord*"  # the default names of TFRecord files without a manifest
+PARQUET_GLOB = "*.parquet"
+SAMPLE_RECORDS = 1000  # of which their columns are inferred
 KIND = "indexed"
 INDEX_FOLDER = "_index"
 FORMAT_VERSION = 1

@@ -26,6 +26,11 @@ from lockstep.storage.errors import (
 from lockstep.storage.settings import give_up_s as default_give_up_s
 
 T = TypeVar("T")
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+NAMED_EVERY_S = 300.0  # a driver asks for several things, each minute
+FREE = 32  # abandoned calls before new ones are delayed; measured: 3 threads and 4 descriptors each
+LATER_S = 1.0  # delay of a new call for each abandoned call beyond that
 
 
 def call_with_deadline(fn: Callable[[], T], seconds: float, *, what: str, whom: str) -> T:
@@ -142,9 +147,6 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 log = logging.getLogger(__name__)
-FIRST_WAIT_S = 0.1
-LONGEST_WAIT_S = 2.0
-NAMED_EVERY_S = 300.0  # a driver asks for several things, each minute
 _named_at: dict[str, float] = {}
 """When a warning named who does not serve."""
 _served_at: dict[str, float] = {}
@@ -226,10 +228,6 @@ def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s:
         else:
             _serves(whom)
             return result
-
-
-FREE = 32  # abandoned calls before new ones are delayed; measured: 3 threads and 4 descriptors each
-LATER_S = 1.0  # delay of a new call for each abandoned call beyond that
 
 
 class Unanswered:

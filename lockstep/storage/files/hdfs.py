@@ -50,6 +50,12 @@ _RETRYABLE_TEXT = (
     "All DataNodes failed",  # which `_parts` shortens
     "Not enough valid shards",
 )
+_FIRST_S = 15.0
+_BYTES_PER_S = 1 << 20
+T = TypeVar("T")
+_DISCARD_S = 5.0
+_PROBE_S = 2.0
+_DATA_VERBS = ("read", "write", "sync", "close")  # calls that involve DataNodes
 
 
 def translate(error: BaseException, *, verb: str, place: str, whom: str) -> LockstepError:
@@ -138,10 +144,6 @@ def _parts(error: BaseException) -> tuple[str, str]:
     return java, without_secrets(first_line(text).removesuffix('")'))
 
 
-_FIRST_S = 15.0
-_BYTES_PER_S = 1 << 20
-
-
 class HdfsRaw(RemoteRaw):
     """A file to be read (hdfs-native's own reader breaks inside `io.BufferedReader`).
 
@@ -204,12 +206,6 @@ class HdfsWriter(RemoteWriter):
         # has sent little data gives up sooner than one that may have much data on its way to the disks.
         limit_s = min(self._fs.data_deadline_s, _FIRST_S + self._written / _BYTES_PER_S)
         self._fs.once(lambda _client: step(inner), verb, self._url, limit_s)
-
-
-T = TypeVar("T")
-_DISCARD_S = 5.0
-_PROBE_S = 2.0
-_DATA_VERBS = ("read", "write", "sync", "close")  # calls that involve DataNodes
 
 
 class HdfsFileSystem(RemoteFileSystem):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file systems without renameat2's flag
+PAGE_BYTES = 4096  # address, file offset and length must be multiples of it
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system lacks it
 
 
 def rename_noreplace(source: str, target: str) -> None:
@@ -65,10 +67,6 @@ def rename_noreplace_portable(source: str, target: str) -> None:
     else:
         os.link(source, target, follow_symlinks=False)
         os.unlink(source)
-
-
-PAGE_BYTES = 4096  # address, file offset and length must be multiples of it
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system lacks it
 
 
 def whole_pages(size: int) -> NDArray[np.uint8]:

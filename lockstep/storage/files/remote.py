@@ -21,6 +21,8 @@ RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException",
 
 
 _SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\")]+")
+READ_BUFFER_BYTES = 1 << 22
+READ_PIECE_BYTES = 1 << 23  # of one call: small enough to arrive well within a deadline at 1 MB/s
 
 
 def without_secrets(text: str) -> str:
@@ -92,10 +94,6 @@ def no_ticket(what: str, text: str) -> StorageError:
 def check(whom: str) -> str:
     """The next step if `whom` does not serve."""
     return f"Check that {whom} runs, has left safe mode and has live DataNodes (`hdfs dfsadmin -report`)."
-
-
-READ_BUFFER_BYTES = 1 << 22
-READ_PIECE_BYTES = 1 << 23  # of one call: small enough to arrive well within a deadline at 1 MB/s
 
 
 class RemoteRaw(io.RawIOBase):

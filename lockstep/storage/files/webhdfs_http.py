@@ -40,6 +40,22 @@ from lockstep.storage.urls import split_url
 
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):([0-9]{1,5})")
 _HTTP, _HTTPS, _RPC = "dfs.namenode.http-address", "dfs.namenode.https-address", "dfs.namenode.rpc-address"
+CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
+_CHUNK_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 16  # Java's stack among them
+_MAX_LIST_BYTES = 1 << 28  # half a million entries of a directory
+_LISTS = ("LISTSTATUS", "GETFILEBLOCKLOCATIONS")
+# How a standby NameNode refuses a delegation token, and what the package reads as "ask the other one".
+_TOKEN_ON_STANDBY = b"InvalidToken: StandbyException"
+_STANDBY = b'{"RemoteException": {"exception": "StandbyException", "message": "it is a standby NameNode"}}'
+# What parsing raises for an answer that is not WebHDFS's JSON; requests' error for invalid JSON is a ValueError too.
+OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+_RETRYABLE_TEXT = (
+    "could only be written to", "SafeModeException", "StandbyException", "nodes contain this block",
+    "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
+)  # fmt: skip
+T = TypeVar("T")
+_CONNECT_S = 10.0
 
 
 def http_addresses(authority: str, settings: Mapping[str, str], scheme: str = "webhdfs") -> tuple[str, ...]:
@@ -117,16 +133,6 @@ def _of_service(service: str, key: str, settings: Mapping[str, str]) -> list[str
 def _valid(address: str) -> bool:
     found = _ADDRESS.fullmatch(address)
     return found is not None and 0 < int(found.group(2)) < 1 << 16
-
-
-CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
-_CHUNK_BYTES = 1 << 16
-_MAX_ANSWER_BYTES = 1 << 16  # Java's stack among them
-_MAX_LIST_BYTES = 1 << 28  # half a million entries of a directory
-_LISTS = ("LISTSTATUS", "GETFILEBLOCKLOCATIONS")
-# How a standby NameNode refuses a delegation token, and what the package reads as "ask the other one".
-_TOKEN_ON_STANDBY = b"InvalidToken: StandbyException"
-_STANDBY = b'{"RemoteException": {"exception": "StandbyException", "message": "it is a standby NameNode"}}'
 
 
 class RefusedError(Exception):
@@ -311,14 +317,6 @@ class LostAnswerError(RetryableStorageError):
     """A request was sent, or may have been, without a complete answer: it may have succeeded."""
 
 
-# What parsing raises for an answer that is not WebHDFS's JSON; requests' error for invalid JSON is a ValueError too.
-OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-_RETRYABLE_TEXT = (
-    "could only be written to", "SafeModeException", "StandbyException", "nodes contain this block",
-    "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
-)  # fmt: skip
-
-
 def translate(error: BaseException, *, verb: str, place: str, whom: str) -> LockstepError:
     """Our error for one of the `hdfs` package or below it, raised while `verb`-ing `place` on `whom`."""
     what = f"cannot {verb} {place}"
@@ -420,8 +418,6 @@ def _clean(text: str) -> str:
     return first_line(without_secrets(text))[:500] or "no message"
 
 
-T = TypeVar("T")
-_CONNECT_S = 10.0
 _BELOW = (HdfsError, RefusedError, NoTicketError, RequestException, HTTPError, HTTPException, OSError, *OTHER_FORM)
 
 

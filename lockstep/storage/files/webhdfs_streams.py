@@ -19,6 +19,9 @@ from lockstep.storage.files.webhdfs_http import OTHER_FORM, RefusedError, checke
 if TYPE_CHECKING:
     from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 
+_AVOIDED_S = 60.0  # how long a failed DataNode is avoided; a stream may also break because it was idle
+PIECES_UNDER_WAY = 4
+
 
 def locate(client: Any, path: str, offset: int, length: int, failed: Collection[str] = ()) -> str:
     """The URL at a DataNode for `length` bytes of a file from `offset`; at none of `failed` ("host:port" of HTTP) if
@@ -46,9 +49,6 @@ def _transfer_addresses(client: Any, path: str, offset: int, failed: Collection[
         ]
     except (HdfsError, *OTHER_FORM):  # without an answer, ask as if none had failed
         return []
-
-
-_AVOIDED_S = 60.0  # how long a failed DataNode is avoided; a stream may also break because it was idle
 
 
 class WebHdfsRaw(RemoteRaw):
@@ -159,9 +159,6 @@ def _exactly(stream: Any, length: int) -> bytes:
         pieces.append(piece)
         got += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-PIECES_UNDER_WAY = 4
 
 
 class WebHdfsWriter(RemoteWriter):

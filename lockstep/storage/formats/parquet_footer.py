@@ -25,6 +25,25 @@ MAGIC = b"PAR1"
 _TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the Thrift bytes before them, magic
 _FIRST_GUESS_BYTES = 1 << 16
 _TRIAL_DEADLINE_S = 60  # for milliseconds of work, or the start of Python
+_TRY_FOOTERS = """
+import faulthandler, resource, sys
+import pyarrow as pa, pyarrow.parquet as pq
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+faulthandler.disable()  # an abort here is an answer, not a crash to report
+footers, answers = sys.stdin.buffer, sys.stdout.buffer
+answers.write(b".")
+answers.flush()
+while length := footers.read(8):  # until the process that asks has ended
+    metadata = pq.read_metadata(pa.BufferReader(footers.read(int.from_bytes(length, "little"))))
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in range(group.num_columns):
+            chunk = group.column(column)
+            chunk.dictionary_page_offset, chunk.data_page_offset, chunk.path_in_schema
+    answers.write(b".")
+    answers.flush()
+"""
 
 
 def read_footer(read_range: Callable[[int, int], bytes], size: int, file: str) -> bytes:
@@ -130,25 +149,6 @@ class _Trial:
                 self._process.communicate()
 
 
-_TRY_FOOTERS = """
-import faulthandler, resource, sys
-import pyarrow as pa, pyarrow.parquet as pq
-
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-faulthandler.disable()  # an abort here is an answer, not a crash to report
-footers, answers = sys.stdin.buffer, sys.stdout.buffer
-answers.write(b".")
-answers.flush()
-while length := footers.read(8):  # until the process that asks has ended
-    metadata = pq.read_metadata(pa.BufferReader(footers.read(int.from_bytes(length, "little"))))
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in range(group.num_columns):
-            chunk = group.column(column)
-            chunk.dictionary_page_offset, chunk.data_page_offset, chunk.path_in_schema
-    answers.write(b".")
-    answers.flush()
-"""
 _trying = threading.Lock()
 _trials: list[_Trial] = []  # none or one
 

@@ -20,6 +20,9 @@ from lockstep.storage.kernels.memory import load_u8, load_u64
 POLYNOMIAL = 0x82F63B78  # of CRC-32C, its bits reflected
 _STREAM_WORDS = 256  # at most so many words of 8 bytes in a stream: the length of a table below
 _STREAMS_FROM_WORDS = 12  # shorter data gain nothing: putting together costs as much as so many words
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_PAIR = ir.VectorType(_I64, 2)
+_ONES, _ZERO = np.uint64(0xFFFFFFFF), np.uint64(0)
 
 
 def _processor() -> str:
@@ -65,10 +68,6 @@ def _instruction(name: str, result: ir.Type, operands: tuple[ir.Type, ...]) -> A
         return builder.call(function, values)
 
     return call
-
-
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_PAIR = ir.VectorType(_I64, 2)
 
 
 @intrinsic
@@ -123,7 +122,6 @@ def _aarch64_byte(typingctx: Any, crc: Any, byte: Any) -> Any:
 _TABLES = _tables()
 _SHIFTS = _shifts()
 _8, _FF = np.uint64(8), np.uint64(0xFF)
-_ONES, _ZERO = np.uint64(0xFFFFFFFF), np.uint64(0)
 
 
 @njit(inline="never")

@@ -11,7 +11,7 @@ from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, RUN_JSON
+from lockstep.storage.run_layout import CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
@@ -20,6 +20,15 @@ from lockstep.storage.verify.run import check_checkpoint, check_model, check_pre
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 
 KINDS = ("dataset", "indexed", "checkpoint", "model", "predictions", "run")
+CHECKS: dict[str, Callable[[Check], None]] = {
+    "dataset": check_dataset,
+    "indexed": check_indexed,
+    "checkpoint": check_checkpoint,
+    "model": check_model,
+    "predictions": check_predictions,
+    "run": check_run,
+}
+_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, predictions, indexed files) or run.json (run)"
 
 
 def verify(
@@ -82,17 +91,6 @@ def total_bytes(url: str) -> int | None:
         return None
     shards = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     return shards + sum(info.bytes for info in manifest.files.values())
-
-
-CHECKS: dict[str, Callable[[Check], None]] = {
-    "dataset": check_dataset,
-    "indexed": check_indexed,
-    "checkpoint": check_checkpoint,
-    "model": check_model,
-    "predictions": check_predictions,
-    "run": check_run,
-}
-_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, predictions, indexed files) or run.json (run)"
 
 
 def _kind_of_manifest(fs: FileSystem, url: str) -> str:

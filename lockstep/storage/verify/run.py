@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from lockstep.storage import documents, run_names
+from lockstep.storage import documents, run_layout
 from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
@@ -19,13 +19,14 @@ from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
 SINGLY = 20  # missing numbers of a gap that get a finding each
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_parts(check: Check, folder: str) -> None:
     """Closed parts: numbered without gaps, whole lines; those of metrics hold one JSON object a line."""
     numbers: list[int] = []
     for name in check.names(folder):
-        path, found = f"{folder}/{name}", run_names.part_of(name)
+        path, found = f"{folder}/{name}", run_layout.part_of(name)
         if found is None:
             check.unexpected(path)
             continue
@@ -76,14 +77,11 @@ def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
     return None
 
 
-_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
-
-
 def check_checkpoint(check: Check) -> None:
     """Check one checkpoint directory, and its audit files if it is inside a run."""
     manifest = _check_sealed_directory(check, "", "checkpoint")
     run = parent(parent(check.root))
-    if manifest["audit"] and filesystem(run).exists(f"{run}/{run_names.RUN_JSON}"):
+    if manifest["audit"] and filesystem(run).exists(f"{run}/{run_layout.RUN_JSON}"):
         around = Check(check.fs, run, check.on_ok, check.on_bytes)
         _check_files(around, "", manifest["audit"])
         check.findings += around.findings
@@ -101,14 +99,14 @@ def check_predictions(check: Check) -> None:
 
 def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
-    unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
-    check.on_ok(run_names.RUN_JSON, "sealed")
-    for name in (run_names.STOPPED, run_names.SELECTION):
+    unseal(check.fs.read_bytes(check.url(run_layout.RUN_JSON)), check.url(run_layout.RUN_JSON))
+    check.on_ok(run_layout.RUN_JSON, "sealed")
+    for name in (run_layout.STOPPED, run_layout.SELECTION):
         if check.fs.exists(check.url(name)) and _sealed(check, name) is not None:
             check.on_ok(name, "sealed")
     _check_claims(check)
-    for name in check.names(run_names.RESULTS):
-        path, generation = f"{run_names.RESULTS}/{name}", run_names.result_of(name)
+    for name in check.names(run_layout.RESULTS):
+        path, generation = f"{run_layout.RESULTS}/{name}", run_layout.result_of(name)
         if generation is None:
             check.unexpected(path)
         elif (doc := _sealed(check, path)) is not None:
@@ -116,21 +114,24 @@ def check_run(check: Check) -> None:
                 check.bad(path, f"the generation inside is {doc.get('generation')!r}")
             else:
                 check.on_ok(path, "sealed")
-    for name in check.names(run_names.COMM_PLANS):
-        path = f"{run_names.COMM_PLANS}/{name}"
-        if run_names.comm_plan_ranks_of(name) is None:
+    for name in check.names(run_layout.COMM_PLANS):
+        path = f"{run_layout.COMM_PLANS}/{name}"
+        if run_layout.comm_plan_ranks_of(name) is None:
             check.unexpected(path)
         elif _sealed(check, path) is not None:
             check.on_ok(path, "sealed")
-    for name in check.names(run_names.BASELINES):
-        if _sealed(check, path := f"{run_names.BASELINES}/{name}") is not None:
+    for name in check.names(run_layout.BASELINES):
+        if _sealed(check, path := f"{run_layout.BASELINES}/{name}") is not None:
             check.on_ok(path, "sealed")
-    for name in check.names(run_names.CHECKPOINTS):
-        _check_commit(check, f"{run_names.CHECKPOINTS}/{name}", "checkpoint")
-    for name in check.names(run_names.MODELS):
-        _check_commit(check, f"{run_names.MODELS}/{name}", "model")
+    for name in check.names(run_layout.CHECKPOINTS):
+        _check_commit(check, f"{run_layout.CHECKPOINTS}/{name}", "checkpoint")
+    for name in check.names(run_layout.MODELS):
+        _check_commit(check, f"{run_layout.MODELS}/{name}", "model")
     _check_trashed_audits(check)
-    for folder, rooms in ((run_names.METRICS, check.names(run_names.METRICS)), (run_names.LOGS, _log_folders(check))):
+    for folder, rooms in (
+        (run_layout.METRICS, check.names(run_layout.METRICS)),
+        (run_layout.LOGS, _log_folders(check)),
+    ):
         for room in rooms:
             check_parts(check, f"{folder}/{room}")
 
@@ -138,11 +139,11 @@ def check_run(check: Check) -> None:
 def _check_claims(check: Check) -> None:
     # A driver claims its generation before it writes. Listed before the claims: a running driver may add one meanwhile.
     written = [
-        int(g) for room in run_names.BY_GENERATION for name in check.names(room) for g in _GENERATION.findall(name)
+        int(g) for room in run_layout.BY_GENERATION for name in check.names(room) for g in _GENERATION.findall(name)
     ]
     numbers = []
-    for name in check.names(run_names.CLAIMS):
-        path, generation = f"{run_names.CLAIMS}/{name}", run_names.claim_of(name)
+    for name in check.names(run_layout.CLAIMS):
+        path, generation = f"{run_layout.CLAIMS}/{name}", run_layout.claim_of(name)
         if generation is None:
             check.unexpected(path)
             continue
@@ -152,7 +153,7 @@ def _check_claims(check: Check) -> None:
             check.bad(path, f"the generation inside is {doc.get('generation')!r}")
         elif doc is not None:
             check.on_ok(path, "sealed")
-    note_gaps(check, run_names.CLAIMS, numbers, 1, max([0, *numbers, *written]), run_names.claim_name)
+    note_gaps(check, run_layout.CLAIMS, numbers, 1, max([0, *numbers, *written]), run_layout.claim_name)
 
 
 def _check_commit(check: Check, path: str, kind: str) -> None:
@@ -173,7 +174,7 @@ def _check_base(check: Check, path: str, manifest: dict[str, Any]) -> None:
     where = check.url(f"{path}/{MANIFEST_NAME}")
     base = documents.obj(manifest["base"], ("step", "generation"), where=f"{where}: base")
     step, generation = (documents.count(base[part], where=f"{where}: base") for part in ("step", "generation"))
-    if (step, generation) not in map(run_names.checkpoint_of, check.names(run_names.CHECKPOINTS)):
+    if (step, generation) not in map(run_layout.checkpoint_of, check.names(run_layout.CHECKPOINTS)):
         check.bad(f"{path}/{MANIFEST_NAME}", f"the checkpoint of step {step}, whose difference it holds, is missing")
 
 
@@ -186,7 +187,7 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
     if kind == "checkpoint":
         manifest["audit"] = _listed(manifest, "audit", where)
         directory = basename(parent(where))
-        of_name = run_names.checkpoint_of(directory)
+        of_name = run_layout.checkpoint_of(directory)
         if of_name is not None and of_name != (manifest.get("step"), manifest.get("generation")):
             found = f"step {manifest.get('step')}, generation {manifest.get('generation')}"
             what = "a manifest that contradicts its directory's name"
@@ -204,7 +205,7 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
     """Compare the manifest's `tensors` with the headers of the ranks' files, as resuming from the checkpoint does."""
     where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
     for name, (size, _) in files.items():
-        rank = run_names.rank_of(name)
+        rank = run_layout.rank_of(name)
         if rank is not None and name == _rank_file(rank):
             try:
                 with check.fs.open_read(check.url(below + name)) as file:
@@ -213,7 +214,7 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
                 check.caught(below + name, error)
                 return
     ranks = documents.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
-    wrote = {rank for name in files if (rank := run_names.rank_of(name)) is not None}
+    wrote = {rank for name in files if (rank := run_layout.rank_of(name)) is not None}
     if len(wrote) != ranks or max(wrote, default=-1) != ranks - 1:
         check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(wrote)} where num_ranks is {ranks}")
         return
@@ -228,7 +229,7 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
 
 
 def _rank_file(rank: int) -> str:
-    return f"{run_names.rank_name(rank)}.safetensors"
+    return f"{run_layout.rank_name(rank)}.safetensors"
 
 
 def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:
@@ -248,9 +249,9 @@ def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) ->
 
 def _check_trashed_audits(check: Check) -> None:
     # Retention moves old checkpoints to the trash, but their audits remain part of the run's record.
-    for trash in check.names(run_names.TRASHES):
-        for name in check.names(f"{run_names.TRASHES}/{trash}"):
-            where = check.url(f"{run_names.TRASHES}/{trash}/{name}/{MANIFEST_NAME}")
+    for trash in check.names(run_layout.TRASHES):
+        for name in check.names(f"{run_layout.TRASHES}/{trash}"):
+            where = check.url(f"{run_layout.TRASHES}/{trash}/{name}/{MANIFEST_NAME}")
             try:
                 files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
             except (DataError, NotFoundError):
@@ -259,8 +260,8 @@ def _check_trashed_audits(check: Check) -> None:
 
 
 def _log_folders(check: Check) -> Iterable[str]:
-    for generation in check.names(run_names.LOGS):
-        for rank in check.names(f"{run_names.LOGS}/{generation}"):
+    for generation in check.names(run_layout.LOGS):
+        for rank in check.names(f"{run_layout.LOGS}/{generation}"):
             yield f"{generation}/{rank}"
 
 

@@ -122,11 +122,14 @@ def test_each_held_out_fold_has_statistics_of_the_others(spark: SparkSession) ->
 
 @pytest.mark.slow
 def test_an_infinite_value_is_told(spark: SparkSession) -> None:
-    from lockstep.etl.spark.errors import translated
+    from lockstep.etl.spark.errors import translating_errors
 
     rows = rows_of(4, ["train"])
     rows[2]["price"] = float("inf")
-    with pytest.raises(DataError, match=r"field `price` holds a value that is infinite"), translated(spark, "fitting"):
+    with (
+        pytest.raises(DataError, match=r"field `price` holds a value that is infinite"),
+        translating_errors(spark, "fitting"),
+    ):
         fit_all(frame(spark, rows), SCHEMA, ["train"])
 
 

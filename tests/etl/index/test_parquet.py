@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.etl import tables
-from lockstep.etl.baseline import BaselineConfig, train_and_predict
+from lockstep.etl.baseline.config import BaselineConfig
+from lockstep.etl.baseline.train import train_and_predict
 from lockstep.etl.index.parquet import ParquetIndexConfig, index_parquet, spark_kind
 from lockstep.etl.tables import TableConfig
 from lockstep.features.schema.schema import Schema

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from lockstep.etl.logs.config import LABEL_WINDOW_S, LogsConfig
+from lockstep.etl.choices import LABEL_WINDOW_S
+from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.logs.parse import BAD, ROW, parse_ranges
 from lockstep.etl.logs.plan import Plan, plan_of
 

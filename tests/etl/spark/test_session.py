@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translated
-from lockstep.etl.spark.session import BATCHES, bounded, changed
+from lockstep.etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translating_errors
+from lockstep.etl.spark.session import BATCHES, bounded, held_setting
 from lockstep.etl.write.dataset import write_dataset
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def test_two_writes_at_once_leave_the_session_as_it_was(
     begun, ended = threading.Event(), threading.Event()
 
     def first() -> None:
-        with translated(spark, "one thing"), bounded(spark):
+        with translating_errors(spark, "one thing"), bounded(spark):
             assert begun.wait(60)
         ended.set()
 
     def second() -> None:
-        with translated(spark, "another thing"), bounded(spark):
+        with translating_errors(spark, "another thing"), bounded(spark):
             begun.set()
             assert ended.wait(60)
             assert not notes_lines()
@@ -99,7 +99,7 @@ def test_what_somebody_else_sets_meanwhile_stays_or_comes_back() -> None:
     settings: dict[str, str | None] = {"key": None}
 
     def use(value: str) -> AbstractContextManager[None]:
-        return changed("test", value, lambda: settings["key"], lambda new: settings.update(key=new))
+        return held_setting("test", value, lambda: settings["key"], lambda new: settings.update(key=new))
 
     with use("a"):
         assert settings["key"] == "a"

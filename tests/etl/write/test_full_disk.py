@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import lockstep
-from lockstep.etl.spark.errors import translated
+from lockstep.etl.spark.errors import translating_errors
 from lockstep.storage.errors import DiskFullError
 from lockstep.storage.verify import verify
 from tests.small_disk import BALLAST, fill, small_disk
@@ -40,7 +40,7 @@ def test_a_task_whose_scratch_disk_is_full_by_an_error_that_it_raises(spark: Spa
 
     with (
         pytest.raises(DiskFullError, match="it failed while sorting rows") as raised,
-        translated(spark, "sorting rows"),
+        translating_errors(spark, "sorting rows"),
     ):
         spark.sparkContext.range(1).map(spills).collect()
     assert raised.value.got == "OSError: [Errno 28] No space left on device: '/scratch/block-7'"

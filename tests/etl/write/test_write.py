@@ -160,10 +160,13 @@ def write(df: DataFrame, url: Path, read: int, **more: Any) -> None:
 
 @pytest.mark.slow
 def test_one_sample_id_twice_names_both_records(spark: SparkSession, tmp_path: Path) -> None:
-    from lockstep.etl.spark.errors import translated
+    from lockstep.etl.spark.errors import translating_errors
 
     rows = batch([1, 2, 3, 4, 5, 6, 7, 8, 3])  # occurrence 0 both times
-    with pytest.raises(DataError, match="two records have one sample id") as caught, translated(spark, "testing"):
+    with (
+        pytest.raises(DataError, match="two records have one sample id") as caught,
+        translating_errors(spark, "testing"),
+    ):
         write(frame(spark, rows), tmp_path / "out", 9)
     assert caught.value.got == "in.csv at 2, in.csv at 8"
     assert not list(tmp_path.iterdir())

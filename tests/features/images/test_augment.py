@@ -17,21 +17,17 @@ from lockstep.features.images.augment import (
     Colour,
     Crop,
     Cutout,
-    Draws,
     Flip,
-    Mixup,
     Operation,
     Rotate,
     Rotate90,
     Scale,
-    _steps,
     canonical,
     forms,
-    mix_images,
-    mix_labels,
-    one_hot,
     parse,
 )
+from lockstep.features.images.mixing import _steps, draw_partners, draw_shares, mix_images, mix_labels, one_hot
+from lockstep.features.images.random_numbers import Draws
 from lockstep.storage.errors import ConfigError
 
 Pixels = np.ndarray[Any, Any]
@@ -257,7 +253,7 @@ def test_draws_never_change() -> None:
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 1.0, 2.5, 8.0])
 def test_mixups_shares_have_the_beta_distribution(alpha: float) -> None:
-    shares = Mixup(alpha).shares(Draws.of(0, np.zeros(100_000, dtype=np.int64), np.arange(100_000)))
+    shares = draw_shares(Draws.of(0, np.zeros(100_000, dtype=np.int64), np.arange(100_000)), alpha)
     assert shares.min() >= 0 and shares.max() <= 256
     exact = np.random.default_rng(0).beta(alpha, alpha, 100_000)
     for quantile in (0.1, 0.25, 0.5, 0.75, 0.9):
@@ -272,13 +268,13 @@ def test_mixups_shares_have_the_beta_distribution(alpha: float) -> None:
 @settings(max_examples=30, deadline=None)  # the first call compiles
 @given(rows=st.integers(2, 7), lanes=st.integers(1, 5))
 def test_a_partner_is_another_row_of_the_same_lane(rows: int, lanes: int) -> None:
-    partners = Mixup(0.2).partners(draws(rows * lanes), rows)
+    partners = draw_partners(draws(rows * lanes), rows)
     own = np.arange(rows * lanes)
     assert (partners != own).all() and np.array_equal(partners // rows, own // rows)
 
 
 def test_each_partner_is_as_likely() -> None:
-    partners = Mixup(0.2).partners(draws(40_000), 5) % 5
+    partners = draw_partners(draws(40_000), 5) % 5
     distance = (partners - np.arange(40_000)) % 5
     assert np.bincount(distance, minlength=5)[0] == 0
     assert np.abs(np.bincount(distance)[1:] / 40_000 - 0.25).max() < 0.01

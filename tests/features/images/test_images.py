@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.features.images.resize import FITS, blend, fit, resize, rotate, scaled_size, set_channels
+from lockstep.features.images.choices import FITS
+from lockstep.features.images.resize import blend, fit, resize, rotate, scaled_size, set_channels
 from lockstep.storage.errors import ConfigError
 
 

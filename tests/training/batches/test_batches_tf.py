@@ -61,7 +61,7 @@ def test_a_devices_batches_are_the_same(tmp_path: Path) -> None:
 
 
 def test_an_aligned_array_becomes_a_tensor_without_a_copy() -> None:
-    array = aligned_empty((3, 5, 7), np.float32)
+    array = aligned_empty((3, 5, 7 * 4)).view(np.float32)
     array[:] = 1
     tensor = tf.function(lambda: tf.numpy_function(lambda: array, [], tf.float32))()
     array[1] = 2

@@ -20,9 +20,9 @@ from lockstep.training.comm import (
     cost,
     hierarchical,
 )
+from lockstep.training.comm.backend import join_ranks
 from lockstep.training.comm.hierarchical import HierarchicalCommunicator
 from lockstep.training.comm.hosts import agree_on_layout
-from lockstep.training.comm.join import join_ranks
 from lockstep.training.comm.shm.communicator import ShmCommunicator
 from lockstep.training.comm.shm.join import close_all
 from tests.comm_contract import CommunicatorContract, RunRanks

@@ -20,7 +20,7 @@ from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal
 from lockstep.training.driver.retention import drop_stagings
-from lockstep.training.driver.status import Board
+from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import StopRequest
 from lockstep.training.rules import Keep
 from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint

@@ -29,7 +29,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.protocol import Tag
 from lockstep.training.driver.on_event import OnEvent
 from lockstep.training.driver.ownership import Ownership
-from lockstep.training.driver.status import Board
+from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import StopRequest
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.local import run_local
@@ -166,7 +166,7 @@ def test_a_status_that_is_being_written_is_not_swept_away(
 
     swept, writing, of_ownership = list[bool](), threading.Event(), Ownership.sweep
     claim = Ownership.claim
-    monkeypatch.setattr("lockstep.training.driver.status.write_file", slow)
+    monkeypatch.setattr("lockstep.training.driver.status_board.write_file", slow)
     monkeypatch.setattr(Ownership, "sweep", sweep)
     monkeypatch.setattr(Ownership, "claim", lambda *given, **more: (writing.wait(60), claim(*given, **more))[1])
     write_table(tmp_path / "data", records={"train": 16})

@@ -14,7 +14,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.driver.commit import CommitHandler
 from lockstep.training.driver.generation import RunHandler, Watch
 from lockstep.training.driver.live import OnTerminal
-from lockstep.training.driver.status import Board
+from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stop import StopRequest
 from lockstep.training.launch.executors import (
     RANK_MIB,

@@ -18,7 +18,7 @@ from lockstep.training.driver.train import Hooks
 from lockstep.training.driver.train import train as drive
 from lockstep.training.launch.local import run_local
 from lockstep.training.results.audit import check_run_audit
-from lockstep.training.strategies.server import Push, Rule, Server
+from lockstep.training.strategies.server_process import Push, Rule, Server
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ranks import living_ranks
 from tests.training._ring import run_ring

@@ -35,6 +35,11 @@ HEADER_BYTES = 24
 MAX_RANKS = 128  # of one host; a message between processes carries at most 253 sockets
 STAGE_BYTES = 512 << 10  # of one half, all parts together: fits the second-level cache; larger ones save rounds
 MIN_CHUNK_BYTES = 32 << 10
+# From <linux/fcntl.h>; Python 3.11 has them only if it was built on a kernel with them.
+_ADD_SEALS, _GET_SEALS, _SEAL, _SHRINK, _GROW = 1033, 1034, 1, 2, 4
+_SEALS = _SEAL | _SHRINK | _GROW
+_WORD = struct.Struct("<i")
+_CALL = struct.Struct("<qqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +96,6 @@ def default_arena_bytes(num_ranks: int) -> int:
 
 
 log = logging.getLogger(__name__)
-# From <linux/fcntl.h>; Python 3.11 has them only if it was built on a kernel with them.
-_ADD_SEALS, _GET_SEALS, _SEAL, _SHRINK, _GROW = 1033, 1034, 1, 2, 4
-_SEALS = _SEAL | _SHRINK | _GROW
-_WORD = struct.Struct("<i")
-_CALL = struct.Struct("<qqq")
 
 
 def create_file(size: int) -> int:

@@ -14,6 +14,12 @@ from typing import NamedTuple
 from lockstep.storage.errors import CommunicationError
 from lockstep.training.comm.tcp.schedule import Builder, Combine, Grid, Program, even_grid
 
+SMALL_BYTES = 64 << 10  # up to here the number of steps decides, above it the bytes
+WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers
+TREE_CHUNK_BYTES = 128 << 10  # of the double tree, which takes the time of the buffer and of a few frames
+MAX_KEPT_FRAMES = 1 << 16  # about 16 MB of frames
+ALGORITHMS = ("ring", "halving-doubling", "double-tree")
+
 
 def ring_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
     """Sum up around a ring, so that every part is complete on every rank."""
@@ -301,11 +307,6 @@ def receive(peer: int, grid: Grid) -> Program:
     return builder.program()
 
 
-SMALL_BYTES = 64 << 10  # up to here the number of steps decides, above it the bytes
-WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers
-TREE_CHUNK_BYTES = 128 << 10  # of the double tree, which takes the time of the buffer and of a few frames
-MAX_KEPT_FRAMES = 1 << 16  # about 16 MB of frames
-ALGORITHMS = ("ring", "halving-doubling", "double-tree")
 _PROGRAMS = {
     ("all_reduce", "ring"): ring_all_reduce,
     ("all_reduce", "halving-doubling"): halving_all_reduce,

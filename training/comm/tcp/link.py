@@ -18,6 +18,10 @@ from lockstep.training.comm.frames import HEADER_BYTES
 from lockstep.training.comm.tcp.schedule import Program, Receive, Send
 
 PIECE_BYTES = 128 << 10  # of TLS at a time: eight records; see docs/decisions/044-links-between-hosts.md
+# Fields of struct tcp_info (linux/tcp.h): tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited in microseconds.
+_ACKED, _ACKED_AT = struct.Struct("@Q"), 120
+_BUSY, _BUSY_AT = struct.Struct("@QQ"), 168
+HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 def send_some(sock: socket.socket, parts: Sequence[memoryview]) -> int:
@@ -68,11 +72,6 @@ def receive_some(sock: socket.socket, parts: Sequence[memoryview]) -> int | None
 def held(sock: socket.socket) -> bool:
     """Whether decrypted bytes wait in TLS itself, for which poll would never wake."""
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
-
-
-# Fields of struct tcp_info (linux/tcp.h): tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited in microseconds.
-_ACKED, _ACKED_AT = struct.Struct("@Q"), 120
-_BUSY, _BUSY_AT = struct.Struct("@QQ"), 168
 
 
 def link_use(sock: socket.socket) -> LinkUse:
@@ -155,9 +154,6 @@ class Call:
 
 
 NO_CALL = Call("", 0, Program((), ()), np.empty(0, np.uint8), np.add)
-
-
-HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Link:

@@ -33,6 +33,9 @@ LOOK_EVERY_S = 0.1  # each look takes 3 microseconds
 WORD_LIMIT_S = 1.0
 RESTART = "Start the ranks again: TensorFlow's collectives do not recover within a process. The launcher does so."
 _joined = threading.Lock()  # never released: a process can have only one server
+MERGE = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max"}
+WORD = np.dtype(np.float32)  # bytes are sent as this dtype, since TensorFlow gathers no uint8; nothing computes with it
+NARROW = np.dtype(np.uint8)  # TensorFlow does not reduce it: it is widened, and wraps when it is narrowed again
 
 
 class Cluster:
@@ -194,11 +197,6 @@ def _refused(got: str, next_step: str) -> ConfigError:
         allowed="one GPU for each rank: NCCL supports no two ranks on one GPU, nor on two slices of one",
         next_step=f"{next_step} Or use --backend auto, which sends gradients through the hosts' memory.",
     )
-
-
-MERGE = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max"}
-WORD = np.dtype(np.float32)  # bytes are sent as this dtype, since TensorFlow gathers no uint8; nothing computes with it
-NARROW = np.dtype(np.uint8)  # TensorFlow does not reduce it: it is widened, and wraps when it is narrowed again
 
 
 @dataclass(frozen=True, slots=True)

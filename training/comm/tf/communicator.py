@@ -53,6 +53,7 @@ from lockstep.training.comm.tf.cluster import (
 )
 
 Header = NDArray[np.int64]
+FIRST_INSTANCE = 1
 
 
 class Meeting:
@@ -90,9 +91,6 @@ class Meeting:
 
 def _header(what: str, size: int, number: int) -> Header:
     return np.array([number, size, zlib.crc32(what.encode())], np.int64)
-
-
-FIRST_INSTANCE = 1
 
 
 class TensorflowCommunicator(Communicator):

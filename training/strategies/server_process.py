@@ -1,4 +1,4 @@
-"""A parameter server: it holds a part of all weights, applies the gradients that ranks push, and sends weights back.
+"""A parameter server's process: it holds a part of all weights, applies gradients that ranks push, and sends weights.
 
 Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), with stale synchronous steps
 (Ho et al., NIPS 2013): no rank is more than `staleness` steps ahead of the slowest. A gradient whose weights are tau

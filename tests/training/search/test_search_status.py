@@ -12,7 +12,7 @@ from lockstep.jobs import status as job
 from lockstep.storage.fs import filesystem
 from lockstep.training.run.status import now_utc
 from lockstep.training.search.journal import Journal
-from lockstep.training.search.status import SHOWN_TRIALS, read_search
+from lockstep.training.search.search_status import SHOWN_TRIALS, read_search
 from lockstep.training.search.study import Study
 from tests.training.search._searches import run, search
 

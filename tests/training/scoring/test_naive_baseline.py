@@ -17,7 +17,7 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.training.comm import Communicator
-from lockstep.training.scoring.baseline import Baseline, baseline_of, check_baseline
+from lockstep.training.scoring.naive_baseline import Baseline, baseline_of, check_baseline
 from tests.training._ring import run_ring
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
