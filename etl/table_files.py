@@ -124,8 +124,7 @@ def read_files(
 def read_snapshot(
     spark: SparkSession, snapshot: Snapshot, used: Callable[[str], bool]
 ) -> tuple[DataFrame, frozenset[str]]:
-    """The rows of a version of a Delta or Iceberg table, with its columns and partitions, and what is left out, as
-    read_files has it.
+    """Read a version of a Delta or Iceberg table, with its partitions as columns. Returns what `read_files` returns.
 
     Raises what read_files raises; DataError for a table without files, and for files in folders that do not name their
     partition, as Spark and deltalake write them.

@@ -77,8 +77,8 @@ def cross_validate(
     `config.run` is the directory of the cross-validation; `config.data.split` is ignored. The same call resumes after
     the folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]),
     `metrics` ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, divided by n - 1,
-    None for one) and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all rows
-    together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
+    None for one) and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all
+    rows together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
     """
     runs = runs_of_folds(config)
     root = absolute(config.run)
