@@ -204,7 +204,7 @@ def test_a_door_stays_open_when_a_caller_cannot_be_examined(lacking: str, monkey
 
 @pytest.mark.parametrize("how", ["closed", "crowded out"])
 def test_a_caller_that_has_proved_itself_is_never_hung_up_on(how: str) -> None:
-    """Its socket is in other hands while its examiner's thread still ends: a hang-up then would break a working link."""
+    """Its socket is in other hands while its examiner's thread still ends: a hang-up would break a working link."""
     handed, over = threading.Event(), threading.Event()
 
     def examine(sock: socket.socket, until: float, proved: Callable[[], None]) -> None:
