@@ -59,7 +59,7 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
 
 
 def check_ranks(plan: Plan, config: TrainConfig) -> None:
-    """Raise ConfigError if `config.num_ranks` ranks cannot divide the plan's lanes among them."""
+    """Raise ConfigError if `config.ranks.num_ranks` ranks cannot divide the plan's lanes among them."""
     groups = config.step.lane_groups
     check_lanes(plan.global_batch, plan.lanes, groups, config.ranks.num_ranks)
     _check_micro_batches(plan, config, groups)

@@ -121,7 +121,7 @@ def train(
     hooks: Hooks | None = None,
     checked: CheckedRun | None = None,
 ) -> RunResult:
-    """Train to the end of `config.epochs`, through restarts; a run that is complete already returns its result.
+    """Train to the end of `config.data.epochs`, through restarts; a run that is complete already returns its result.
 
     `take_over` replaces another driver of the run, which ends when it notices. `checked` is `preflight(config)` where
     the caller has it already.
@@ -129,7 +129,7 @@ def train(
     twice for their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed
     more than `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
     SupersededError if another driver has taken the run over; what `hooks.ended` returns. After SIGTERM or Ctrl-C the
-    ranks have `config.stop_grace_s` to write a checkpoint; then SystemExit or StoppedRun
+    ranks have `config.limits.stop_grace_s` to write a checkpoint; then SystemExit or StoppedRun
     (lockstep.training.driver.stop).
     """
     hooks = hooks or Hooks()

@@ -49,9 +49,9 @@ def scale(
 ) -> list[Point]:
     """Measure steps of `config` at each number of ranks; calls `on_point(points done)`.
 
-    Strong scaling keeps the global batch, `weak` the rows of a rank: `config.global_batch` is then that of the fewest
-    ranks. On one host each rank has the same number of cores at each number of ranks. Raises what `profile` raises,
-    and ConfigError for numbers that are not different positive ones.
+    Strong scaling keeps the global batch, `weak` the rows of a rank: `config.data.global_batch` is then that of the
+    fewest ranks. On one host each rank has the same number of cores at each number of ranks. Raises what `profile`
+    raises, and ConfigError for numbers that are not different positive ones.
     """
     numbers = sorted(numbers)
     right = len(set(numbers)) == len(numbers) > 1 and numbers[0] > 0

@@ -76,11 +76,11 @@ def cross_validate(
 ) -> dict[str, Any]:
     """Train a run for each fold of the dataset, one after another, and evaluate each on the fold held out.
 
-    `config.run` is the directory of the cross-validation; `config.split` is ignored. The same call resumes after the
-    folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]), `metrics`
-    ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided by n - 1)
-    and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all rows
-    together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
+    `config.run` is the directory of the cross-validation; `config.data.split` is ignored. The same call resumes after
+    the folds that are done. Returns the content of result.json: `folds` ([{fold, run, model, samples, metrics}]),
+    `metrics` ({name: {mean, std, n}}: the standard deviation over the n folds that have a number, None for one; divided
+    by n - 1) and `pooled` ({samples, metrics, intervals}: each row predicted by the model that has not seen it, all
+    rows together). Raises what `runs_of_folds`, `train` and `evaluate` raise.
     """
     runs = runs_of_folds(config)
     root = absolute(config.run)
