@@ -450,7 +450,7 @@ class TrainConfig:
     def _check_checkpoints(self) -> None:
         self._check("run", bool(self.run.strip("/")), "the URL of a directory for this run")
         durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
-        self._check("run", durable, "a local path or hdfs://, which sync durably")
+        self._check("run", durable, "a local path, hdfs:// or an object store, where what is written is durable")
         try:
             every = CheckpointEvery.parse(self.checkpoint_every)
         except ValueError:
