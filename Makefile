@@ -18,7 +18,7 @@ test: venv airflow-venv torch-venv stores-venv jars ## all checks, and all tests
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
-check: venv lint ## checks, and the tests that start no process (under 3 minutes)
+check: venv stores-venv lint ## checks, and the tests that start no process (under 3 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not cluster"
 
 .fuzz/packages/.stamp: requirements-fuzz.txt | venv

@@ -1,4 +1,4 @@
-"""Put local files on HDFS or into an object store, whole or not at all: `lockstep upload --input FILE --output URL`."""
+"""Put local files on HDFS or in a store, whole or not at all: `lockstep upload --input LOCAL... --output URL`."""
 
 from __future__ import annotations
 

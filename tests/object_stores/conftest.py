@@ -16,8 +16,7 @@ from tests.object_stores.server import PYTHON, ObjectServer, serving
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    if not PYTHON.exists():
-        pytest.skip("moto's environment is missing: make stores-venv")
+    assert PYTHON.exists(), "run `make stores-venv` first; `make test` does"
     before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     with serving(tmp_path_factory.mktemp("s3")) as server:
         os.environ.update(server.environment)

@@ -43,7 +43,7 @@ class ObjectServer:
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     """Start a server, create the bucket, and end the server afterwards."""
-    port = port or _free_port()
+    port = _free_port(port)
     log = folder / "s3.log"
     endpoint = f"http://127.0.0.1:{port}"
     environment = {
@@ -78,7 +78,9 @@ def _created(endpoint: str) -> bool:
     return True
 
 
-def _free_port() -> int:
+def _free_port(port: int) -> int:
+    """The port, or any free one for 0. Raises OSError if it is in use."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
         return int(probe.getsockname()[1])

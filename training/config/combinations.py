@@ -50,7 +50,8 @@ def _check_validation(config: TrainConfig) -> None:
     config.check("on_bad_record", known, unknown)
     durable = not config.run.startswith(("webhdfs:", "swebhdfs:"))
     config.check("run", bool(config.run.strip("/")), "the URL of a directory for this run")
-    config.check("run", durable, "a local path or hdfs://, which sync durably")
+    safe = "a local path, hdfs:// or an object store, where what is written is durable"
+    config.check("run", durable, safe)
 
 
 def _check_step(config: TrainConfig) -> None:

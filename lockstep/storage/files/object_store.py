@@ -152,13 +152,10 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
             data = self._call(
                 lambda client: obstore.get_range(client, key(url), start=offset, length=length).to_bytes(), "read", url
             )
-        except NotFoundError:
-            raise
-        except StorageError:
-            size = self._file(url).size_bytes  # a range that begins after the end is an error of its own
-            if offset + length > size:
-                raise short_file(url, offset, length, size) from None
-            raise
+        except StorageError as error:
+            if "416 " not in error.got:  # the server's word for a range that begins after the end
+                raise
+            raise short_file(url, offset, length, self._file(url).size_bytes) from None
         if len(data) != length:
             raise short_file(url, offset, length, offset + len(data))
         return data
