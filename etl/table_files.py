@@ -124,8 +124,8 @@ def read_files(
 def read_snapshot(
     spark: SparkSession, snapshot: Snapshot, used: Callable[[str], bool]
 ) -> tuple[DataFrame, frozenset[str]]:
-    """The rows of a version of a Delta or Iceberg table, with its columns and partitions, and what is left out, as
-    read_files has it.
+    """The rows of a version of a Delta or Iceberg table, with its columns and partitions, and the columns left out, as
+    read_files has them.
 
     Raises what read_files raises; DataError for a table without files, and for files in folders that do not name their
     partition, as Spark and deltalake write them.
