@@ -164,12 +164,16 @@ def test_column_mapping_is_refused_by_name(tmp_path: Path) -> None:
     for doc in lines:
         if "metaData" in doc:
             doc["metaData"]["configuration"]["delta.columnMapping.mode"] = "name"
+            schema = json.loads(doc["metaData"]["schemaString"])
+            for number, field in enumerate(schema["fields"]):
+                stored = {"delta.columnMapping.id": number, "delta.columnMapping.physicalName": f"col-{number}"}
+                field["metadata"] = stored
+            doc["metaData"]["schemaString"] = json.dumps(schema)
         if "protocol" in doc:
             doc["protocol"] = {"minReaderVersion": 2, "minWriterVersion": 5}
     log.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(LockstepError, match="column") as caught:
+    with pytest.raises(LockstepError, match="have other names in its files"):
         indexed(tmp_path / "t", "delta")
-    assert "mapping" in str(caught.value).lower()
 
 
 def iceberg(folder: Path, rows: pa.Table, spec: PartitionSpec | None = None, **more: Any) -> Any:
@@ -342,11 +346,11 @@ def test_etl_table_reads_the_same_rows_and_ids_without_a_jar(tmp_path: Path, spa
         with_ids = found_rows(url, manifest, "sample_id", *names)
         assert with_ids == found_rows(tmp_path / f"made-{version}", made, "sample_id", *names)
     table = iceberg(tmp_path / "ice", table_of([]))
-    table.append(table_of([(1, "a"), (2, "b")]))
+    table.append(table_of([(n, f"c{n % 3}") for n in range(60)]))
     table.delete("id == 1")
     place = Path(table.location())
     made = made_by_spark(spark, place, tmp_path / "made-ice", "iceberg", "latest")
-    assert found_rows(tmp_path / "made-ice", made, "id", "city") == [(2, "b")]
+    assert found_rows(tmp_path / "made-ice", made, "id", "city") == wanted_rows(table.scan().to_arrow(), "id", "city")
     with table.update_schema() as change:
         change.rename_column("city", "town")
     with pytest.raises(LockstepError, match="`town` had another name"):
