@@ -44,6 +44,9 @@ MANIFEST_NAME = "_manifest.json"
 REPLACED_LIMIT_S, REPLACED_WAIT_S = 10.0, 0.02
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
+CLAIM_NAME = "_publishing.json"
+# A publication copies for seconds. Its writer may be paused as long as a machine is moved.
+ABANDONED_AFTER_S = 600.0
 
 
 def temporary_name(url: str) -> str:
@@ -270,11 +273,6 @@ def refuse_occupied(fs: FileSystem, url: str) -> None:
     """Raise ExistsError if an output exists, unless it is what a killed publication has left on an object store."""
     if fs.exists(url) and (fs.promises.atomic_rename or not _abandoned(fs, url)):
         raise occupied(url)
-
-
-CLAIM_NAME = "_publishing.json"
-# A publication copies for seconds. Its writer may be paused as long as a machine is moved.
-ABANDONED_AFTER_S = 600.0
 
 
 def _publish_by_copies(fs: ConditionalWrites, staging: str, target: str) -> None:

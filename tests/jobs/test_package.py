@@ -32,7 +32,9 @@ def test_the_zip_has_each_room_s_code_and_nothing_else_and_equal_files_make_equa
     of_rooms = [name for name in names if name.endswith(".py") and name.partition("/")[0] in ROOMS]
     assert sorted({*names} - {*of_rooms}) == ["constraints.txt", "requirements.txt"]
     assert len(of_rooms) == sum(len([*(ROOT / room).rglob("*.py")]) for room in (*ROOMS, "etl", "training", "jobs"))
-    assert {"lockstep/etl/columns.py", "lockstep/training/config.py", "lockstep/jobs/train.py"} <= {*of_rooms}
+    assert {"lockstep/etl/columns.py", "lockstep/training/config/train_config.py", "lockstep/jobs/train.py"} <= {
+        *of_rooms
+    }
     assert Path(ship_rooms(str(tmp_path))).read_bytes() == code.read_bytes()
 
 

@@ -13,6 +13,7 @@ WINDOW = 36  # samples of one rank: three minutes at lockstep.training.rank.usag
 LEAST_BYTES = 32 << 20  # what a rank has grown by in a window, else it is steady
 AHEAD_S = 3600.0  # growth that takes longer to reach the limit is not named yet
 MIB = 1 << 20
+_ADVICE = "give the container more memory, or use fewer ranks a host or a smaller batch (docs/operations.md)"
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> float:
@@ -69,6 +70,3 @@ class MemoryWatch:
         new = (kind, whose) not in self._noted
         self._noted.add((kind, whose))
         return new
-
-
-_ADVICE = "give the container more memory, or use fewer ranks a host or a smaller batch (docs/operations.md)"

@@ -28,6 +28,12 @@ SHARE = 0.1  # of a step: the least excess that is named
 TO_A_RANK = 0.9  # the weight of the time of bytes to a rank, next to that of bytes from it: a tie is the sender's
 OWN = {"data_s": "input", "compute_s": "compute", "other_s": "callbacks"}  # a part of a row, and its name
 NETWORK = "network"
+_ADVICE = {
+    "input": "look at the disk or network of that host, and at --read-ahead-bytes and --cache (docs/performance.md)",
+    "compute": "look for other work on that host, a limit of its processor, or a slower processor or GPU",
+    "callbacks": "look at what the model's callbacks do on that rank, and for other work on that host",
+    NETWORK: "look at the link of that host and at other traffic on it, or send fewer bytes (--compression)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,6 @@ class Straggler:
             f"step, the others {self.others_s * 1e3:,.1f} ms, most of it for {self.what}; next: {_ADVICE[self.what]}"
         )
 
-
-_ADVICE = {
-    "input": "look at the disk or network of that host, and at --read-ahead-bytes and --cache (docs/performance.md)",
-    "compute": "look for other work on that host, a limit of its processor, or a slower processor or GPU",
-    "callbacks": "look at what the model's callbacks do on that rank, and for other work on that host",
-    NETWORK: "look at the link of that host and at other traffic on it, or send fewer bytes (--compression)",
-}
 
 Middle = Callable[[Sequence[float]], float]
 Step = Mapping[str, Any]

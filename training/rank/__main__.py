@@ -38,6 +38,9 @@ from lockstep.training.control.task import RankTask, is_stopped
 from lockstep.training.world import World
 
 PARENT_LOOK_S = 1.0
+EXIT_CRASHED, EXIT_FINAL = 1, 2
+PR_SET_PDEATHSIG = 1
+CONNECT_DEADLINE_S = 30.0
 
 
 def end_with_stopped_parent(parent: int, limit_s: float) -> None:
@@ -71,11 +74,6 @@ def leave_on_sigterm(leaving: threading.Event) -> None:
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="sigterm-watch", daemon=True).start()
-
-
-EXIT_CRASHED, EXIT_FINAL = 1, 2
-PR_SET_PDEATHSIG = 1
-CONNECT_DEADLINE_S = 30.0
 
 
 def main(files: Mapping[str, int]) -> int:

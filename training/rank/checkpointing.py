@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
 FIRST_S = 30.0  # of `auto`: the cost of a checkpoint is unknown before the first one
 LEAST_COST_S = 0.001
+LAST_WAIT_S = 30.0
 
 
 def best_interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
@@ -96,7 +97,6 @@ class Schedule:
         return cost_s
 
 
-LAST_WAIT_S = 30.0
 log = logging.getLogger(__name__)
 
 

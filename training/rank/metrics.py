@@ -21,6 +21,7 @@ ROW_EVERY_S = 1.0  # at most one row in this time, so that rows do not slow down
 PACE_STEPS = 10  # a row of their times after so many, or after ROW_EVERY_S: a slow rank is named within 50 steps
 PACE_EVERY_S = 0.001  # times the ranks: so many of these rows a second reach the driver at most, from all together
 PACE_KEPT = 20  # steps of such a row, the last ones
+ROWS, SECONDS = 20, 1.0  # a message after so many rows or seconds, so that messages do not slow down steps
 
 
 class RowSink(Protocol):
@@ -194,9 +195,6 @@ class Saved:
     """The size of this rank's file."""
     written_s: float
     """How long hash, upload and commit took, while the training continued."""
-
-
-ROWS, SECONDS = 20, 1.0  # a message after so many rows or seconds, so that messages do not slow down steps
 
 
 class StepReports:

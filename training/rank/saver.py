@@ -55,6 +55,11 @@ CLASS_COUNTS = "class_counts/epoch"
 MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer
 T = TypeVar("T")
 Report = Callable[[str], None]
+# A tenth of a core while other threads want it, a whole core while they do not: a step has such moments, between its
+# batches and while it waits for another rank. 19 would be a seventieth: a checkpoint's half second of CPU time must not
+# take half a minute on a busy host, since the checkpoint is lost if the rank fails meanwhile.
+NICE = 10
+_LOWEST = 19
 
 
 class InFlight(Generic[T]):
@@ -106,13 +111,6 @@ class InFlight(Generic[T]):
 
     def _report(self, stage: str) -> None:
         self._stage, self._since = stage, time.monotonic()
-
-
-# A tenth of a core while other threads want it, a whole core while they do not: a step has such moments, between its
-# batches and while it waits for another rank. 19 would be a seventieth: a checkpoint's half second of CPU time must not
-# take half a minute on a busy host, since the checkpoint is lost if the rank fails meanwhile.
-NICE = 10
-_LOWEST = 19
 
 
 def at_low_priority(work: Callable[[], T]) -> T:

@@ -27,6 +27,32 @@ MARKED_POINTS = 30  # up to this number each point is marked
 FEW_MARKS = 8  # of a line with more points that is one of a group
 GROUP = "run-of-"
 LONG = 32  # characters of a cell; a longer one may be broken anywhere
+STYLE_TAG = Markup("<style>\n{}</style>").format(Markup(STYLE))
+# The template engine escapes everything that comes from data.
+_ENGINE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+_TABLE = _ENGINE.from_string("""\
+<div class="wide"><table>
+{% if head %}
+<thead><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
+{% endif %}
+{% for row in rows %}
+<tr><th{% if long(row[0]) %} class="long"{% endif %}>{{ row[0] }}</th>{% for cell in row[1:] %}\
+<td{% if long(cell) %} class="long"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+""")
+_PAGE = _ENGINE.from_string("""\
+{{ head }}<title>{{ title }}</title>
+{{ style }}
+</head><body>
+<h1>{{ title }}</h1>
+<p class="dim">{{ where }}</p>
+{% for section in sections %}
+<h2>{{ section.name }}</h2>
+{{ section.body }}
+{% endfor %}
+{{ script }}</body></html>
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,31 +205,3 @@ def svg(figure: Figure) -> Markup:
 
 def _is_long(cell: object) -> bool:
     return len(Markup(cell).striptags() if isinstance(cell, Markup) else str(cell)) > LONG
-
-
-STYLE_TAG = Markup("<style>\n{}</style>").format(Markup(STYLE))
-# The template engine escapes everything that comes from data.
-_ENGINE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-_TABLE = _ENGINE.from_string("""\
-<div class="wide"><table>
-{% if head %}
-<thead><tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
-{% endif %}
-{% for row in rows %}
-<tr><th{% if long(row[0]) %} class="long"{% endif %}>{{ row[0] }}</th>{% for cell in row[1:] %}\
-<td{% if long(cell) %} class="long"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-""")
-_PAGE = _ENGINE.from_string("""\
-{{ head }}<title>{{ title }}</title>
-{{ style }}
-</head><body>
-<h1>{{ title }}</h1>
-<p class="dim">{{ where }}</p>
-{% for section in sections %}
-<h2>{{ section.name }}</h2>
-{{ section.body }}
-{% endfor %}
-{{ script }}</body></html>
-""")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 Images = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_CHECKED = Intake(size=None, channels=3, keep=True)
 
 
 def predict_raw(url: str, rows: Any, images: Images | None, batch: int) -> Any:
@@ -118,6 +119,3 @@ def _read(file: str, intake: Intake | None) -> bytes:
         raise DataError(
             f"{file} is not a picture", got=error.reason, allowed=FORMATS, next_step="Leave the file out, or mend it."
         ) from None
-
-
-_CHECKED = Intake(size=None, channels=3, keep=True)

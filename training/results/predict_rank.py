@@ -42,6 +42,7 @@ from lockstep.training.scoring.score_split import takes_logits
 
 GROUP_BYTES = 8 << 20  # of a row group
 BAD_IMAGES = b"lockstep.bad_images"  # key in a file's footer
+_FILES = pa.schema([("sample_id", pa.int64()), ("file", pa.string())])
 
 
 def run(context: RankContext) -> dict[str, Any]:
@@ -164,9 +165,6 @@ def predicted_columns(outputs: Any, form: Form) -> dict[str, pa.Array]:
     elif names is not None and not several and form.yes_or_no:
         columns["class_name"] = _named((outputs.reshape(-1) > (0.0 if form.logits else 0.5)).astype(np.int64), names)
     return columns
-
-
-_FILES = pa.schema([("sample_id", pa.int64()), ("file", pa.string())])
 
 
 class FilesOf:

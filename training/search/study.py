@@ -27,6 +27,8 @@ VERSION: str = optuna.__version__
 OPEN, DONE, FAILED = "open", "done", "failed"  # and PRUNED
 __all__ = ["DONE", "FAILED", "OPEN", "PRUNED", "VERSION", "Study", "Trial"]
 NAME = "lockstep"  # Hyperband chooses a trial's bracket by it
+STARTUP_TRIALS = 10  # of the median: while TPE proposes at random; with 5 a search lost more (decision 092)
+MIN_FOR_IMPORTANCE = 3  # different values: with two, every parameter that differs explains all
 
 
 @dataclass(slots=True)
@@ -174,10 +176,6 @@ class Study:
         else:
             self._study.tell(asked, value)
             trial.state, trial.value, trial.model = DONE, value, model
-
-
-STARTUP_TRIALS = 10  # of the median: while TPE proposes at random; with 5 a search lost more (decision 092)
-MIN_FOR_IMPORTANCE = 3  # different values: with two, every parameter that differs explains all
 
 
 def _distribution(parameter: Parameter) -> BaseDistribution:

@@ -29,6 +29,9 @@ from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.steps.distribute import apply_sums
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 
+KIND = "delayed"
+GRADIENT = "the gradient of "
+
 
 @dataclass(slots=True)
 class LateSum:
@@ -184,10 +187,6 @@ class DelayedExchange(Exchange):
         for table in self._tables:
             found += [np.zeros(0, np.int64), np.zeros((0, *table.shape[1:]), table.dtype)]
         return found
-
-
-KIND = "delayed"
-GRADIENT = "the gradient of "
 
 
 class Delayed(EveryStep):

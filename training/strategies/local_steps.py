@@ -29,6 +29,8 @@ from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.steps.batchnorm import statistics_of
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 
+KIND = "outer"
+
 
 class LocalExchange(Exchange):
     """An exchange whose ranks can part: then a step applies the rank's own gradients, until `agree`."""
@@ -87,9 +89,6 @@ class LocalExchange(Exchange):
             allowed="finite numbers; this rank trained by itself since the last meeting, which the run loses",
             next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
         )
-
-
-KIND = "outer"
 
 
 class OuterStep:
