@@ -69,7 +69,8 @@ def set_hadoop_settings(settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         if key == _TOKENS:
             continue
-        if key.startswith(_PREFIXES) and str(value) not in ("", _HADOOP_DEFAULTS.get(key)):
+        unset = key.startswith("fs.s3a.") and value == ""  # Hadoop's default of an endpoint
+        if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value) and not unset:
             _of_the_driver[key] = str(value)
 
 

@@ -468,7 +468,7 @@ def _ignores(whom: str, what: str) -> StorageError:
     return StorageError(
         f"{whom} ignores conditions, without which two writers would mix what they write",
         got=f"success of {what} although there is another one",
-        allowed="a store with conditional writes: S3, GCS, Azure, Ceph from Reef on, MinIO, Ozone from 2.0 on",
+        allowed="a store with conditional writes, such as S3 of Amazon, Google Cloud Storage or Azure Blob Storage",
         next_step="Choose another store, or update this one or the proxy in front of it.",
     )
 
