@@ -82,8 +82,8 @@ def count_kept(
 ) -> tuple[int, ...]:
     """Count the records of each block of a split that meet a condition, in the order of the shards.
 
-    Of Parquet it reads only the columns of the condition, in row groups whose statistics leave it open; of other
-    formats, all records. Calls `report` after each shard. Raises as reading the split does.
+    Of Lockstep's own Parquet it reads only the columns of the condition, in row groups whose statistics leave it open;
+    of other files, all records. Calls `report` after each shard. Raises as reading the split does.
     """
     info, fs, schema = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
     opener = ShardOpener(schema)
@@ -92,7 +92,7 @@ def count_kept(
         shard = info.shards[number]
         url = join(dataset_url, shard.path)
         opened = opener.open(fs, dataset_url, manifest, split, number)
-        if manifest.format == "parquet":
+        if manifest.format == "parquet" and manifest.indexed is None:
             return list(_kept_of_parquet(fs, url, shard, condition))
         blocks = range(0, shard.records, info.block_records)
         return [

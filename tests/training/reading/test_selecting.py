@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lockstep.etl.index.parquet import ParquetIndexConfig, index_parquet
 from lockstep.features.condition import Condition
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
@@ -144,6 +146,23 @@ def test_statistics_hide_neither_nan_nor_null(tmp_path: Path, where: str, kept: 
     n: list[int | None] = [*[None] * 8, *range(8)]
     manifest = write_numbers(tmp_path, n, [float("nan"), *[1.0] * 7, *[None] * 8])
     assert select(tmp_path, where).kept[manifest.digest, "train"] == kept
+
+
+def test_files_of_others_are_selected_by_their_declared_values(tmp_path: Path) -> None:
+    """Partitions are no columns of the files, a row group is no block, and ids are made as rows are read."""
+    frame = pd.DataFrame({"n": range(100), "x": [i * 0.5 for i in range(100)], "yes": [i % 3 == 0 for i in range(100)]})
+    for day in ("mon", "tue"):
+        (tmp_path / f"day={day}").mkdir()
+        part = frame[frame.n % 2 == (day == "tue")]
+        part.to_parquet(tmp_path / f"day={day}" / "part.parquet", row_group_size=13, index=False)
+    index_parquet(ParquetIndexConfig(url=str(tmp_path), label="yes"))
+    where = "day = 'tue' AND x < 20.5 OR n >= 90"
+    manifest = load_dataset(str(tmp_path))
+    schema = Schema.from_json(manifest.schema)
+    selected = select(tmp_path, where).applied(manifest, "train")
+    rows = read_all(SplitReader(str(tmp_path), selected, "train", schema))
+    tuesday = frame.n % 2 == 1
+    assert sorted(rows.column("n").to_pylist()) == frame[tuesday & (frame.x < 20.5) | (frame.n >= 90)].n.tolist()
 
 
 def test_a_split_that_was_not_counted_or_has_changed_is_refused(tmp_path: Path) -> None:
