@@ -1,4 +1,4 @@
-"""What the parts of a configuration share: checked fields, each of which is an option of a run with a flag."""
+"""What each part of a configuration is: a dataclass of checked fields, each an option of a run with a flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of a run that a short text states: which checkpoints are kept, when one is written, when a run ends early."""
+"""The texts of flags that state a rule, such as 60s or val_auc:max:3: when to write, keep and end by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NumPy arrays of all ranks reduced, joined, exchanged or replaced by one rank's, for TensorFlow and PyTorch alike."""
+"""The exchange itself: NumPy arrays of all ranks reduced, joined, exchanged or replaced, for TensorFlow and PyTorch."""
 
 from __future__ import annotations
 

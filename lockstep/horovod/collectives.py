@@ -1,4 +1,4 @@
-"""Tensors of all ranks reduced, joined or replaced by one rank's: `hvd.allreduce`, `hvd.allgather`, `hvd.broadcast`."""
+"""TensorFlow's tensors reduced, joined or replaced by one rank's: `hvd.allreduce`, `hvd.allgather`, `hvd.broadcast`."""
 
 from __future__ import annotations
 

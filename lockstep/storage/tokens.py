@@ -1,4 +1,4 @@
-"""Delegation tokens of HDFS, from Spark's Java process in the driver to every process of a job (decision 098).
+"""Delegation tokens of HDFS and their renewals, from Spark's Java process to every process of a job (decision 098).
 
 Spark fetches tokens, and new ones before they end, but gives them to Java processes only. Here the driver reads them
 from its own; tasks get them with their function, ranks through their supervisors. Each process keeps them in memory

@@ -1,4 +1,4 @@
-"""A rank's or supervisor's end of the control channel: heartbeats and reports to the driver, orders from it."""
+"""A rank's or supervisor's end of the control channel: what its heartbeat says, its reports, the driver's orders."""
 
 from __future__ import annotations
 

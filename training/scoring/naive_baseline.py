@@ -1,5 +1,5 @@
-"""A baseline that needs no training, on the same rows: class shares, the mean label of each value of a column, or of
-labels that are numbers their mean or median.
+"""What evaluate compares with, a baseline without training: class shares, the mean label of each value of a column, or
+of labels that are numbers their mean or median.
 """
 
 from __future__ import annotations

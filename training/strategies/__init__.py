@@ -1,1 +1,1 @@
-"""Other ways to exchange what ranks learn than one sum of gradients in each step: each file is one published method."""
+"""The code of the ways to exchange other than one sum of gradients in each step: each file is one published method."""

@@ -1,4 +1,4 @@
-"""The ways to exchange what ranks learn: a module for each, with its options and what it cannot be combined with.
+"""The options of the ways to exchange, a module for each, and what it cannot be combined with.
 
 A new way is a class `Way` in a module here, an entry of WAYS, and a module of `training/strategies` whose `WAY` is a
 subclass of `Exchanging`. This room loads no TensorFlow. docs/strategies.md explains the ways; a test keeps its table

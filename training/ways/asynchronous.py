@@ -1,4 +1,4 @@
-"""Ranks that apply their own gradients at once, and those of other ranks as they arrive."""
+"""The options of --strategy async, its bound of staleness among them, and what it cannot be combined with."""
 
 from __future__ import annotations
 

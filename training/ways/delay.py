@@ -1,4 +1,4 @@
-"""Sums of gradients that are applied some steps late."""
+"""The option of --delay, and what it cannot be combined with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sum of gradients in each step: what ranks do where no flag asks for another way."""
+"""The way without options: one sum of gradients in each step, where no flag asks for another way."""
 
 from __future__ import annotations
 

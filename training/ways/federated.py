@@ -1,4 +1,4 @@
-"""Clients that train in rounds, each on its own rows."""
+"""The options of --strategy federated, its clients and privacy among them, and what it cannot be combined with."""
 
 from __future__ import annotations
 

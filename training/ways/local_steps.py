@@ -1,4 +1,4 @@
-"""Ranks that train by themselves, and average their models every K steps."""
+"""The options of --sync-every, and what it cannot be combined with."""
 
 from __future__ import annotations
 

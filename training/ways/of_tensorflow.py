@@ -1,4 +1,4 @@
-"""TensorFlow's own ways: tf.distribute adds the gradients."""
+"""The options of TensorFlow's own strategies, and what they cannot be combined with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of their own that keep the weights and apply each rank's gradients."""
+"""The options of --strategy parameter-server, with its bound of staleness, and what it cannot be combined with."""
 
 from __future__ import annotations
 
