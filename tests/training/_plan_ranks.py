@@ -14,7 +14,7 @@ from lockstep.training.control.context import RankContext
 
 def sums_killed_once(context: RankContext) -> dict[str, Any]:
     """Sums of several sizes, as the driver's metrics; rank 1 of generation 1 is killed after them."""
-    with mock.patch("lockstep.training.comm.host_identity", lambda: f"host {context.world.rank}"):
+    with mock.patch("lockstep.training.comm.backend.host_identity", lambda: f"host {context.world.rank}"):
         comm = context.communicator()
     found = []
     for size in (1, 3000, 40_000):

@@ -54,18 +54,20 @@ def write(df: DataFrame, url: Path) -> None:
     write_dataset(df, url, id_columns="visit", schema=SCHEMA, fmt="parquet")
 
 
-def job_count(spark: SparkSession) -> int:
-    """How many jobs Spark's page has."""
+def newest_job(spark: SparkSession) -> int:
+    """The number of Spark's newest job; -1 before the first. Its page forgets old ones, so they cannot be counted."""
     assert spark.sparkContext._jsc is not None
-    return int(spark.sparkContext._jsc.sc().statusStore().jobsList(None).size())
+    found = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    return int(found.apply(0).jobId()) if found.size() else -1
 
 
-def tasks_since(spark: SparkSession, before: int) -> dict[str, list[int]]:
-    """The tasks of each Spark job after the first `before`, by what it does."""
+def tasks_after(spark: SparkSession, newest: int) -> dict[str, list[int]]:
+    """The tasks of each Spark job after number `newest`, by what it does."""
     assert spark.sparkContext._jsc is not None
     found, tasks = spark.sparkContext._jsc.sc().statusStore().jobsList(None), dict[str, list[int]]()
-    for number in range(found.size() - before):  # the newest first
-        job = found.apply(number)
+    for job in (found.apply(place) for place in range(found.size())):  # the newest first
+        if job.jobId() <= newest:
+            break
         what = str(job.description().get()) if job.description().isDefined() else str(job.name())
         tasks.setdefault(what.removeprefix("Lockstep: "), []).append(int(job.numTasks()))
     return tasks
@@ -75,9 +77,9 @@ def test_a_small_table_is_one_small_job_a_step(
     spark: SparkSession, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {key: spark.conf.get(key) for key in ("spark.sql.adaptive.enabled", "spark.sql.shuffle.partitions")}
-    before = job_count(spark)
+    newest = newest_job(spark)
     write(frame, tmp_path / "small")
-    assert tasks_since(spark, before) == {what: [tasks] for what, tasks in STEPS.items()}
+    assert tasks_after(spark, newest) == {what: [tasks] for what, tasks in STEPS.items()}
     assert {key: spark.conf.get(key) for key in settings} == settings
     rows = frame.toPandas()
     train = rows[rows["visit"].isin(read(tmp_path / "small")["visit"])]

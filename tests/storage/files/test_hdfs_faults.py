@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -270,7 +271,8 @@ def test_one_class_each_and_no_java_stack(error: Exception, kind: type[Exception
 
 
 def test_settings_of_a_driver_win_unless_they_are_only_hadoops_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
+    for name in ("HADOOP_CONF_DIR", *(name for name in os.environ if name.startswith("AWS_"))):
+        monkeypatch.delenv(name, raising=False)
     given = {"dfs.client.socket-timeout": "60000", "dfs.replication": "1", "spark.x": "y", "fs.defaultFS": "hdfs://n"}
     set_hadoop_settings(given)
     try:

@@ -35,6 +35,7 @@ from lockstep.training.driver.ownership import Ownership
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.session import Launches, Session, SessionLauncher
 from lockstep.training.plan.datasets import open_parts
+from lockstep.training.plan.selection import Selection
 from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import read_status
@@ -95,10 +96,10 @@ def test_a_run_is_opened_and_planned_once_before_its_ranks_start(
     source.generation(None, 1, [2])
     real_read = LocalFileSystem.open_read
 
-    def open_counted(datasets: Sequence[str], split: str) -> Any:
+    def open_counted(datasets: Sequence[str], split: str, selection: Selection | None) -> Any:
         nonlocal opened
         opened += 1
-        return open_parts(datasets, split)
+        return open_parts(datasets, split, selection)
 
     def read_noted(fs: LocalFileSystem, url: str) -> Any:
         read.append(url)
