@@ -46,8 +46,9 @@ def check_modules() -> str:
     found = []
     for name in ROOMS:
         specs = (importlib.machinery.PathFinder.find_spec(name, [entry]) for entry in sorted(entries))
-        # A folder without __init__.py has no origin, and never hides a package.
-        found += [f"{name} in {Path(spec.origin).parent}" for spec in specs if spec is not None and spec.origin]
+        # A folder without __init__.py has no origin, and never hides a package; a link may lead to ours.
+        folders = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
+        found += [f"{name} in {folder}" for folder in folders if folder.resolve() != own / name]
     if found:
         raise CheckWarned(f"the path has other packages of our names: {', '.join(found)}", next_step=MODULE_STEP)
     return f"{', '.join(ROOMS)} come from {own}"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.jobs import _checks, doctor
+from lockstep.jobs._checks import CheckWarned
+from lockstep.jobs._spark_checks import check_modules
 from lockstep.spark.session import ship_rooms
 from lockstep.storage.errors import LockstepError
 from lockstep.training.devices import Gpu
@@ -183,3 +185,13 @@ def test_each_line_begins_with_ok_or_fail_and_a_fail_tells_the_next_step(capsys:
         "     next: Mend it.",
         "FAIL odd: ZeroDivisionError: by nought",
     ]
+
+
+def test_a_link_to_our_package_is_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lockstep").symlink_to(ROOT / "lockstep")
+    assert "come from" in check_modules()
+    (tmp_path / "pyspark_tfrecord").mkdir()
+    (tmp_path / "pyspark_tfrecord" / "__init__.py").touch()
+    with pytest.raises(CheckWarned, match=r"other packages of our names: pyspark_tfrecord in \S+$"):
+        check_modules()
