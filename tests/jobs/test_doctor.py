@@ -193,5 +193,5 @@ def test_a_link_to_our_package_is_no_other_package(tmp_path: Path, monkeypatch: 
     assert "come from" in check_modules()
     (tmp_path / "pyspark_tfrecord").mkdir()
     (tmp_path / "pyspark_tfrecord" / "__init__.py").touch()
-    with pytest.raises(CheckWarned, match=r"other packages of our names: pyspark_tfrecord in \S+$"):
+    with pytest.raises(CheckWarned, match=r"other packages of our names: pyspark_tfrecord in \S+\n"):
         check_modules()
