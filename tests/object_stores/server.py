@@ -19,6 +19,26 @@ BUCKET = "lockstep-tests"
 SECRET = "secret-that-no-file-may-hold"
 START_LIMIT_S = 60.0
 
+# moto's threads check a condition, and then write: two writers may both find a name free, as S3 never lets them.
+ATOMIC = """
+import functools, threading
+from moto.s3.responses import S3Response
+from moto.server import main
+
+one_by_one = threading.RLock()
+
+def alone(handle):
+    @functools.wraps(handle)
+    def call(*args, **options):
+        with one_by_one:
+            return handle(*args, **options)
+    return call
+
+for name in ("put_object", "copy_object", "_key_response_post"):
+    setattr(S3Response, name, alone(getattr(S3Response, name)))
+main()
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectServer:
@@ -53,7 +73,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(PYTHON), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [str(PYTHON), "-c", ATOMIC, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
     try:
