@@ -21,6 +21,12 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import MAGIC, damaged_footer, read_published_footer
 
 
+def whole_block(first_record: int, block_records: int, records: int) -> tuple[int, int]:
+    """First record and number of the records of the block that holds a record, in a shard of so many records."""
+    first = first_record - first_record % block_records
+    return first, min(block_records, records - first)
+
+
 class ParquetShard:
     """Reads blocks of one shard. The footer is read once, checked against its digest, and only then parsed.
 
@@ -59,8 +65,7 @@ class ParquetShard:
 
     def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of the records that are read for some of a block: all of it."""
-        first = first_record - first_record % self._block_records
-        return first, min(self._block_records, self._info.records - first)
+        return whole_block(first_record, self._block_records, self._info.records)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
         """First byte of the row groups of these records' block, and the byte after their last. Thread-safe."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +16,12 @@ from lockstep.features.shards.indexed_parquet import IndexedRows
 from lockstep.features.shards.read import check_block_bytes, check_count, strict
 from lockstep.storage.dataset.layout import index_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
-from lockstep.storage.dataset.manifest_entries import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo, SplitInfo
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
-from lockstep.training.reading.parquet_shard import ParquetShard
+from lockstep.training.reading.parquet_shard import ParquetShard, whole_block
 
 if TYPE_CHECKING:
     from lockstep.features.condition import Condition
@@ -180,8 +181,7 @@ class GzipShard:
 
     def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of the records that are read for some of a block: all of it."""
-        first = first_record - first_record % self._block_records
-        return first, min(self._block_records, self._info.records - first)
+        return whole_block(first_record, self._block_records, self._info.records)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
         """First byte of the block of these records, and the byte after its last. Raises CorruptionError for a block
@@ -239,8 +239,7 @@ class SelectedShard:
 
     def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of the records that are read for some of a block: all of it."""
-        first = first_record - first_record % self._block_records
-        return first, min(self._block_records, self._records - first)
+        return whole_block(first_record, self._block_records, self._records)
 
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
         """First byte of the block of these records, and the byte after its last. Thread-safe."""
@@ -275,6 +274,8 @@ class ShardOpener:
         self._schema = schema
         self._index_bytes = 0
         self._parsed: Condition | None = None
+        self._numbered: SplitInfo | None = None
+        self._first_blocks: list[int] = []
         self.starts = BlockStarts()
 
     def open(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int) -> Shard:
@@ -290,9 +291,15 @@ class ShardOpener:
         stored = self._stored(fs, url, dataset_url, manifest, split, number)
         if info.where is None or info.kept is None:
             return stored
-        first = sum(-(-one.records // block_records) for one in info.shards[:number])
-        kept = info.kept[first : first - (-shard.records // block_records)]
+        kept = info.kept[slice(*self._blocks(info)[number : number + 2])]
         return SelectedShard(stored, url, shard.records, block_records, self._condition(info.where), kept)
+
+    def _blocks(self, info: SplitInfo) -> list[int]:
+        """The number of each shard's first block in the split, and the number of all blocks."""
+        if self._numbered is not info:
+            blocks = [-(-shard.records // info.block_records) for shard in info.shards]
+            self._numbered, self._first_blocks = info, list(accumulate(blocks, initial=0))
+        return self._first_blocks
 
     def _condition(self, where: str) -> Condition:
         from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
