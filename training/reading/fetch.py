@@ -11,13 +11,13 @@ from itertools import islice
 from typing import Protocol
 
 from lockstep.storage.errors import LockstepError, StorageError, StorageTimeoutError
+from lockstep.storage.files.interface import FileSystem
 from lockstep.training.config import READ_AHEAD_BYTES
 from lockstep.training.reading.background import JOIN_S, end_at_exit
 
 Buffer = bytes | memoryview
 RANGE_BYTES = 4 << 20  # the most that neighbours are merged to: more gains nothing (decision 072)
 SMALLEST_RANGE_BYTES = 128 << 10
-THREADS = 4
 SOON_A_THREAD = 4  # hints a thread whose extents are looked up ahead of their reads
 DEADLINE_S = 150.0  # longer than a storage call may take, shorter than the feed waits for a batch
 
@@ -243,7 +243,7 @@ class BlockFetcher:
         *,
         name_of: Callable[[int], str],
         budget_bytes: int = READ_AHEAD_BYTES,
-        threads: int = THREADS,
+        threads: int = FileSystem.reads_at_once,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._shards, self._load, self._name_of = shards, load, name_of

@@ -155,6 +155,7 @@ class SplitReader:
             self._files.read if self._cached is None else self._cached.read,
             name_of=self._files.url,
             budget_bytes=self._options.read_ahead_bytes,
+            threads=filesystem(dataset_url).reads_at_once,
         )
         weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
         self.read_in_turn(2)
@@ -191,9 +192,8 @@ class SplitReader:
         """Append the shards of another split; lockstep.training.plan.datasets says which fit together."""
         info = split_of(manifest, split)
         fs = filesystem(dataset_url)
-        for number, shard in enumerate(info.shards):
+        for opened, shard in zip(self._opener.open_all(fs, dataset_url, manifest, split), info.shards, strict=True):
             url = join(dataset_url, shard.path)
-            opened = self._opener.open(fs, dataset_url, manifest, split, number)
             self._files.add(fs, url, shard.bytes)
             self.stored.append((fs, url, shard))
             self._shards.append(opened)

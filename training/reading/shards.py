@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
 from lockstep.storage.dataset.manifest_entries import ShardInfo, SplitInfo
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
 from lockstep.training.reading.parquet_shard import ParquetShard, whole_block
@@ -276,7 +279,19 @@ class ShardOpener:
         self._parsed: Condition | None = None
         self._numbered: SplitInfo | None = None
         self._first_blocks: list[int] = []
+        self._lock = threading.Lock()
         self.starts = BlockStarts()
+
+    def open_all(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str) -> list[Shard]:
+        """All shards of a split, several at once where each costs round trips to a server. Raises what `open` raises
+        of the first shard that cannot be opened.
+        """
+        opened = partial(self.open, fs, dataset_url, manifest, split)
+        numbers = range(len(manifest.splits[split].shards))
+        if len(numbers) == 1 or isinstance(fs, LocalFileSystem):
+            return [opened(number) for number in numbers]
+        with ThreadPoolExecutor(fs.reads_at_once, thread_name_prefix="shard-open") as pool:
+            return list(pool.map(opened, numbers))
 
     def open(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int) -> Shard:
         """Open a shard of a split, of which only selected records are read if the manifest says so.
@@ -291,8 +306,10 @@ class ShardOpener:
         stored = self._stored(fs, url, dataset_url, manifest, split, number)
         if info.where is None or info.kept is None:
             return stored
-        kept = info.kept[slice(*self._blocks(info)[number : number + 2])]
-        return SelectedShard(stored, url, shard.records, block_records, self._condition(info.where), kept)
+        with self._lock:
+            kept = info.kept[slice(*self._blocks(info)[number : number + 2])]
+            condition = self._condition(info.where)
+        return SelectedShard(stored, url, shard.records, block_records, condition, kept)
 
     def _blocks(self, info: SplitInfo) -> list[int]:
         """The number of each shard's first block in the split, and the number of all blocks."""
@@ -320,8 +337,9 @@ class ShardOpener:
             return GzipShard(url, shard, block_records, self._schema)
         path = index_path(split, number)
         index = read_checked(fs, dataset_url, path, manifest.files[path])
-        self._index_bytes += len(index)
-        keep_index = self._index_bytes <= KEPT_INDEX_BYTES
+        with self._lock:
+            self._index_bytes += len(index)
+            keep_index = self._index_bytes <= KEPT_INDEX_BYTES
         own = (fs, url, shard, block_records, self._schema, join(dataset_url, path), index)
         return TFRecordShard(*own, starts=self.starts, keep_index=keep_index)
 

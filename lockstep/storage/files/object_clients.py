@@ -37,6 +37,10 @@ _SECRET = re.compile(r"(WebIdentityToken|X-Amz-[A-Za-z-]+|sig|Signature|assertio
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
+_PASSING_STATUS = ("408", "409", "429", "500", "502", "503", "504")
+_PASSING_CODES = ("", "InternalError", "ServiceUnavailable", "SlowDown")  # in an answer with status 200; "" is no code
+# What obstore says of a connection that broke, of an answer that was cut off, and of an error in a status of success.
+_BROKEN = ("HTTP error", "error decoding", "Got invalid", "Server returned error response")
 
 
 def object_settings(settings: Mapping[str, str]) -> dict[str, str]:
@@ -200,7 +204,8 @@ def first_line(error: BaseException) -> str:
     text = str(error).partition("\n\nDebug source")[0].strip()
     code = _CODE.search(text)
     line = text.splitlines()[0] if text else repr(error)
-    line = re.split(r"<\?xml|<Error", line)[0].rstrip(": ") + (f": {code[1]}" if code and code[1] not in line else "")
+    line = re.split(r"<\?xml|<Error|<DeleteResult", line)[0].rstrip(": ")
+    line += f": {code[1]}" if code and code[1] not in line else ""
     return _SECRET.sub(r"\1=...", line)[:500]
 
 
@@ -233,10 +238,15 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return NotFoundError(
             f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path and its bucket."
         )
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or status in (
-        "401",
-        "403",
-    ):
+    if code == "RequestTimeTooSkewed":
+        return StorageError(
+            f"{what}: {whom} refuses requests of another time than its own",
+            got=f"{text}, at {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} by this machine's clock",
+            allowed="a clock that differs by less than 15 minutes",
+            next_step="Set this machine's clock (chrony, ntpd), then run again.",
+        )
+    denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+    if denied or status in ("401", "403") or code == "AccessDenied":
         return DeniedError(
             f"{what}: {whom} refuses these credentials",
             got=text,
@@ -257,8 +267,8 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="parts without control characters, and neither `.` nor `..`",
             next_step="Rename it.",
         )
-    passing = status in ("408", "409", "429", "500", "502", "503", "504")
-    if passing or (not status and ("HTTP error" in text or "error decoding" in text)):
+    broken = not status and code in _PASSING_CODES and any(words in text for words in _BROKEN)
+    if status in _PASSING_STATUS or broken:
         return RetryableStorageError(
             what, got=text, allowed="an answer", next_step=f"Check that {whom} can be reached from here."
         )

@@ -125,6 +125,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
     """
 
     promises = Promises(atomic_rename=False, directories=False)
+    reads_at_once = 16  # nothing of a range comes for a whole round trip, and the ranges of many lanes are short
 
     def __init__(self, kind: str, bucket: str, settings: dict[str, str]) -> None:
         self._client, self._repeating = clients(kind, bucket, settings)
@@ -335,8 +336,8 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
             try:
                 obstore.copy(client, key(src), key(dst), overwrite=not new)
             except obstore.exceptions.AlreadyExistsError:
-                # The answer to an earlier attempt may have been lost.
-                if attempts == 1 or int(_head(client, dst)["size"]) != size:
+                # The answer to an earlier attempt may have been lost; or another writer's file has come since.
+                if attempts == 1 or int(_head(client, dst)["size"]) != size or not _equal(client, src, dst, size):
                     raise
 
         self._call(copy, "copy", f"{src} to {dst}")
@@ -485,7 +486,23 @@ def _taken(url: str) -> ExistsError:
 def _head(client: Any, url: str) -> Any:
     import obstore
 
-    return obstore.head(client, key(url))
+    try:
+        return obstore.head(client, key(url))
+    except obstore.exceptions.PermissionDeniedError:
+        # An answer to HEAD has no body that says whether the credentials are wrong or have expired; one to GET has.
+        obstore.get(client, key(url))
+        return obstore.head(client, key(url))
+
+
+def _equal(client: Any, url: str, other: str, size: int) -> bool:
+    """Whether the first `size` bytes of two objects are the same."""
+    import obstore
+
+    for start in range(0, size, PART_BYTES):
+        part = {"start": start, "length": min(PART_BYTES, size - start)}
+        if obstore.get_range(client, key(url), **part) != obstore.get_range(client, key(other), **part):
+            return False
+    return True
 
 
 def _below(client: Any, url: str, most: int | None = None) -> Sequence[Any]:
