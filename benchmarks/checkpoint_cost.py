@@ -1,26 +1,31 @@
 """The cost of a checkpoint: how long steps wait, how much the steps during its writing slow down, bytes and MB/s.
 
-    python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL]
+    python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL | --distant MS]
 
 Real runs by `lockstep.training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose
 weights and optimizer state take 400 MB in all. The cost of a checkpoint is the time that steps wait for it, plus the
 time that steps during its writing take longer than the median of the others, all from one run. Its share of a run with
 a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
-temporary folder. Takes three minutes on an idle machine with two cores, one for each rank.
+temporary folder; `--distant` puts them there and then into moto's S3 behind a proxy that answers MS ms later, where
+nothing limits the bytes but these two programs. Takes three minutes on an idle machine with two cores, one a rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.object_reading import distant
 from benchmarks.shared.shapes import machine
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
@@ -29,6 +34,8 @@ from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.local import run_local
 from lockstep.training.run.checkpoint import HostBuffer, sha256_of, upload
 from lockstep.training.run.metrics import History, read_history
+from tests.object_stores.faulty_proxy import Link
+from tests.object_stores.server import serving
 from tests.training._tiny import write_table
 
 STATE_BYTES = 400_000_000
@@ -121,16 +128,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--checkpoints", type=int, default=5)
     parser.add_argument("--steps-between", type=int, default=30)
-    parser.add_argument("--run", metavar="URL")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--run", metavar="URL")
+    where.add_argument("--distant", metavar="MS", type=float)
     args = parser.parse_args(argv)
-    print(machine("keras", "tensorflow"))
-    with tempfile.TemporaryDirectory() as folder:
-        root = args.run or folder
+    print(f"{machine('keras', 'tensorflow')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        roots = [args.run or folder]
+        if args.distant is not None:
+            server = stack.enter_context(serving(Path(folder)))
+            os.environ.update(server.environment)
+            proxy = distant(server.endpoint, Link(args.distant / 1e3))
+            os.environ["AWS_ENDPOINT_URL_S3"] = stack.enter_context(proxy)
+            roots.append(server.url)
         records = BATCH * args.steps_between * (args.checkpoints + 2)
         write_table(f"{folder}/data", records={"train": records, "test": BATCH}, block_records=64)
-        measure_parts(root)
-        for num_ranks in args.ranks:
-            measure(root, f"{folder}/data", num_ranks, args.steps_between)
+        for root in roots:
+            print(f"\n{root}")
+            measure_parts(root)
+            for num_ranks in args.ranks:
+                measure(root, f"{folder}/data", num_ranks, args.steps_between)
     return 0
 
 

@@ -32,7 +32,7 @@ def rows_of(parquet: str) -> Iterator[dict[str, object]]:
 
 
 def write(parquet: str, folder: str, rows_a_shard: int) -> None:
-    """The same rows in the formats of both streaming libraries."""
+    """Write the same rows in the formats of both streaming libraries."""
     from litdata.streaming.writer import BinaryWriter
     from streaming import MDSWriter
 

@@ -160,7 +160,8 @@ def write_stream(
 
     After a temporary failure of the storage (a dead DataNode that the NameNode has not noticed, safe mode, a failover),
     `produce` is called again with a new temporary file, for `give_up_s` seconds (by default
-    `settings.write_give_up_s()`): it must write the same bytes each time.
+    `settings.write_give_up_s()`, or `settings.give_up_s()` on an object store, which has no DataNodes to wait for): it
+    must write the same bytes each time.
 
     `confirm` is called just before the rename, and raises if the file must no longer be published. A process that
     revokes that right and then calls `sweep_temporaries` can be sure that a writer which was paused after its `confirm`
@@ -168,9 +169,9 @@ def write_stream(
     """
     if exclusive and fs.exists(url):
         raise occupied(url)
-    temporary, written = _write_temporary(
-        fs, url, produce, Backoff(write_give_up_s() if give_up_s is None else give_up_s)
-    )
+    if give_up_s is None and not isinstance(fs, ConditionalWrites):
+        give_up_s = write_give_up_s()
+    temporary, written = _write_temporary(fs, url, produce, Backoff(give_up_s))
     try:
         if confirm is not None:
             confirm()

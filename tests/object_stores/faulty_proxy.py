@@ -137,6 +137,11 @@ class FaultyProxy:
                 self._out_until = time.monotonic() + self.outage_s
             return kind
 
+    def end_outage(self) -> None:
+        """Serve again at once."""
+        with self._lock:
+            self._out_until = 0.0
+
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Count a request while it lasts."""

@@ -5,6 +5,8 @@ clear error with nothing half published, after which the same call succeeds.
 from __future__ import annotations
 
 import hashlib
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,10 +15,10 @@ import pytest
 
 from lockstep.etl.logs import job as logs
 from lockstep.etl.logs.config import LogsConfig
-from lockstep.storage.errors import DeniedError, ExistsError, LockstepError
-from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.errors import DeniedError, ExistsError, LockstepError, StorageAwayError
+from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import CLAIM_NAME, MANIFEST_NAME, publish_directory, write_file
+from lockstep.storage.publish import CLAIM_NAME, MANIFEST_NAME, publish_directory, write_file, write_stream
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
@@ -127,6 +129,26 @@ def test_a_copy_that_failed_is_not_taken_for_another_writers_of_the_same_length(
     with pytest.raises(ExistsError):
         fs.rename_new(mine, join(root, "out"))
     assert len(tries) == 2 and fs.read_bytes(join(root, "out")) == b"hers" and fs.read_bytes(mine) == b"mine"
+
+
+def test_a_store_that_stays_away_is_named_when_the_time_is_over(
+    proxy: FaultyProxy, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_STORAGE_GIVE_UP_S", "3")
+    fs = filesystem(root)
+
+    def produce(writer: Writer) -> None:
+        writer.write(bytes(40 << 20))  # in parts, the first of which are already there
+
+    put(fs, join(root, "before"))
+    proxy.outage_s = 3600.0
+    proxy.begin(Faults(kinds=("outage",), always=range(4, 99), most=1))
+    began = time.monotonic()
+    with pytest.raises(StorageAwayError, match=re.escape(proxy.endpoint)) as raised:
+        write_stream(fs, join(root, "f"), produce)
+    assert time.monotonic() - began < 60 and raised.value.next_step
+    proxy.end_outage()
+    assert [entry.name for entry in fs.list(root)] == ["before"]
 
 
 def test_shards_of_a_distant_store_are_opened_and_read_many_at_once(proxy: FaultyProxy, root: str) -> None:
