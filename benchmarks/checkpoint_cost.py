@@ -145,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_table(f"{folder}/data", records={"train": records, "test": BATCH}, block_records=64)
         for root in roots:
             print(f"\n{root}")
-            measure_parts(root)
+            if root == roots[0]:
+                measure_parts(root)
             for num_ranks in args.ranks:
                 measure(root, f"{folder}/data", num_ranks, args.steps_between)
     return 0

@@ -243,7 +243,7 @@ class BlockFetcher:
         *,
         name_of: Callable[[int], str],
         budget_bytes: int = READ_AHEAD_BYTES,
-        threads: int = FileSystem.reads_at_once,
+        threads: int = FileSystem.calls_at_once,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._shards, self._load, self._name_of = shards, load, name_of

@@ -155,7 +155,7 @@ class SplitReader:
             self._files.read if self._cached is None else self._cached.read,
             name_of=self._files.url,
             budget_bytes=self._options.read_ahead_bytes,
-            threads=filesystem(dataset_url).reads_at_once,
+            threads=filesystem(dataset_url).calls_at_once,
         )
         weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
         self.read_in_turn(2)

@@ -290,7 +290,7 @@ class ShardOpener:
         numbers = range(len(manifest.splits[split].shards))
         if len(numbers) == 1 or isinstance(fs, LocalFileSystem):
             return [opened(number) for number in numbers]
-        with ThreadPoolExecutor(fs.reads_at_once, thread_name_prefix="shard-open") as pool:
+        with ThreadPoolExecutor(fs.calls_at_once, thread_name_prefix="shard-open") as pool:
             return list(pool.map(opened, numbers))
 
     def open(self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int) -> Shard:

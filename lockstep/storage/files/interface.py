@@ -116,8 +116,8 @@ class FileSystem(ABC):
     whom = "the storage"
     """Who serves the file, for errors."""
     promises = Promises()
-    reads_at_once = 4
-    """How many ranges a reader has under way, and how many shards it opens at once (decision 072)."""
+    calls_at_once = 4
+    """How many ranges a reader has under way, and how many shards are opened or moved at once (decision 072)."""
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:

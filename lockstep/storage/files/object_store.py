@@ -125,7 +125,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
     """
 
     promises = Promises(atomic_rename=False, directories=False)
-    reads_at_once = 16  # nothing of a range comes for a whole round trip, and the ranges of many lanes are short
+    calls_at_once = 16  # nothing of a range comes for a whole round trip, and the ranges of many lanes are short
 
     def __init__(self, kind: str, bucket: str, settings: dict[str, str]) -> None:
         self._client, self._repeating = clients(kind, bucket, settings)
