@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL | --distant MS]
 
 Real runs by `lockstep.training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose
-weights and optimizer state take 400 MB in all. The cost of a checkpoint is the time that steps wait for it, plus the
-time that steps during its writing take longer than the median of the others, all from one run. Its share of a run with
-a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
+weights and optimizer state take 400 MB in all (`--state-mb`). The cost of a checkpoint is the time that steps wait for
+it, plus the time that steps during its writing take longer than the median of the others, all from one run. Its share
+of a run with a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
 temporary folder; `--distant` puts them there and then into moto's S3 behind a proxy that answers MS ms later, where
 nothing limits the bytes but these two programs. Takes three minutes on an idle machine with two cores, one a rank.
 """
@@ -38,7 +38,7 @@ from tests.object_stores.faulty_proxy import Link
 from tests.object_stores.server import serving
 from tests.training._tiny import write_table
 
-STATE_BYTES = 400_000_000
+STATE_MB = 400
 BATCH = 32
 LAYERS = 4
 
@@ -47,7 +47,7 @@ def model(signature: Any, options: Any) -> Any:
     """Dense layers of equal width, as many parameters as make a third of the state."""
     import keras
 
-    width = int((STATE_BYTES / 3 / 4 / LAYERS) ** 0.5)
+    width = int((options.extra["state_mb"] * 1e6 / 3 / 4 / LAYERS) ** 0.5)
     inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
     x = keras.layers.Dense(width)(keras.layers.Concatenate()(list(inputs.values())))
     for _ in range(LAYERS):
@@ -63,7 +63,7 @@ def durations(history: History) -> dict[int, float]:
     return {row["step"]: row["seconds"] - before["seconds"] for before, row in pairwise(rows)}
 
 
-def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None:
+def measure(root: str, dataset: str, num_ranks: int, steps_between: int, state_mb: int) -> None:
     """One run; prints its checkpoints. The first and the last are left out: they end no step, or begin with tracing."""
     config = TrainConfig(
         datasets=(dataset,),
@@ -73,11 +73,14 @@ def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None
         global_batch=BATCH,
         epochs=1,
         checkpoint_every=steps_between,
+        extra={"state_mb": state_mb},
         launcher="local",
     )
     train(config, run_local, hooks=Hooks(lease_watch_s=0.1))
     history = read_history(config.run)
     rows = history.checkpoints[1:-1]
+    if not rows:
+        raise SystemExit("no checkpoint but the first and the last: give more --steps-between, each must be written")
     took = durations(history)
     usual = statistics.median(took.values())
     print(
@@ -95,9 +98,9 @@ def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None
         print(f"  {name:28} {statistics.median(values):9.2f} {unit}   ({min(values):.2f} to {max(values):.2f})")
 
 
-def measure_parts(root: str) -> None:
+def measure_parts(root: str, state_mb: int) -> None:
     """The parts of a writing alone, in this process: seconds by the clock, and of this thread's processor time."""
-    tensors = {str(i): np.ones(STATE_BYTES // 4 // 8, np.float32) for i in range(8)}
+    tensors = {str(i): np.ones(state_mb * 10**6 // 4 // 8, np.float32) for i in range(8)}
     buffer, fs = HostBuffer(), filesystem(root)
     first, _ = clocked(lambda: buffer.fill(tensors))
     file = buffer.fill(tensors)
@@ -128,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--checkpoints", type=int, default=5)
     parser.add_argument("--steps-between", type=int, default=30)
+    parser.add_argument("--state-mb", type=int, default=STATE_MB, help="weights and optimizer's state")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--run", metavar="URL")
     where.add_argument("--distant", metavar="MS", type=float)
@@ -146,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for root in roots:
             print(f"\n{root}")
             if root == roots[0]:
-                measure_parts(root)
+                measure_parts(root, args.state_mb)
             for num_ranks in args.ranks:
-                measure(root, f"{folder}/data", num_ranks, args.steps_between)
+                measure(root, f"{folder}/data", num_ranks, args.steps_between, args.state_mb)
     return 0
 
 
