@@ -5,8 +5,8 @@
 Real runs by `lockstep.training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose
 weights and optimizer state take 400 MB in all (`--state-mb`). The cost of a checkpoint is the time that steps wait for
 it, plus the time that steps during its writing take longer than the median of the others, all from one run. Its share
-of a run with a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
-temporary folder; `--distant` puts them there and then into moto's S3 behind a proxy that answers MS ms later, where
+of a run with a checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS,
+in place of a temporary folder; `--distant` there and then into moto's S3 behind a proxy that answers MS ms later, where
 nothing limits the bytes but these two programs. Takes three minutes on an idle machine with two cores, one a rank.
 """
 
