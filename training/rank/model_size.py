@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.training.batches.augmenting import labels_of
@@ -13,7 +15,12 @@ from lockstep.training.rank.runtime import configure
 from lockstep.training.reading.selecting import selection_of
 
 if TYPE_CHECKING:
+    import keras
+
+    from lockstep.features.schema.signature import Signature
     from lockstep.training.control.context import RankContext
+
+MOST_ROWS = 256  # of the step that is measured; what layers keep grows with the rows
 
 
 def main(context: RankContext) -> dict[str, Any]:
@@ -40,5 +47,31 @@ def main(context: RankContext) -> dict[str, Any]:
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
         rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
+        kept_bytes=_kept_bytes(model, signature, order.rows // config.step.micro_batches) if config.step.shard_embeddings is None else None,
         metrics=list(metric_names(model, config)),
     ).to_json()
+
+
+def _kept_bytes(model: keras.Model, signature: Signature, rows: int) -> int:
+    """What layers keep of a step of `rows` rows: how much a step on zeros adds to the peak of this process's memory.
+
+    The first step, of two rows, holds gradients and the traced function too. Changes the model.
+    """
+    from lockstep.training.steps.model_state import zeros_of
+
+    tried = min(rows, MOST_ROWS)
+    batches = [zeros_of(signature, count) for count in (min(2, rows), tried)]
+    _train_on(model, batches[0])
+    before = _peak_bytes()
+    _train_on(model, batches[1])
+    return (_peak_bytes() - before) * rows // tried
+
+
+def _train_on(model: keras.Model, batch: Any) -> None:
+    model.train_on_batch(*(batch if isinstance(batch, tuple) else (batch,)))
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had; psutil does not know it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(found[1]) << 10 if found else 0
