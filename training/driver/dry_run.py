@@ -116,7 +116,7 @@ def _size(config: TrainConfig, model: ModelSize) -> str:
 
 
 def _memory(model: ModelSize) -> str:
-    keeps = "what layers keep" if model.kept_bytes is None else f"about {model.kept_bytes // MIB:,} MiB that layers keep"
+    keeps = "what layers keep" if model.kept_bytes is None else f"{model.kept_bytes // MIB:,} MiB that layers keep"
     return f"about {model.rank_bytes // MIB:,} MiB a rank, and {keeps} for the backward pass"
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.training.batches.augmenting import labels_of
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from lockstep.features.schema.signature import Signature
     from lockstep.training.control.context import RankContext
 
-MOST_ROWS = 256  # of the step that is measured; what layers keep grows with the rows
+BACKWARD = "gradient_tape"  # in the names of TensorFlow's operations of a backward pass
+OTHER_INPUTS = ("ReadVariableOp", "Const", "Placeholder")  # of it: what is there without the forward pass
 
 
 def main(context: RankContext) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def main(context: RankContext) -> dict[str, Any]:
     plan = data.plan(order.plan)
     model = prepare(config, plan, signature, order.rows, config.step.lane_groups).model
     check_metrics(model, config, None)
+    sharded = config.step.shard_embeddings is not None
     state = variable_bytes([*model.weights, *model.optimizer.variables])
     return ModelSize(
         parameters=int(model.count_params()),
@@ -47,31 +48,27 @@ def main(context: RankContext) -> dict[str, Any]:
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
         rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
-        kept_bytes=_kept_bytes(model, signature, order.rows // config.step.micro_batches) if config.step.shard_embeddings is None else None,
+        kept_bytes=None if sharded else kept_bytes(model, signature, order.rows // config.step.micro_batches),
         metrics=list(metric_names(model, config)),
     ).to_json()
 
 
-def _kept_bytes(model: keras.Model, signature: Signature, rows: int) -> int:
-    """What layers keep of a step of `rows` rows: how much a step on zeros adds to the peak of this process's memory.
+def kept_bytes(model: keras.Model, signature: Signature, rows: int) -> int:
+    """What the forward pass of a traced step on `rows` rows hands to the backward pass, without weights and loops."""
+    import tensorflow as tf
 
-    The first step, of two rows, holds gradients and the traced function too. Changes the model.
-    """
-    from lockstep.training.steps.model_state import zeros_of
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(x, training=True))
+            loss = tf.add_n([tf.reduce_sum(tf.cast(output, tf.float32)) for output in outputs])
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
-    tried = min(rows, MOST_ROWS)
-    batches = [zeros_of(signature, count) for count in (min(2, rows), tried)]
-    _train_on(model, batches[0])
-    before = _peak_bytes()
-    _train_on(model, batches[1])
-    return (_peak_bytes() - before) * rows // tried
-
-
-def _train_on(model: keras.Model, batch: Any) -> None:
-    model.train_on_batch(*(batch if isinstance(batch, tuple) else (batch,)))
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had; psutil does not know it."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    return int(found[1]) << 10 if found else 0
+    specs = {name: tf.TensorSpec((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
+    graph = tf.function(step, autograph=False).get_concrete_function(specs).graph
+    forward = (op for op in graph.get_operations() if BACKWARD not in op.name and op.type not in OTHER_INPUTS)
+    return sum(
+        math.prod(tensor.shape) * tensor.dtype.size
+        for op in forward
+        for tensor in op.outputs
+        if tensor.shape.is_fully_defined() and any(BACKWARD in each.name for each in tensor.consumers())
+    )
