@@ -40,6 +40,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "models",
         "package",
         "pipeline",
+        "plan_memory",
         "predict",
         "profile_run",
         "publish",

@@ -52,6 +52,8 @@ class ModelSize(Message):
     checkpoint_bytes: int
     rank_bytes: int
     """The most resident memory of a rank, without what layers keep for the backward pass."""
+    kept_bytes: int | None
+    """What layers keep of a step, without loops; None with sharded tables, whose rows come from other ranks."""
     metrics: list[str]
 
 

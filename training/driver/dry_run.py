@@ -51,7 +51,7 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
         ("plan", _plan(config, plan)),
         ("ranks", _ranks(config, launch, shares)),
         ("model", _size(config, model)),
-        ("memory", f"about {model.rank_bytes // MIB:,} MiB a rank, and what layers keep for the backward pass"),
+        ("memory", _memory(model)),
         ("exchange", f"{_size_words(model.gradient_bytes)} of gradients a step and rank"),
         ("checkpoints", _checkpoints(config, plan, model.checkpoint_bytes)),
     ]
@@ -113,6 +113,11 @@ def _size(config: TrainConfig, model: ModelSize) -> str:
         f"{config.model.model}: {model.parameters:,} parameters, {_size_words(model.weights_bytes)}; "
         f"metrics {', '.join(model.metrics)}"
     )
+
+
+def _memory(model: ModelSize) -> str:
+    keeps = "what layers keep" if model.kept_bytes is None else f"{model.kept_bytes // MIB:,} MiB that layers keep"
+    return f"about {model.rank_bytes // MIB:,} MiB a rank, and {keeps} for the backward pass"
 
 
 def _checkpoints(config: TrainConfig, plan: Plan, size: int) -> str:

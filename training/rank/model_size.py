@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,13 @@ from lockstep.training.rank.runtime import configure
 from lockstep.training.reading.selecting import selection_of
 
 if TYPE_CHECKING:
+    import keras
+
+    from lockstep.features.schema.signature import Signature
     from lockstep.training.control.context import RankContext
+
+BACKWARD = "gradient_tape"  # in the names of TensorFlow's operations of a backward pass
+OTHER_INPUTS = ("ReadVariableOp", "Const", "Placeholder")  # of it: what is there without the forward pass
 
 
 def main(context: RankContext) -> dict[str, Any]:
@@ -33,6 +40,7 @@ def main(context: RankContext) -> dict[str, Any]:
     plan = data.plan(order.plan)
     model = prepare(config, plan, signature, order.rows, config.step.lane_groups).model
     check_metrics(model, config, None)
+    sharded = config.step.shard_embeddings is not None
     state = variable_bytes([*model.weights, *model.optimizer.variables])
     return ModelSize(
         parameters=int(model.count_params()),
@@ -40,5 +48,27 @@ def main(context: RankContext) -> dict[str, Any]:
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
         rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
+        kept_bytes=None if sharded else kept_bytes(model, signature, order.rows // config.step.micro_batches),
         metrics=list(metric_names(model, config)),
     ).to_json()
+
+
+def kept_bytes(model: keras.Model, signature: Signature, rows: int) -> int:
+    """What the forward pass of a traced step on `rows` rows hands to the backward pass, without weights and loops."""
+    import tensorflow as tf
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(x, training=True))
+            loss = tf.add_n([tf.reduce_sum(tf.cast(output, tf.float32)) for output in outputs])
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    specs = {name: tf.TensorSpec((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
+    graph = tf.function(step, autograph=False).get_concrete_function(specs).graph
+    forward = (op for op in graph.get_operations() if BACKWARD not in op.name and op.type not in OTHER_INPUTS)
+    return sum(
+        math.prod(tensor.shape) * tensor.dtype.size
+        for op in forward
+        for tensor in op.outputs
+        if tensor.shape.is_fully_defined() and any(BACKWARD in each.name for each in tensor.consumers())
+    )

@@ -84,7 +84,7 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
     st.builds(SizeOrder, config=CONFIG, plan=MAPS, rows=NUMBERS),
     st.builds(
         ModelSize, parameters=NUMBERS, weights_bytes=NUMBERS, gradient_bytes=NUMBERS, checkpoint_bytes=NUMBERS,
-        rank_bytes=NUMBERS, metrics=st.lists(TEXT, max_size=2),
+        rank_bytes=NUMBERS, kept_bytes=st.none() | NUMBERS, metrics=st.lists(TEXT, max_size=2),
     ),
     st.builds(
         Restore, checkpoint=st.none() | TEXT, step=NUMBERS, staging=TEXT, generation=NUMBERS, parent=st.none() | MAPS

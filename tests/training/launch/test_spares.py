@@ -131,7 +131,7 @@ def test_a_run_and_its_dry_run_ask_for_the_slots_and_the_memory_of_spares(
         with pytest.raises(ConfigError, match="no room"):
             call(config, launch)
     assert launch.asked == [(4, config.limits.start_limit_s, 5)] * 2
-    names = ("rank_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
+    names = ("rank_bytes", "kept_bytes", "gradient_bytes", "checkpoint_bytes", "parameters", "weights_bytes")
     model: dict[str, Any] = {**dict.fromkeys(names, 1), "metrics": []}
     monkeypatch.setattr("lockstep.training.driver.dry_run.run_local", lambda *_, **__: (model,))
     assert " samples a step, 2 spare executors; 5 task slots now; " in dry_run(config, Asked([], room=True))
