@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-stores" / "bin" / "python"
 BUCKET = "lockstep-tests"
+KEY = "lockstep-test-key"
 SECRET = "secret-that-no-file-may-hold"
 START_LIMIT_S = 60.0
 
@@ -42,17 +43,13 @@ main()
 
 @dataclass(frozen=True, slots=True)
 class ObjectServer:
-    """A running server with one bucket; `log` has a line for each request."""
+    """A running server with one bucket, `url`; `log` has a line for each request."""
 
     endpoint: str
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     """What makes any process of Lockstep use it."""
-
-    @property
-    def url(self) -> str:
-        """The bucket."""
-        return f"s3://{BUCKET}"
+    url: str = f"s3://{BUCKET}"
 
     def requests(self) -> list[str]:
         """The requests until now, such as `PUT /lockstep-tests/x`."""
@@ -63,15 +60,9 @@ class ObjectServer:
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     """Start a server, create the bucket, and end the server afterwards."""
-    port = _free_port(port)
+    port = free_port(port)
     log = folder / "s3.log"
     endpoint = f"http://127.0.0.1:{port}"
-    environment = {
-        "AWS_ENDPOINT_URL_S3": endpoint,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "lockstep-test-key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(PYTHON), "-c", ATOMIC, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
@@ -82,7 +73,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, f"moto did not serve {endpoint} in {START_LIMIT_S:.0f} s: {log.read_text()}"
             time.sleep(0.1)
-        yield ObjectServer(endpoint, log, environment)
+        yield ObjectServer(endpoint, log, environment_of(endpoint))
     finally:
         process.kill()
         process.wait(30)
@@ -98,7 +89,17 @@ def _created(endpoint: str) -> bool:
     return True
 
 
-def _free_port(port: int) -> int:
+def environment_of(endpoint: str) -> dict[str, str]:
+    """What makes any process of Lockstep use the S3 at this URL."""
+    return {
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+
+
+def free_port(port: int = 0) -> int:
     """The port, or any free one for 0. Raises OSError if it is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,6 +7,7 @@ the first that has some. A profile is read again every few minutes, and the mach
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ def clients(kind: str, bucket: str, settings: Mapping[str, str]) -> tuple[Any, A
 
 def whom(kind: str, bucket: str, settings: Mapping[str, str]) -> str:
     """Who serves a bucket, for errors."""
-    endpoint = _endpoint(bucket, settings) if kind == "s3" else None
+    endpoint = {"s3": lambda: _endpoint(bucket, settings), "gs": _google_endpoint, "az": _azure_endpoint}[kind]()
     return f"the object store of {kind}://{bucket}" + (f" at {endpoint}" if endpoint else "")
 
 
@@ -107,9 +108,11 @@ def _gs(bucket: str, settings: Mapping[str, str], retry: Any) -> GCSStore:
     config: Any = {}
     if file := settings.get("fs.gs.auth.service.account.json.keyfile"):
         config["service_account"] = file
-    endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
+    endpoint = _google_endpoint()
     if endpoint:
-        config |= {"base_url": endpoint, "skip_signature": True}
+        # An obstore that signs nothing by `skip_signature` still asks the machine for a token before it writes.
+        nothing = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+        config = {"service_account_key": json.dumps(nothing | {"gcs_base_url": endpoint})}
     return GCSStore(bucket, config=config, client_options=_client_options(settings, endpoint), retry_config=retry)
 
 
@@ -120,9 +123,20 @@ def _az(container: str, settings: Mapping[str, str], retry: Any) -> AzureStore:
     for name, key in settings.items():
         if (found := _AZURE_KEY.fullmatch(name)) is not None:
             config = {"account_name": found["account"], "account_key": key}
-    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+    endpoint = _azure_endpoint()
     options = _client_options(settings, endpoint)
     return AzureStore(container, config=config, client_options=options, retry_config=retry)
+
+
+def _google_endpoint() -> str | None:
+    """The URL of an emulator of Google's storage, which Google's own clients take from this variable too."""
+    found = os.environ.get("STORAGE_EMULATOR_HOST")
+    return found if not found or "://" in found else f"http://{found}"
+
+
+def _azure_endpoint() -> str | None:
+    """The URL of the account where it is not Azure's public one."""
+    return os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
 
 
 def _client_options(settings: Mapping[str, str], endpoint: str | None) -> Any:
