@@ -178,6 +178,26 @@ def test_a_writer_whose_claim_was_taken_publishes_nothing(
     assert found(fs, out) == content("second")
 
 
+def test_a_writer_that_claims_just_after_another_one_has_published_deletes_nothing(
+    fs: FileSystem, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the name free, and then was paused."""
+    out, put_new, first = join(root, "out"), ObjectStore.put_new, build(root, "first")
+    second = build(root, "second")
+
+    def paused(self: ObjectStore, url: str, data: bytes) -> None:
+        if url == join(out, CLAIM_NAME):
+            with monkeypatch.context() as patch:
+                patch.setattr(ObjectStore, "put_new", put_new)
+                publish_directory(fs, first, out)
+        put_new(self, url, data)
+
+    monkeypatch.setattr(ObjectStore, "put_new", paused)
+    with pytest.raises(ExistsError):
+        publish_directory(fs, second, out)
+    assert found(fs, out) == content("first") and found(fs, second) == content("second")
+
+
 def test_a_directory_of_others_is_never_swept(fs: FileSystem, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "ABANDONED_AFTER_S", 0.0)
     put(fs, join(root, "out", "theirs"))
