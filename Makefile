@@ -77,8 +77,9 @@ torch-venv: venv ## .venv-torch, PyTorch for CPUs on top of .venv, for tests of 
 stores-venv: ## .venv-stores, moto's S3 and Node.js, for tests of object stores
 	@scripts/setup.sh stores
 
-object-store: venv stores-venv ## an S3 on this machine until Ctrl-C, and how to use it
-	@$(PYTHON_VENV) -m tests.object_stores
+object-store: venv stores-venv ## an S3 on this machine until Ctrl-C, and how to use it (SERVER=ceph or azure: another one)
+	@$(if $(SERVER),scripts/setup.sh servers)
+	@$(PYTHON_VENV) -m tests.object_stores $(SERVER)
 
 jars: venv
 	@$(WITH_JAVA) scripts/setup.sh jars

@@ -58,9 +58,9 @@ def fetch() -> None:
 
 
 @contextmanager
-def serving_azure(folder: Path) -> Iterator[ObjectServer]:
+def serving_azure(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     """Start Azurite, create the container, and end it afterwards."""
-    port, log = free_port(), folder / "azurite.log"
+    port, log = free_port(port), folder / "azurite.log"
     endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
     command = [
         str(_node()), str(program()), "--location", str(folder), "--blobHost", "127.0.0.1",

@@ -21,8 +21,10 @@ SECRET = "secret-that-no-file-may-hold"
 START_LIMIT_S = 60.0
 
 # moto's threads check a condition, and then write: two writers may both find a name free, as S3 never lets them.
-ATOMIC = """
-import functools, threading
+# And it takes any key: with KEYS, a file of JSON, each key is good until the second that the file names, as of STS.
+PROGRAM = """
+import functools, json, os, re, threading, time
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Application
 from moto.s3.responses import S3Response
 from moto.server import main
 
@@ -37,6 +39,20 @@ def alone(handle):
 
 for name in ("put_object", "copy_object", "_key_response_post"):
     setattr(S3Response, name, alone(getattr(S3Response, name)))
+
+serve, refusal = Application.__call__, b"<Error><Code>ExpiredToken</Code></Error>"
+
+def with_living_keys(self, environ, start_response):
+    key = re.search("Credential=([^/]+)", environ.get("HTTP_AUTHORIZATION", ""))
+    with open(os.environ["KEYS"]) as file:
+        if key is None or time.time() < json.load(file).get(key[1], 0):
+            return serve(self, environ, start_response)
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    start_response("400 Bad Request", [("Content-Type", "application/xml")])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal]
+
+if "KEYS" in os.environ:
+    Application.__call__ = with_living_keys
 main()
 """
 
@@ -64,7 +80,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     log = folder / "s3.log"
     endpoint = f"http://127.0.0.1:{port}"
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(PYTHON), "-c", ATOMIC, "-H", "127.0.0.1", "-p", str(port)]
+    command = [str(PYTHON), "-c", PROGRAM, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
     try:

@@ -8,7 +8,6 @@ import pytest
 
 from lockstep.storage.files.interface import FileSystem
 from tests.fs_contract import FileSystemContract
-from tests.object_stores.azure import program, serving_azure
 from tests.object_stores.conftest import in_use
 from tests.object_stores.server import ObjectServer
 from tests.object_stores.test_contract import test_a_file_in_parts_appears_when_it_is_closed  # noqa: F401  runs here too
@@ -22,9 +21,7 @@ from tests.object_stores.test_publication import (  # noqa: F401  they run here 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    if not program().exists():
-        pytest.skip("no Azurite here: `scripts/setup.sh servers` fetches it")
-    with serving_azure(tmp_path_factory.mktemp("azure")) as server, in_use(server):
+    with in_use("azure", tmp_path_factory.mktemp("azure")) as server:
         yield server
 
 

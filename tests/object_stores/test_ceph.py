@@ -13,7 +13,6 @@ from lockstep.storage.files.object_store import ObjectStore, key
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import join
 from tests.fs_contract import FileSystemContract, put
-from tests.object_stores.ceph import programs, serving_ceph
 from tests.object_stores.conftest import in_use
 from tests.object_stores.server import BUCKET, ObjectServer
 from tests.object_stores.test_publication import (  # noqa: F401  they run here too
@@ -26,9 +25,7 @@ from tests.object_stores.test_publication import (  # noqa: F401  they run here 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    if programs() is None:
-        pytest.skip("no Ceph here: `scripts/setup.sh servers` fetches it on Debian")
-    with serving_ceph(tmp_path_factory.mktemp("ceph")) as server, in_use(server):
+    with in_use("ceph", tmp_path_factory.mktemp("ceph")) as server:
         yield server
 
 

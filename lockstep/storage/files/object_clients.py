@@ -1,7 +1,7 @@
 """Clients of object stores: where a store is and with which credentials it is asked, and errors in our words.
 
 Credentials come from Spark's settings, the environment, a profile, or the machine (instance, container, web identity),
-the first that has some. A profile is read again every few minutes, and the machine's are renewed by obstore.
+the first that has some. A profile is read again for each request, and the machine's are renewed by obstore.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 CA_FILE = "lockstep.storage.ca-file"
 _OWN = ("fs.s3a.", "fs.gs.auth.", "fs.azure.account.key.", "lockstep.storage.")
-PROFILE_LASTS = timedelta(minutes=5)
 _ENVIRONMENT_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 _AZURE_KEY = re.compile(r"fs\.azure\.account\.key\.(?P<account>[^.]+)\..*")
 _SECRET = re.compile(r"(WebIdentityToken|X-Amz-[A-Za-z-]+|sig|Signature|assertion)=[^&\s'\")]+")
@@ -97,7 +97,7 @@ def _s3(bucket: str, settings: Mapping[str, str], retry: Any) -> S3Store:
     elif "Anonymous" in (of("aws.credentials.provider") or ""):
         config["skip_signature"] = True
     elif not any(os.environ.get(name) for name in _ENVIRONMENT_KEYS) and "aws_access_key_id" in profile:
-        provider = _of_the_profile
+        provider = _profile_reader()
     options = _client_options(settings, endpoint)
     return S3Store(bucket, config=config, client_options=options, retry_config=retry, credential_provider=provider)
 
@@ -198,15 +198,24 @@ def _profile() -> dict[str, str]:
     return found
 
 
-def _of_the_profile() -> dict[str, Any]:
-    """The credentials of the profile, read again when they expire: what renews the file renews a run."""
-    profile = _profile()
-    return {
-        "access_key_id": profile["aws_access_key_id"],
-        "secret_access_key": profile["aws_secret_access_key"],
-        "token": profile.get("aws_session_token"),
-        "expires_at": datetime.now(UTC) + PROFILE_LASTS,
-    }
+def _profile_reader() -> Callable[[], dict[str, Any]]:
+    """A provider of the profile's credentials, read again for each request: what renews the file renews a run.
+
+    While the file is being written it may have none, and the last ones hold.
+    """
+    last: dict[str, Any] = {}
+
+    def read() -> dict[str, Any]:
+        with suppress(ConfigError, KeyError):
+            profile = _profile()
+            found = {
+                "access_key_id": profile["aws_access_key_id"],
+                "secret_access_key": profile["aws_secret_access_key"],
+            }
+            last.update(found, token=profile.get("aws_session_token"))
+        return last | {"expires_at": datetime.now(UTC)}
+
+    return read
 
 
 def first_line(error: BaseException) -> str:
@@ -229,9 +238,10 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return NotFoundError(
             f"{what}: there is no such bucket", got=text, allowed="an existing bucket", next_step="Create it first."
         )
-    if code in _EXPIRED:  # newer ones may be on their way
+    unexplained = status == "400" and not code and verb == "find"  # an answer to HEAD has no text
+    if code in _EXPIRED or unexplained:  # newer ones may be on their way
         return RetryableStorageError(
-            f"{what}: the credentials have expired",
+            f"{what}: the credentials {'may ' if unexplained else ''}have expired",
             got=text,
             allowed="credentials that are renewed: of a profile, an instance, a web identity",
             next_step="Renew them, and start the job again: see docs/object-stores.md.",
