@@ -15,6 +15,7 @@ demo: venv ## web log and images: ETL, training on two ranks, evaluation, report
 	@$(WITH_JAVA) $(PYTHON_VENV) -m lockstep pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
 test: venv airflow-venv torch-venv stores-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (25 to 35 minutes)
+	@scripts/setup.sh servers
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
@@ -30,6 +31,7 @@ fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with ather
 
 soak: venv airflow-venv torch-venv stores-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions (hours)
 	@scripts/setup.sh kerberos
+	@scripts/setup.sh servers
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.
@@ -72,11 +74,12 @@ airflow-venv: ## .venv-airflow, for the DAG's test and Airflow itself
 torch-venv: venv ## .venv-torch, PyTorch for CPUs on top of .venv, for tests of PyTorch's scripts
 	@scripts/setup.sh torch
 
-stores-venv: ## .venv-stores, moto's S3, for tests of object stores
+stores-venv: ## .venv-stores, moto's S3 and Node.js, for tests of object stores
 	@scripts/setup.sh stores
 
-object-store: venv stores-venv ## an S3 on this machine until Ctrl-C, and how to use it
-	@$(PYTHON_VENV) -m tests.object_stores
+object-store: venv stores-venv ## an S3 on this machine until Ctrl-C, and how to use it (SERVER=ceph or azure: another one)
+	@$(if $(SERVER),scripts/setup.sh servers)
+	@$(PYTHON_VENV) -m tests.object_stores $(SERVER)
 
 jars: venv
 	@$(WITH_JAVA) scripts/setup.sh jars

@@ -3,7 +3,8 @@
 #   scripts/setup.sh venv      .venv from requirements-dev.txt with the versions of constraints.txt, a JDK 17 or 21, and iproute2 where apt can install it
 #   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
 #   scripts/setup.sh torch     .venv-torch: PyTorch for CPUs from requirements-torch.txt, on top of .venv
-#   scripts/setup.sh stores    .venv-stores: moto's S3 from requirements-stores.txt
+#   scripts/setup.sh stores    .venv-stores: moto's S3, and Node.js, from requirements-stores.txt
+#   scripts/setup.sh servers   Ceph's S3 (where apt is) and Azurite for tests of object stores, in a user cache; after venv and stores
 #   scripts/setup.sh jars      the test cluster's jars
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -137,6 +138,11 @@ torch)
 stores)
     make_venv .venv-stores requirements-stores.txt requirements-stores.txt
     ;;
+servers)
+    for server in ceph azure; do # their tests are skipped where a server is not here, and the output says so
+        .venv/bin/python -m "tests.object_stores.$server" || true
+    done
+    ;;
 jars)
     .venv/bin/python -c 'from tests.cluster.jars import hadoop_jars; hadoop_jars()'
     ;;
@@ -147,6 +153,6 @@ java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | torch | stores | jars | kerberos | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | stores | servers | jars | kerberos | java-home"
     ;;
 esac

@@ -295,6 +295,10 @@ def _publish_by_copies(fs: ConditionalWrites, staging: str, target: str) -> None
                 fs.delete(entry.url, recursive=True)
     else:
         _take(partial(fs.put_new, where, claim), target)
+        if any(entry.name != CLAIM_NAME for entry in fs.list(target)):
+            # Another writer has published, and removed its claim, since this one looked.
+            fs.discard(where)
+            raise occupied(target)
 
     def check_claim() -> None:
         if fs.read_bytes(where) != claim:

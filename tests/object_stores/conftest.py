@@ -5,25 +5,41 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from tests.object_stores.server import PYTHON, ObjectServer, serving
+from tests.object_stores.server import ObjectServer
+from tests.object_stores.servers import SERVERS, why_not
+
+PREFIXES = ("AWS_", "AZURE_", "STORAGE_EMULATOR_", "GOOGLE_")
+
+
+@contextmanager
+def in_use(name: str, folder: Path) -> Iterator[ObjectServer]:
+    """A server by its name, that this process and its children use, and no other one; skips where it is not here."""
+    if (why := why_not(name)) is not None:
+        assert name != "moto", "run `make stores-venv` first; `make test` does"
+        pytest.skip(why)
+    before = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    with SERVERS[name](folder, 0) as server:
+        for variable in before:
+            os.environ.pop(variable)
+        os.environ.update(server.environment)
+        yield server
+        for variable in server.environment:
+            os.environ.pop(variable)
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    assert PYTHON.exists(), "run `make stores-venv` first; `make test` does"
-    before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    with serving(tmp_path_factory.mktemp("s3")) as server:
-        os.environ.update(server.environment)
+    with in_use("moto", tmp_path_factory.mktemp("s3")) as server:
         yield server
-        for name in server.environment:
-            os.environ.pop(name)
-        os.environ.update(before)
 
 
 @pytest.fixture

@@ -16,12 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-stores" / "bin" / "python"
 BUCKET = "lockstep-tests"
+KEY = "lockstep-test-key"
 SECRET = "secret-that-no-file-may-hold"
 START_LIMIT_S = 60.0
 
 # moto's threads check a condition, and then write: two writers may both find a name free, as S3 never lets them.
-ATOMIC = """
-import functools, threading
+# And it takes any key: with KEYS, a file of JSON, each key is good until the second that the file names, as of STS.
+PROGRAM = """
+import functools, json, os, re, threading, time
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Application
 from moto.s3.responses import S3Response
 from moto.server import main
 
@@ -36,23 +39,33 @@ def alone(handle):
 
 for name in ("put_object", "copy_object", "_key_response_post"):
     setattr(S3Response, name, alone(getattr(S3Response, name)))
+
+serve, refusal = Application.__call__, b"<Error><Code>ExpiredToken</Code></Error>"
+
+def with_living_keys(self, environ, start_response):
+    key = re.search("Credential=([^/]+)", environ.get("HTTP_AUTHORIZATION", ""))
+    with open(os.environ["KEYS"]) as file:
+        if key is None or time.time() < json.load(file).get(key[1], 0):
+            return serve(self, environ, start_response)
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    start_response("400 Bad Request", [("Content-Type", "application/xml")])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal]
+
+if "KEYS" in os.environ:
+    Application.__call__ = with_living_keys
 main()
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectServer:
-    """A running server with one bucket; `log` has a line for each request."""
+    """A running server with one bucket, `url`; `log` has a line for each request."""
 
     endpoint: str
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     """What makes any process of Lockstep use it."""
-
-    @property
-    def url(self) -> str:
-        """The bucket."""
-        return f"s3://{BUCKET}"
+    url: str = f"s3://{BUCKET}"
 
     def requests(self) -> list[str]:
         """The requests until now, such as `PUT /lockstep-tests/x`."""
@@ -63,17 +76,11 @@ class ObjectServer:
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     """Start a server, create the bucket, and end the server afterwards."""
-    port = _free_port(port)
+    port = free_port(port)
     log = folder / "s3.log"
     endpoint = f"http://127.0.0.1:{port}"
-    environment = {
-        "AWS_ENDPOINT_URL_S3": endpoint,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "lockstep-test-key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(PYTHON), "-c", ATOMIC, "-H", "127.0.0.1", "-p", str(port)]
+    command = [str(PYTHON), "-c", PROGRAM, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
     try:
@@ -82,7 +89,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, f"moto did not serve {endpoint} in {START_LIMIT_S:.0f} s: {log.read_text()}"
             time.sleep(0.1)
-        yield ObjectServer(endpoint, log, environment)
+        yield ObjectServer(endpoint, log, environment_of(endpoint))
     finally:
         process.kill()
         process.wait(30)
@@ -98,7 +105,17 @@ def _created(endpoint: str) -> bool:
     return True
 
 
-def _free_port(port: int) -> int:
+def environment_of(endpoint: str) -> dict[str, str]:
+    """What makes any process of Lockstep use the S3 at this URL."""
+    return {
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+
+
+def free_port(port: int = 0) -> int:
     """The port, or any free one for 0. Raises OSError if it is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -20,7 +20,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.run.lineage import find_tip, read_claims
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
-from tests.object_stores.server import SECRET, ObjectServer
+from tests.object_stores.server import ObjectServer
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from tests.waiting import WAIT_S
@@ -54,7 +54,7 @@ def weights(run: str) -> dict[str, bytes]:
 
 
 def test_a_run_has_the_bits_of_one_on_a_disk_and_holds_no_secret(
-    config: TrainConfig, root: str, tmp_path: Path
+    config: TrainConfig, s3: ObjectServer, tmp_path: Path
 ) -> None:
     write_table(tmp_path / "data")
     here = config.but(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"))
@@ -65,7 +65,8 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_holds_no_secret(
     assert {name for name in files if not name.startswith("reports/")} == {
         name for name in everything(here.run) if not name.startswith("reports/")
     }
-    assert not [name for name, data in files.items() if SECRET.encode() in data]
+    secrets = [value.encode() for name, value in s3.environment.items() if name.endswith("KEY")]
+    assert len(secrets) == 1 and not [name for name, data in files.items() if secrets[0] in data]
     more = drive(config.but(epochs=3))
     assert more.generation == 2 and verify(config.run) == []
 
@@ -158,6 +159,28 @@ def test_a_driver_that_wakes_changes_nothing_that_counts(
     assert weights(config.run) == whole
     assert verify(config.run) == []
     assert drive(config) == result
+
+
+def race(config: TrainConfig, started: list[subprocess.Popen[str]], whole: dict[str, bytes]) -> int:
+    """Two drivers begin one run: both are stopped before their first write, and woken together. Returns the winner."""
+    pair = [start(config, "put_new", r"\.json$") for _ in range(2)]
+    started += pair
+    for driver in pair:
+        os.kill(driver.pid, signal.SIGCONT)
+    said = [driver.communicate(timeout=WAIT_S)[0] for driver in pair]
+    codes = [driver.returncode for driver in pair]
+    assert sorted(codes) in ([0, 1], [0, 2]), said
+    assert "SupersededError" in said[codes.index(max(codes))] or "ConfigError" in said[codes.index(max(codes))], said
+    assert list(read_claims(filesystem(config.run), RunPaths(config.run))) == [1]
+    assert weights(config.run) == whole and verify(config.run) == []
+    return codes.index(0)
+
+
+def test_of_two_drivers_of_one_run_one_wins(
+    config: TrainConfig, started: list[subprocess.Popen[str]], whole: dict[str, bytes]
+) -> None:
+    for number in range(3):
+        race(config.but(run=f"{config.run}-{number}"), started, whole)
 
 
 def test_the_server_is_the_one_of_the_test(s3: ObjectServer, config: TrainConfig) -> None:

@@ -1,15 +1,17 @@
 """Clients of object stores: where a store is and with which credentials it is asked, and errors in our words.
 
 Credentials come from Spark's settings, the environment, a profile, or the machine (instance, container, web identity),
-the first that has some. A profile is read again every few minutes, and the machine's are renewed by obstore.
+the first that has some. A profile is read again for each request, and the machine's are renewed by obstore.
 """
 
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 CA_FILE = "lockstep.storage.ca-file"
 _OWN = ("fs.s3a.", "fs.gs.auth.", "fs.azure.account.key.", "lockstep.storage.")
-PROFILE_LASTS = timedelta(minutes=5)
 _ENVIRONMENT_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 _AZURE_KEY = re.compile(r"fs\.azure\.account\.key\.(?P<account>[^.]+)\..*")
 _SECRET = re.compile(r"(WebIdentityToken|X-Amz-[A-Za-z-]+|sig|Signature|assertion)=[^&\s'\")]+")
@@ -74,7 +75,7 @@ def clients(kind: str, bucket: str, settings: Mapping[str, str]) -> tuple[Any, A
 
 def whom(kind: str, bucket: str, settings: Mapping[str, str]) -> str:
     """Who serves a bucket, for errors."""
-    endpoint = _endpoint(bucket, settings) if kind == "s3" else None
+    endpoint = {"s3": lambda: _endpoint(bucket, settings), "gs": _google_endpoint, "az": _azure_endpoint}[kind]()
     return f"the object store of {kind}://{bucket}" + (f" at {endpoint}" if endpoint else "")
 
 
@@ -100,7 +101,7 @@ def _s3(bucket: str, settings: Mapping[str, str], retry: Any) -> S3Store:
     elif "Anonymous" in (of("aws.credentials.provider") or ""):
         config["skip_signature"] = True
     elif not any(os.environ.get(name) for name in _ENVIRONMENT_KEYS) and "aws_access_key_id" in profile:
-        provider = _of_the_profile
+        provider = _profile_reader()
     options = _client_options(settings, endpoint)
     return S3Store(bucket, config=config, client_options=options, retry_config=retry, credential_provider=provider)
 
@@ -111,9 +112,11 @@ def _gs(bucket: str, settings: Mapping[str, str], retry: Any) -> GCSStore:
     config: Any = {}
     if file := settings.get("fs.gs.auth.service.account.json.keyfile"):
         config["service_account"] = file
-    endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
+    endpoint = _google_endpoint()
     if endpoint:
-        config |= {"base_url": endpoint, "skip_signature": True}
+        # An obstore that signs nothing by `skip_signature` still asks the machine for a token before it writes.
+        nothing = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+        config = {"service_account_key": json.dumps(nothing | {"gcs_base_url": endpoint})}
     return GCSStore(bucket, config=config, client_options=_client_options(settings, endpoint), retry_config=retry)
 
 
@@ -124,9 +127,20 @@ def _az(container: str, settings: Mapping[str, str], retry: Any) -> AzureStore:
     for name, key in settings.items():
         if (found := _AZURE_KEY.fullmatch(name)) is not None:
             config = {"account_name": found["account"], "account_key": key}
-    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+    endpoint = _azure_endpoint()
     options = _client_options(settings, endpoint)
     return AzureStore(container, config=config, client_options=options, retry_config=retry)
+
+
+def _google_endpoint() -> str | None:
+    """The URL of an emulator of Google's storage, which Google's own clients take from this variable too."""
+    found = os.environ.get("STORAGE_EMULATOR_HOST")
+    return found if not found or "://" in found else f"http://{found}"
+
+
+def _azure_endpoint() -> str | None:
+    """The URL of the account where it is not Azure's public one."""
+    return os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
 
 
 def _client_options(settings: Mapping[str, str], endpoint: str | None) -> Any:
@@ -188,15 +202,24 @@ def _profile() -> dict[str, str]:
     return found
 
 
-def _of_the_profile() -> dict[str, Any]:
-    """The credentials of the profile, read again when they expire: what renews the file renews a run."""
-    profile = _profile()
-    return {
-        "access_key_id": profile["aws_access_key_id"],
-        "secret_access_key": profile["aws_secret_access_key"],
-        "token": profile.get("aws_session_token"),
-        "expires_at": datetime.now(UTC) + PROFILE_LASTS,
-    }
+def _profile_reader() -> Callable[[], dict[str, Any]]:
+    """A provider of the profile's credentials, read again for each request: what renews the file renews a run.
+
+    While the file is being written it may have none, and the last ones hold.
+    """
+    last: dict[str, Any] = {}
+
+    def read() -> dict[str, Any]:
+        with suppress(ConfigError, KeyError):
+            profile = _profile()
+            found = {
+                "access_key_id": profile["aws_access_key_id"],
+                "secret_access_key": profile["aws_secret_access_key"],
+            }
+            last.update(found, token=profile.get("aws_session_token"))
+        return last | {"expires_at": datetime.now(UTC)}
+
+    return read
 
 
 def first_line(error: BaseException) -> str:
@@ -220,9 +243,10 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return NotFoundError(
             f"{what}: there is no such bucket", got=text, allowed="an existing bucket", next_step="Create it first."
         )
-    if code in _EXPIRED:  # newer ones may be on their way
+    unexplained = status == "400" and not code and verb == "find"  # an answer to HEAD has no text
+    if code in _EXPIRED or unexplained:  # newer ones may be on their way
         return RetryableStorageError(
-            f"{what}: the credentials have expired",
+            f"{what}: the credentials {'may ' if unexplained else ''}have expired",
             got=text,
             allowed="credentials that are renewed: of a profile, an instance, a web identity",
             next_step="Renew them, and start the job again: see docs/object-stores.md.",

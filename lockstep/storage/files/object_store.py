@@ -38,6 +38,7 @@ PARTS_AT_ONCE = 4
 COPIES_AT_ONCE = 8
 COPY_LIMIT_BYTES = 5 << 30  # the most that S3 copies in one request
 _DISCARD_S = 5.0
+_AFTER_THE_END = re.compile("416 |range starting at")  # where a range begins, by S3, and by Azure as Azurite serves it
 
 
 class ObjectRaw(RemoteRaw):
@@ -135,6 +136,9 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
         self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
         self._probing = threading.Lock()
         self._trusted = False
+        self._copies = True  # whether the store copies to a free name
+        self._copying_here = threading.Lock()
+        self._bare_tags = False  # whether it compares versions without the quotes around them
 
     @property
     def away(self) -> bool:
@@ -154,7 +158,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
                 lambda client: obstore.get_range(client, key(url), start=offset, length=length).to_bytes(), "read", url
             )
         except StorageError as error:
-            if "416 " not in error.got:  # the server's word for a range that begins after the end
+            if not _AFTER_THE_END.search(error.got):
                 raise
             raise short_file(url, offset, length, self._file(url).size_bytes) from None
         if len(data) != length:
@@ -228,7 +232,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
     def put_over(self, url: str, data: bytes, version: object) -> None:
         """Replace this version of a file, by If-Match. Raises ExistsError if it has another one, or is gone."""
         self._probe(url)
-        self._put_if(url, data, version)
+        self._put_version(url, data, version)
 
     def open_parts(self, url: str) -> Any:
         """Open an upload in parts, whose `close` makes the object appear."""
@@ -328,6 +332,10 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
                 while data := source.read(PART_BYTES):
                     writer.write(data)
             return
+        if new and not self._copies:
+            with self._copying_here, self.open_read(src) as source:  # one file at a time is in memory
+                self._put_if(dst, source.read(), "create")
+            return
         attempts = 0
 
         def copy(client: Any) -> None:
@@ -360,6 +368,11 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
                     raise
 
         self._call(put, "write", url)
+
+    def _put_version(self, url: str, data: bytes, version: Any) -> None:
+        if self._bare_tags:
+            version = {name: value.strip('"') for name, value in version.items()}
+        self._put_if(url, data, version)
 
     def _stat_by(self, client: Any, url: str) -> FileStat:
         try:
@@ -444,20 +457,42 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
     def _ask_for_conditions(self, url: str, other: str) -> None:
         self._put_if(url, b"1", "create")
         try:
-            self._copy(url, other, 1, new=True)
+            self._try_copy(url, other)
             first = self.version(url)
-            self._put_if(url, b"22", first)
+            self._try_replacement(url, first)
             refusals: dict[str, Callable[[], None]] = {
                 "a write of a new file (If-None-Match: *)": lambda: self._put_if(url, b"3", "create"),
-                "a replacement of one version (If-Match)": lambda: self._put_if(url, b"4", first),
+                "a replacement of one version (If-Match)": lambda: self._put_version(url, b"4", first),
                 "a copy to a new name (If-None-Match: *)": lambda: self._copy(url, other, 2, new=True),
             }
             for what, attempt in refusals.items():
                 with suppress(ExistsError):
                     attempt()
-                    raise _ignores(self.whom, what)
+                    raise _ignores(self.whom, f"success of {what} although there is another one")
         finally:
             self._drop([key(url), key(other)])
+
+    def _try_copy(self, url: str, other: str) -> None:
+        """Copy a file to a new name; where the store refuses such requests, files are copied through this process."""
+        try:
+            self._copy(url, other, 1, new=True)
+        except StorageError as error:
+            if "411 " not in error.got:  # of Ceph: the copy's request has no body, and no length of it
+                raise
+            self._copies = False
+            self._copy(url, other, 1, new=True)
+
+    def _try_replacement(self, url: str, version: object) -> None:
+        """Replace a version; Ceph compares it without the quotes that RFC 9110 puts around it."""
+        try:
+            self._put_version(url, b"22", version)
+        except ExistsError:
+            self._bare_tags = True
+            try:
+                self._put_version(url, b"22", version)
+            except ExistsError as error:
+                refused = "refusal of a replacement of the version that is there (If-Match)"
+                raise _ignores(self.whom, refused) from error
 
 
 def key(url: str) -> str:
@@ -465,10 +500,10 @@ def key(url: str) -> str:
     return re.sub("/+", "/", split_url(url)[2]).strip("/")
 
 
-def _ignores(whom: str, what: str) -> StorageError:
+def _ignores(whom: str, got: str) -> StorageError:
     return StorageError(
-        f"{whom} ignores conditions, without which two writers would mix what they write",
-        got=f"success of {what} although there is another one",
+        f"{whom} does not heed conditions, without which two writers would mix what they write",
+        got=got,
         allowed="a store with conditional writes, such as S3 of Amazon, Google Cloud Storage or Azure Blob Storage",
         next_step="Choose another store, or update this one or the proxy in front of it.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,10 @@ def test_a_broken_profile_and_a_missing_ca_are_named(tmp_path: Path, monkeypatch
 def test_google_and_azure_have_their_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     google: Any = clients("gs", "b", DEFAULTS)[0]
-    assert google.config["base_url"] == "http://127.0.0.1:1"
+    assert json.loads(google.config["service_account_key"])["gcs_base_url"] == "http://127.0.0.1:1"
+    assert whom("gs", "b", DEFAULTS) == "the object store of gs://b at http://127.0.0.1:1"
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://me.blob.example")
+    assert whom("az", "c", DEFAULTS) == "the object store of az://c at https://me.blob.example"
     azure: Any = clients("az", "c", DEFAULTS | {"fs.azure.account.key.me.dfs.core.windows.net": "QUJD"})[0]
     assert azure.config["account_name"] == "me" and azure.config["account_key"] == "QUJD"
 

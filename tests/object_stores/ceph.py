@@ -1,0 +1,205 @@
+"""Ceph's S3 (RADOS gateway) as processes of the test: a monitor, a store in memory, and the gateway.
+
+Its programs come from Debian's packages, unpacked into a user cache: nothing is installed and no service is started.
+`scripts/setup.sh servers` fetches them.
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import hmac
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lockstep.storage.errors import ConfigError
+from tests.cluster.process import spawn
+from tests.object_stores.server import BUCKET, KEY, SECRET, ObjectServer, environment_of, free_port
+from tests.waiting import until
+
+PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
+PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "osdmaptool")
+MEMORY_MIB = 2048
+STEP_LIMIT_S = 60.0
+CONF = """[global]
+fsid = {fsid}
+mon host = v1:127.0.0.1:{mon_port}
+ms bind msgr2 = false
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = none
+auth service required = none
+auth client required = none
+keyring = {folder}/keyring
+log file = {folder}/$name.log
+mon cluster log file = {folder}/cluster.log
+pid file =
+run dir = {folder}/run
+admin socket =
+mon data = {folder}/mon
+osd data = {folder}/osd
+rgw data = {folder}/rgw
+osd objectstore = memstore
+memstore device bytes = {memory_bytes}
+osd class dir = {libraries}/rados-classes
+plugin dir = {libraries}/ceph
+erasure code dir = {libraries}/ceph/erasure-code
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 1
+osd pool default pgp num = 1
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon max pg per osd = 1000
+mon data avail warn = 1
+mon data avail crit = 0
+mon tick interval = 1
+paxos propose interval = 0.05
+paxos min wait = 0.02
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw enable usage log = false
+"""
+
+
+def cache_folder() -> Path:
+    """Where Ceph's programs are unpacked."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "ceph-of-debian"
+
+
+def programs() -> Path | None:
+    """The root below which `usr/bin` holds Ceph's programs: of this machine, or of the cache; None without any."""
+    for root in (Path("/"), cache_folder()):
+        if all((root / "usr" / "bin" / name).exists() for name in PROGRAMS):
+            return root
+    return None
+
+
+def fetch() -> None:
+    """Unpack the programs and the libraries that this machine lacks. Raises ConfigError where apt cannot fetch them."""
+    if programs() is not None:
+        return
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        raise _cannot("no apt-get")
+    if not (packages := _missing_packages()) and os.geteuid() == 0:
+        _run(["apt-get", "-qq", "update"])
+        packages = _missing_packages()
+    if not packages:
+        raise _cannot(f"no package {PACKAGES[0]}")
+    folder = cache_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="_fetch-") as temporary:
+        _run(["apt-get", "-qq", "download", "-o", "APT::Sandbox::User=root", *packages], Path(temporary))
+        staging = Path(temporary) / "root"
+        for archive in sorted(Path(temporary).glob("*.deb")):
+            _run(["dpkg", "-x", str(archive), str(staging)])
+        staging.rename(folder)
+
+
+def _missing_packages() -> list[str]:
+    """The packages that apt would install for Ceph: its own, and libraries."""
+    command = ["apt-get", "-s", "install", "--no-install-recommends", *PACKAGES]
+    plan = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    return re.findall(r"^Inst ((?:ceph|radosgw|lib)\S*)", plan, re.MULTILINE)
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise _cannot(f"{' '.join(command)[:80]}: {done.stderr.strip()[-300:]}")
+
+
+def _cannot(got: str) -> ConfigError:
+    return ConfigError(
+        "Ceph's programs cannot be fetched",
+        got=got,
+        allowed="a Debian whose packages apt can download",
+        next_step="Leave its tests out, or install ceph-mon, ceph-osd and radosgw.",
+    )
+
+
+@contextmanager
+def serving_ceph(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
+    """Start a cluster of one disk in memory with its S3 gateway, and end it afterwards."""
+    root = programs()
+    assert root is not None, "run `scripts/setup.sh servers` first"
+    folder, port = folder.resolve(), free_port(port)
+    libraries = root / "usr" / "lib" / "x86_64-linux-gnu"
+    paths = [libraries, libraries / "ceph", root / "lib" / "x86_64-linux-gnu"]
+    environment = dict(os.environ)
+    if root != Path("/"):
+        environment["LD_LIBRARY_PATH"] = ":".join(map(str, paths))
+    for name in ("run", "mon", "osd", "rgw"):
+        (folder / name).mkdir()
+    fsid, mon_port = str(uuid.uuid4()), free_port()
+    (folder / "ceph.conf").write_text(
+        CONF.format(
+            fsid=fsid, mon_port=mon_port, port=port, folder=folder, libraries=libraries, memory_bytes=MEMORY_MIB << 20
+        )
+    )
+    (folder / "keyring").write_text("")
+    log = folder / "client.rgw.log"
+
+    def command(name: str, *options: str) -> list[str]:
+        return [str(root / "usr" / "bin" / name), "-c", str(folder / "ceph.conf"), *options]
+
+    def once(call: Sequence[str]) -> None:
+        done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=STEP_LIMIT_S)
+        assert done.returncode == 0, f"{call}: {done.stdout}{done.stderr}"
+
+    with ExitStack() as ends:
+
+        def start(name: str, *options: str) -> None:
+            process = spawn(name, command(name, *options, "-f"), environment, folder / f"{name}.out", keep=False)
+            ends.callback(process.end)
+
+        once(command("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"v1:127.0.0.1:{mon_port}", "monmap"))
+        once(command("osdmaptool", "--createsimple", "1", "osdmap"))  # so that no `ceph osd new` is needed
+        once(command("ceph-mon", "--mkfs", "-i", "a", "--monmap", "monmap", "--osdmap", "osdmap"))
+        start("ceph-mon", "-i", "a")
+        once(command("ceph-osd", "--mkfs", "-i", "0"))
+        start("ceph-osd", "-i", "0")
+        start("radosgw", "-n", "client.rgw")
+        endpoint = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(endpoint), STEP_LIMIT_S)
+        once(
+            command(
+                "radosgw-admin", "-n", "client.rgw", "user", "create", "--uid", "tests", "--display-name", "tests",
+                "--access-key", KEY, "--secret-key", SECRET,
+            )
+        )  # fmt: skip
+        _create_bucket(endpoint)
+        yield ObjectServer(endpoint, log, environment_of(endpoint))
+
+
+def _answers(endpoint: str) -> bool:
+    try:
+        urllib.request.urlopen(endpoint, timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+def _create_bucket(endpoint: str) -> None:
+    """By a request that is signed as S3 was at first: the gateway still takes it."""
+    date = email.utils.formatdate(usegmt=True)
+    digest = hmac.digest(SECRET.encode(), f"PUT\n\n\n{date}\n/{BUCKET}".encode(), "sha1")
+    headers = {"Date": date, "Authorization": f"AWS {KEY}:{base64.b64encode(digest).decode()}"}
+    request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT", headers=headers)
+    urllib.request.urlopen(request, timeout=STEP_LIMIT_S).close()
+
+
+if __name__ == "__main__":
+    try:
+        fetch()
+    except ConfigError as error:
+        sys.exit(str(error))
