@@ -7,8 +7,9 @@ from typing import Any
 
 import keras
 
-from lockstep.features.schema.schema import class_names_of
+from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
+from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.comm.base import Communicator
@@ -73,10 +74,19 @@ def run(context: RankContext) -> dict[str, Any]:
     return {**result, "members": found} if result else {}
 
 
+def _column_of(baseline: str | None) -> str:
+    """The column of a baseline rate:COLUMN; nothing for another one."""
+    return (baseline or "").partition(":")[2]
+
+
 def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | NumberBaseline:
     """The baseline, counted on the run's training rows. A collective."""
     trained_on = TrainingSet.at(
-        config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config)
+        config.data.datasets,
+        config.data.split,
+        config.data.mix,
+        selection=selection_of(config),
+        also=[_column_of(name)],
     )
     if config.exactness.on_bad_record == "skip":
         trained_on = trained_on.skipping_bad_records(lambda bad: None)
@@ -88,7 +98,10 @@ def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | Nu
 def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
     config = member.config
     context.control.beat(0, OPENING)
-    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split)
+    request = order.request
+    slices = slices_of(request.slices, Schema.from_json(load_dataset(order.datasets[0]).schema))
+    also = [*(by.column for by in slices), request.clusters or "", _column_of(request.baseline)]
+    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split, also=also)
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     context.control.beat(0, "load the model")

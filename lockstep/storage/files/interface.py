@@ -116,6 +116,8 @@ class FileSystem(ABC):
     whom = "the storage"
     """Who serves the file, for errors."""
     promises = Promises()
+    gap_bytes = 128 << 10
+    """Up to so many bytes between two parts of a file are read with them, since another read would cost more."""
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:

@@ -125,6 +125,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
     """
 
     promises = Promises(atomic_rename=False, directories=False)
+    gap_bytes = 1 << 20
 
     def __init__(self, kind: str, bucket: str, settings: dict[str, str]) -> None:
         self._client, self._repeating = clients(kind, bucket, settings)

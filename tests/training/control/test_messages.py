@@ -123,6 +123,7 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
         RankProfile,
         rounds=st.lists(st.dictionaries(TEXT, st.dictionaries(TEXT, SECONDS, max_size=2), max_size=2), max_size=2),
         steps=NUMBERS, settling=NUMBERS, chunk_steps=NUMBERS, local=FLAGS, repeats=FLAGS, cores=NUMBERS,
+        fetched_bytes=NUMBERS, pass_bytes=NUMBERS, split_bytes=NUMBERS,
         ranks_of_host=NUMBERS, state_bytes=NUMBERS, copy_s=SECONDS,
     ),
     st.builds(
