@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -158,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

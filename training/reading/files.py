@@ -116,8 +116,9 @@ class CachedShard:
     @property
     def name(self) -> str:
         """The path, and which parts of the shard its blocks are made of."""
-        in_parts = self.stretches is not None and not self.stretches.is_whole
-        return f"{self.path}#{self.stretches.name}" if in_parts else self.path
+        if self.stretches is None or self.stretches.is_whole:
+            return self.path
+        return f"{self.path}#{self.stretches.name}"
 
 
 class CachedBytes:

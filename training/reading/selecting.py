@@ -38,22 +38,30 @@ def selection_of(config: TrainConfig, datasets: Sequence[str] | None = None) -> 
     where = config.data.where
     if where is None:
         return None
-    from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
-
     fs, path = filesystem(config.run), RunPaths(config.run).selection
-    kept: dict[tuple[str, str], tuple[int, ...]] = {}
+    known = Selection(where, {})
     with suppress(NotFoundError):
         stored = Selection.from_json(unseal_as("selection", fs.read_bytes(path), path), path)
-        kept = dict(stored.kept) if stored.where == where else {}
+        known = stored if stored.where == where else known
     held_out = config.validation.validate
     names = [*config.data.split.split(","), *([] if held_out is None else [held_out])]
-    for url in datasets or config.data.datasets:
+    return select(known, datasets or config.data.datasets, names)
+
+
+def select(known: Selection, datasets: Sequence[str], splits: Sequence[str]) -> Selection:
+    """The records of splits of datasets that meet the condition of `known`, which has the counts of some; raises as
+    `selection_of` does.
+    """
+    from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
+
+    kept = dict(known.kept)
+    for url in datasets:
         manifest = load_dataset(url)
-        condition = Condition.parse(where, Schema.from_json(manifest.schema))
-        for name in names:
+        condition = Condition.parse(known.where, Schema.from_json(manifest.schema))
+        for name in splits:
             if name in manifest.splits and (manifest.digest, name) not in kept:
                 kept[manifest.digest, name] = _counted(url, manifest, name, condition)
-    return Selection(where, kept)
+    return Selection(known.where, kept)
 
 
 def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.evaluate import EvaluateOrder
@@ -101,7 +102,8 @@ def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, spl
     request = order.request
     slices = slices_of(request.slices, Schema.from_json(load_dataset(order.datasets[0]).schema))
     also = [*(by.column for by in slices), request.clusters or "", _column_of(request.baseline)]
-    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split, also=also)
+    selection = None if order.selection is None else Selection.from_json(order.selection, "the driver's order")
+    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split, selection=selection, also=also)
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     context.control.beat(0, "load the model")

@@ -60,7 +60,7 @@ STORED = st.builds(
 EVALUATION = st.builds(
     EvaluateRequest, several(URLS), URLS, TEXT, num_ranks=COUNTS, batch=COUNTS, baseline=st.none() | TEXT,
     slices=several(TEXT), clusters=st.none() | TEXT, checkpoint=st.none() | NUMBERS | URLS, earlier=FLAGS,
-    more=several(URLS), pictures=FLAGS,
+    more=several(URLS), pictures=FLAGS, where=st.none() | st.just("n > 3"),
 )  # fmt: skip
 PREDICTION = st.builds(
     PredictRequest, several(URLS, 1), URLS, TEXT, URLS, num_ranks=COUNTS, batch=COUNTS,
@@ -105,7 +105,7 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
     EVALUATION,
     st.builds(
         EvaluateOrder, request=EVALUATION, members=st.lists(STORED, max_size=2), datasets=several(URLS),
-        pooled=st.none() | several(TEXT),
+        pooled=st.none() | several(TEXT), selection=st.none() | MAPS,
     ),
     PREDICTION,
     st.builds(
