@@ -150,9 +150,9 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
-    lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was asked for: the datasets that this one
-    continues, nearest first)}; of several runs, run and model are lists, `members` has such
-    a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
+    lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
+    asked for: the datasets that this one continues, nearest first)}; of several runs, run and model are lists,
+    `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
     and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
     error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """

@@ -47,9 +47,9 @@ def follow(
 
     The first look is after `start_delay_s`, and while the run trains an evaluation
     begins `throttle_s` or more after the one before it. Each result is published in RUN/evaluations, in a directory of
-    this dataset, split, condition, baseline, slices and clusters: another call continues there. A checkpoint that retention
-    removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint, by step;
-    `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign
+    this dataset, split, condition, baseline, slices and clusters: another call continues there. A checkpoint that
+    retention removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint,
+    by step; `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign
     of life for `idle_s`.
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):

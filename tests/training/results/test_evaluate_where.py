@@ -69,7 +69,7 @@ def test_metrics_are_those_of_the_rows_that_pandas_selects(
     assert 80 < len(rows) < 200
     found = evaluate(
         url, dataset, "test", run_threads, num_ranks=num_ranks, batch=batch,
-        where="region='north' and hour >= 6 or hour is null", slices=["region"], clusters="visitor", baseline="majority",
+        where="region='north' and hour >= 6 or hour is null", slices=["region"], clusters="visitor",
     )  # fmt: skip
     model = keras.models.load_model(Path(found["model"], "model.keras"))
     shares = model.predict({name: rows[[name]].to_numpy() for name in ("a", "b")}, verbose=0)[:, 0]
@@ -89,7 +89,7 @@ def test_a_condition_that_nothing_meets_or_that_does_not_fit_is_refused(trained:
     url, dataset, _ = trained
     with pytest.raises(ConfigError, match="no sample of split `test`"):
         evaluate(url, dataset, "test", run_threads, where="hour > 99")
-    with pytest.raises(ConfigError, match="no column `day`|cannot be used"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         evaluate(url, dataset, "test", run_threads, where="day > 9")
 
 
