@@ -152,7 +152,8 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
     lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
     asked for: the datasets that this one continues, nearest first)}; of several runs, run and model are lists,
-    `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
+    `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`)
+    and the best run,
     and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
     error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """

@@ -49,8 +49,8 @@ def follow(
     begins `throttle_s` or more after the one before it. Each result is published in RUN/evaluations, in a directory of
     this dataset, split, condition, baseline, slices and clusters: another call continues there. A checkpoint that
     retention removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint,
-    by step; `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign
-    of life for `idle_s`.
+    by step; `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows
+    no sign of life for `idle_s`.
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):
         require(0 <= seconds <= MAX_WAIT_S, name, f"{seconds} s", f"0 to {MAX_WAIT_S:.0f} s")
