@@ -163,9 +163,13 @@ def test_only_damage_in_columns_that_are_read_is_found(tmp_path: Path) -> None:
 def test_the_cache_serves_a_set_of_columns_to_the_same_set_only(tmp_path: Path) -> None:
     url = ours(tmp_path / "d")
     options = ReadOptions(cache=str(tmp_path / "cache"), cache_bytes=1 << 20)
-    for also, misses in (((), 8), ((), 0), (("c09",), 8), (("c09",), 0)):
+    sizes = [chunk_bytes(url, name) for name in ("c12", "c14")]
+    assert sizes[0] == sizes[1]  # the same offsets among the parts that are read
+    for also, misses in (((), 8), ((), 0), (("c12",), 8), (("c14",), 8), (("c12",), 0)):
         reader = OpenSplit.at(str(url), "train", options=options, also=also).reader
-        assert read_all(reader).column("c31").to_pylist() == table()["c31"].to_pylist()
+        found = read_all(reader)
+        for name in (*FED, *also):
+            assert found.column(name).to_pylist() == table()[name].to_pylist()
         assert reader.counts.cached is not None and reader.counts.cached.misses == misses
         reader.close()
 
@@ -235,3 +239,21 @@ def test_a_condition_is_counted_by_its_columns_and_statistics(tmp_path: Path, mo
     split = OpenSplit.at(str(tmp_path), "train", selection=selection)
     assert read_all(split.reader).column("n").to_pylist() == [n for n in range(72, 100) if n % 2 == 0]
     assert 0 < split.reader.pass_bytes == split.reader.counts.fetched.fetched_bytes == sum(read[6:])
+
+
+def test_statistics_of_values_that_are_declared_otherwise_decide_nothing(tmp_path: Path) -> None:
+    """Labels are stored as texts, and in the order of the classes other rows come first."""
+    from tests.training.reading.test_selecting import select
+
+    schema = tmp_path / "schema.toml"
+    schema.write_text(
+        '[[fields]]\nname = "n"\ndtype = "int64"\n[[fields]]\nname = "pet"\ndtype = "int64"\nkind = "label"\n'
+        'num_classes = 2\nclass_names = ["dog", "cat"]\n'
+    )
+    data = tmp_path / "data"
+    data.mkdir()
+    frame = pd.DataFrame({"n": range(30), "pet": ["dog"] * 10 + ["cat"] * 10 + ["dog", "cat"] * 5})
+    frame.to_parquet(data / "one.parquet", row_group_size=10, index=False)
+    index_parquet(ParquetIndexConfig(url=str(data), schema=str(schema)))
+    for where, kept in (("pet = 1", (0, 10, 5)), ("pet < 1", (10, 0, 5)), ("pet = 1 AND n > 22", (0, 0, 4))):
+        assert list(select(data, where).kept.values()) == [kept]
