@@ -14,11 +14,16 @@ from lockstep.storage.errors import CommunicationError
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import (
+    BestCheckpoint,
     CheckpointReport,
+    MadePlan,
+    MetricRows,
     ModelSize,
+    RankMemory,
     RankResult,
     Restore,
     SizeOrder,
+    Suspect,
     TrainOrder,
 )
 from lockstep.training.control.protocol import Message
@@ -92,6 +97,9 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
     st.builds(
         CheckpointReport, step=NUMBERS, files=FILES, tensors=MAPS, audit=FILES, state=MAPS, base=st.none() | NUMBERS
     ),
+    st.builds(MetricRows, rows=FILES), st.builds(RankMemory, rank_mib=NUMBERS), st.builds(MadePlan, plan=MAPS),
+    st.builds(Suspect, step=NUMBERS, samples=st.lists(TEXT, max_size=3)),
+    st.builds(BestCheckpoint, checkpoint=st.none() | URLS),
     st.builds(
         RankResult, steps=NUMBERS, left=FLAGS, metrics=MAPS, samples=NUMBERS, seconds=SECONDS,
         first_step_s=st.none() | SECONDS, left_over=st.lists(TEXT, max_size=3),
