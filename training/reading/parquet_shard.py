@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,8 +119,9 @@ class ParquetShard:
             raise self._footer_error(f"{table.num_rows} rows in row groups from {groups.start} on", f"{size} rows")
         if self._indexed is not None:
             return self._indexed.batch(table.slice(skip, size), first)
+        columns = map(table.column, self._names)  # for a name Arrow also reads the columns NAME.OTHER
         # A column nearly always has one chunk; combine_chunks would copy it.
-        chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
+        chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in columns]
         return self._declared(chunks, first)
 
     def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
@@ -153,10 +154,13 @@ class ParquetShard:
         as_declared = all(name in self._names and _keeps_order(kinds[name], kind) for name, kind in declared.items())
         if not condition.statistics_decide or not as_declared:
             return frozenset(range(self._metadata.num_row_groups))
-        footer = pa.BufferOutputStream()  # of which nothing but the footer is read
+        footer = pa.BufferOutputStream()  # a file of nothing but the footer
         self._metadata.write_metadata_file(footer)
-        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
-        found = fragment.split_by_row_group(condition.expression())
+        try:
+            fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
+            found = fragment.split_by_row_group(condition.expression())
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._footer_error(str(error).splitlines()[0], "readable statistics") from error
         return frozenset(group.id for one in found for group in one.row_groups)
 
     def _read_footer(self) -> pq.FileMetaData:
@@ -187,16 +191,14 @@ class ParquetShard:
         else:
             self._names = self._indexed.columns(schema.names)
         self._names = self._names or schema.names[:1]  # of a partition alone: a fetch of nothing is none
-        self._place(set(self._names) == set(schema.names))
+        self._locate(set(self._names) == set(schema.names))
 
-    def _place(self, whole: bool) -> None:
+    def _locate(self, whole: bool) -> None:
         """Find the bytes of the columns that are read in each row group; looking them up in the footer is slow."""
         paths = [self._metadata.schema.column(number).path for number in range(self._metadata.num_columns)]
-        read = [
-            number
-            for number, path in enumerate(paths)
-            if any(path == name or path.startswith(f"{name}.") for name in self._names)
-        ]
+        names = set(self._names)
+        prefixes = [set(accumulate(path.split("."), "{}.{}".format)) for path in paths]
+        read = [number for number, found in enumerate(prefixes) if not found.isdisjoint(names)]
         groups = range(self._metadata.num_row_groups)
         gap_bytes = self._fs.gap_bytes
         chunks = [self._chunks(number, read) for number in groups]

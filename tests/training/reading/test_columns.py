@@ -257,3 +257,17 @@ def test_statistics_of_values_that_are_declared_otherwise_decide_nothing(tmp_pat
     index_parquet(ParquetIndexConfig(url=str(data), schema=str(schema)))
     for where, kept in (("pet = 1", (0, 10, 5)), ("pet < 1", (10, 0, 5)), ("pet = 1 AND n > 22", (0, 0, 4))):
         assert list(select(data, where).kept.values()) == [kept]
+
+
+def test_a_column_whose_name_begins_with_another_ones_is_read_by_itself(tmp_path: Path) -> None:
+    ignored = {"kind": "ignore"}
+    fields = [Field(name="a", dtype="int64"), Field(name="a.b", dtype="int64", encoding=ignored)]
+    dotted = Schema((Field(name="sample_id", dtype="int64", kind="id"), *fields, Field(name="z", dtype="float32")))
+    rows = {"sample_id": range(20), "a": range(20, 40), "a.b": range(40, 60), "z": [0.5] * 20}
+    batch = pa.RecordBatch.from_pydict(
+        {name: pa.array(values) for name, values in rows.items()}, schema=dotted.arrow_schema()
+    )
+    write_rows(str(tmp_path), dotted, batch, {"train": 20}, "parquet", 1, 10, 0)
+    for also, names in ((["a.b"], ["sample_id", "a", "a.b", "z"]), ([], ["sample_id", "a", "z"])):
+        found = read_all(OpenSplit.at(str(tmp_path), "train", also=also).reader)
+        assert found.equals(batch.select(names))
