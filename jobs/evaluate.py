@@ -27,8 +27,7 @@ def parser() -> JobParser:
     add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
-    text = "evaluate only the samples that meet a condition in SQL on their columns (docs/batches.md)"
-    add("--where", metavar="CONDITION", help=text)
+    add("--where", metavar="CONDITION", help="only samples that meet a condition in SQL (docs/batches.md)")
     text = "evaluate the rows of all datasets that --dataset continues (--append-to) too"
     add("--earlier", action="store_true", help=text)
     text = "a checkpoint in place of the newest model: last, best (by the run's --keep-best) or a step"

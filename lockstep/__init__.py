@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
-from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.process.faces import face
 from lockstep.process.installed import VERSION as __version__
 from lockstep.storage.errors import ConfigError, LockstepError, nearest
@@ -108,7 +107,7 @@ def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
     return load_dataset(os.fspath(dataset))
 
 
-def describe(dataset: str | os.PathLike[str], max_records: int = MAX_DESCRIBED_RECORDS) -> str:
+def describe(dataset: str | os.PathLike[str], max_records: int = 100_000) -> str:
     """Describe a dataset as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
     `max_records` records.
 
