@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from lockstep.features.schema.pictures import image_field
 from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.manifest import load_dataset
@@ -100,10 +101,14 @@ def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, spl
     config = member.config
     context.control.beat(0, OPENING)
     request = order.request
-    slices = slices_of(request.slices, Schema.from_json(load_dataset(order.datasets[0]).schema))
-    also = [*(by.column for by in slices), request.clusters or "", _column_of(request.baseline)]
+    schema = Schema.from_json(load_dataset(order.datasets[0]).schema)
+    also = [*(by.column for by in slices_of(request.slices, schema)), request.clusters, _column_of(request.baseline)]
+    image = image_field(schema.fields) if request.pictures else None
+    also += [None if image is None else image.name]
     selection = None if order.selection is None else Selection.from_json(order.selection, "the driver's order")
-    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split, selection=selection, also=also)
+    split = OpenSplit.at(
+        order.datasets, split_name, as_trained_on=config.data.split, selection=selection, also=list(filter(None, also))
+    )
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     context.control.beat(0, "load the model")
