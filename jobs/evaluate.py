@@ -27,6 +27,7 @@ def parser() -> JobParser:
     add("--run", required=True, nargs="+", metavar="URL", help=text)
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema of the training data")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
+    add("--where", metavar="CONDITION", help="only samples that meet a condition in SQL (docs/batches.md)")
     text = "evaluate the rows of all datasets that --dataset continues (--append-to) too"
     add("--earlier", action="store_true", help=text)
     text = "a checkpoint in place of the newest model: last, best (by the run's --keep-best) or a step"
@@ -63,11 +64,12 @@ def main(argv: Sequence[str]) -> int:
     if len(args.run) > 1:
         for flag, given in (("--follow", args.follow), ("--report", args.report)):
             require(not given, flag, f"{flag} with {len(args.run)} runs", "one --run")
+    require(not (args.report and args.where), "--report", "--report with --where", "a report on all samples of a split")
     require(not (args.follow and args.earlier), "--earlier", "--earlier with --follow", "one of the two")
     request = EvaluateRequest(
         several(args.run), args.dataset, args.split,
-        num_ranks=args.num_ranks, batch=args.batch, baseline=args.baseline, slices=tuple(args.slice),
-        clusters=args.clusters, checkpoint=args.checkpoint, earlier=args.earlier,
+        num_ranks=args.num_ranks, batch=args.batch, where=args.where, baseline=args.baseline,
+        slices=tuple(args.slice), clusters=args.clusters, checkpoint=args.checkpoint, earlier=args.earlier,
         pictures=args.report and not args.follow,
     )  # fmt: skip
     check_runs(args.launcher, *args.run)

@@ -107,7 +107,7 @@ def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
     return load_dataset(os.fspath(dataset))
 
 
-def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
+def describe(dataset: str | os.PathLike[str], max_records: int = 100_000) -> str:
     """Describe a dataset as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
     `max_records` records.
 
@@ -366,6 +366,7 @@ def evaluate(
     dataset: str | os.PathLike[str],
     split: str = "test",
     *,
+    where: str | None = None,
     baseline: str | None = None,
     slices: str | Iterable[str] = (),
     clusters: str | None = None,
@@ -377,6 +378,7 @@ def evaluate(
     """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset; of several runs the mean of
     their models' probabilities, and each model.
 
+    `where` is a condition in SQL, such as "age >= 18": only samples that meet it are evaluated.
     `baseline` is `majority`, `rate:COLUMN` (the mean label of each value of a column in the training data), or for
     numbers `mean` or `median`, evaluated on the same rows.
     `slices` are stored columns whose parts are evaluated too: COLUMN, or for times COLUMN:day or
@@ -402,7 +404,7 @@ def evaluate(
         check_importable(absolute(one), here=spark is None)
     request = EvaluateRequest(
         several(run), os.fspath(dataset), split, num_ranks=num_ranks, batch=batch, baseline=baseline,
-        slices=several(slices), clusters=clusters, checkpoint=checkpoint,
+        slices=several(slices), clusters=clusters, checkpoint=checkpoint, where=where,
     )  # fmt: skip
     return Shown(evaluate(request, _launch(spark)), summary)
 

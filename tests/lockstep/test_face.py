@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
+from lockstep.jobs.describe import parser as describe_job
 from lockstep.storage.errors import ConfigError
 from lockstep.training import models
 from lockstep.training.config import TrainConfig
@@ -269,3 +271,8 @@ def test_an_unknown_job_is_one_error_of_four_parts(tmp_path: Path) -> None:
     done = python("-m", "lockstep", "trian", cwd=tmp_path)
     assert done.returncode == 2 and "(perhaps `train`)" in done.stderr and done.stderr.startswith("error: ")
     assert all(f"\n  {part}: " in done.stderr for part in ("got", "allowed", "next"))
+
+
+def test_both_ways_to_describe_read_as_many_records() -> None:
+    here = inspect.signature(lockstep.describe).parameters["max_records"].default
+    assert here == MAX_DESCRIBED_RECORDS == describe_job().parse(["data"]).max_records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -65,14 +65,19 @@ class TrainingSet:
         mix: Sequence[int] | None,
         options: ReadOptions | None = None,
         selection: Selection | None = None,
+        also: Collection[str] = (),
     ) -> Self:
-        """Open datasets end to end or, with `mix`, as a mixture; makes all checks that are made at the start."""
+        """Open datasets end to end or, with `mix`, as a mixture; makes all checks that are made at the start. Columns
+        that no model is fed are only read if they are in `also`.
+        """
         if mix is None:
-            opened = OpenSplit.at(datasets, split, training=True, options=options, selection=selection)
+            opened = OpenSplit.at(datasets, split, training=True, options=options, selection=selection, also=also)
             return cls(opened.manifest, (opened,))
         manifest = open_mixture(datasets, split, selection)[1]
         each = None if options is None else options.shared_by(len(datasets))
-        opened_each = (OpenSplit.at(url, split, training=True, options=each, selection=selection) for url in datasets)
+        opened_each = (
+            OpenSplit.at(url, split, training=True, options=each, selection=selection, also=also) for url in datasets
+        )
         return cls(manifest, tuple(opened_each))
 
     def skipping_bad_images(self) -> Self:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.storage.errors import ConfigError
 from lockstep.training.control.client import ControlClient
+from lockstep.training.control.messages import MadePlan
 from lockstep.training.control.task import CommOrder
 from lockstep.training.world import World
 
@@ -60,7 +61,7 @@ class RankContext(AbstractContextManager["RankContext"]):
             if joined.calibrated and self.comm.freeze and self.world.is_leader:
                 assert joined.plan is not None
                 # The driver answers before this rank makes a step, so before any checkpoint depends on the plan.
-                self.control.request("comm_plan", self._stall_s, plan=joined.plan.to_json())
+                self.control.request("comm_plan", self._stall_s, **MadePlan(plan=joined.plan.to_json()).to_json())
         return self._communicator
 
     def join(self, options: CommOptions, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Joined:

@@ -107,3 +107,40 @@ class RankResult(Message):
     left_over: list[str] = field(default_factory=list)
     """Ids (hex) of samples after the last whole batch; of rank 0 only."""
     class_counts: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRows(Message):
+    """Rows of a rank for the run's metrics, each with its `kind`."""
+
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory(Message):
+    """What a rank of the built model needs."""
+
+    rank_mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect(Message):
+    """The sample ids (hex) of a rank's part of the batch that TrainOrder.suspect asks for."""
+
+    step: int
+    samples: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadePlan(Message):
+    """The communication plan that the ranks have calibrated."""
+
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestCheckpoint(Message):
+    """The driver's answer to a rank that asks for the best checkpoint."""
+
+    checkpoint: str | None
+    """Its URL; None if no epoch has been judged."""

@@ -24,7 +24,6 @@ from lockstep.training.run.lineage import CheckpointRef, Claim, check_newest
 from lockstep.training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 log = logging.getLogger(__name__)
-METRICS_LOOK_S = 1.0
 MODEL_FORMAT_VERSION = 1
 
 

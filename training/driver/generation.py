@@ -12,7 +12,15 @@ from typing import Any
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import CommunicationError, LockstepError
 from lockstep.storage.fs import filesystem
-from lockstep.training.control.messages import CheckpointReport, Restore
+from lockstep.training.control.messages import (
+    BestCheckpoint,
+    CheckpointReport,
+    MadePlan,
+    MetricRows,
+    RankMemory,
+    Restore,
+    Suspect,
+)
 from lockstep.training.control.protocol import Tag
 from lockstep.training.control.server import Handler
 from lockstep.training.driver.balance import Balancer
@@ -180,21 +188,21 @@ class RunHandler(Handler):
             return self.commits.checkpoint(rank, CheckpointReport.from_json(fields))
         if kind == "best":
             best = self.commits.best()
-            return {"checkpoint": None if best is None else best.url}
+            return BestCheckpoint(checkpoint=None if best is None else best.url).to_json()
         if kind == "model":
             return self.commits.model(rank, fields)
         if kind == "metrics":
-            self._take_metrics(fields["rows"])
+            self._take_metrics(MetricRows.from_json(fields).rows)
             return {}
         if kind == "memory":
-            self._watch.judge(int(fields["rank_mib"]))
+            self._watch.judge(RankMemory.from_json(fields).rank_mib)
             return {}
         if kind == "suspect":
-            self.suspects[rank] = fields["samples"]
+            self.suspects[rank] = Suspect.from_json(fields).samples
             return {}
         if kind == "comm_plan":
             fs = filesystem(self._paths.root)
-            url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
+            url = freeze_plan(fs, self._paths, self._claim.generation, MadePlan.from_json(fields).plan)
             print(f"the order in which ranks add gradients is frozen in {url}", file=sys.stderr, flush=True)
             return {}
         raise CommunicationError(

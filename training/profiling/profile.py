@@ -79,7 +79,9 @@ class RoundDone(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile(Message):
-    """What a rank has measured; all but `rounds`, `cores`, `ranks_of_host`, `local` and `copy_s` is the same on all."""
+    """What a rank has measured; all but `rounds`, `cores`, `ranks_of_host`, `local`, `copy_s` and `fetched_bytes` is
+    the same on all.
+    """
 
     rounds: list[dict[str, dict[str, float]]]
     """What each kind of data took in each round but the first: {seconds, steps, cpu_s, ...}."""
@@ -94,6 +96,11 @@ class RankProfile(Message):
     ranks_of_host: int
     state_bytes: int
     copy_s: float
+    fetched_bytes: int
+    """Bytes that were fetched for cold data, over all rounds."""
+    pass_bytes: int
+    """Bytes that one pass over the split fetches."""
+    split_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,12 @@ class Profile:
     """About how long a checkpoint stops a step, while the rank's part is copied."""
     repeats: bool
     """Whether the split is smaller than what was read, so that cold data had been read before."""
+    fetched_bytes: tuple[int, ...]
+    """Bytes that each rank fetched for cold data, over all rounds and the first."""
+    pass_bytes: int
+    """Bytes that one pass over the split fetches: in Parquet those of the columns that are fed."""
+    split_bytes: int
+    """Bytes of the split's shards."""
 
     def to_json(self) -> dict[str, Any]:
         """All of it as one JSON object."""
@@ -216,6 +229,9 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: Sequence[RankProfile]
         state_bytes=first.state_bytes,
         copy_s=max(rank.copy_s for rank in ranks),
         repeats=first.repeats,
+        fetched_bytes=tuple(rank.fetched_bytes for rank in ranks),
+        pass_bytes=first.pass_bytes,
+        split_bytes=first.split_bytes,
     )
 
 
@@ -238,6 +254,9 @@ def table(profile: Profile) -> str:
         lines.append(f"{kind:<11}{_WHAT[kind]:<29}{_milliseconds(spread):<31}{rate}{measured.waiting[kind]:>17.1%}")
     alone = f"{_milliseconds(measured.cached_alone)} ms cached, {_milliseconds(measured.cold_alone)} ms cold"
     lines.append(f"input only, a batch of the slowest rank: {alone}; {measured.input_cpu_s * 1e3:.1f} ms of CPU")
+    fetched = ", ".join(f"{size / 1e6:.1f} MB by rank {rank}" for rank, size in enumerate(profile.fetched_bytes))
+    share = f"{profile.pass_bytes / profile.split_bytes:.1%} of the {profile.split_bytes / 1e6:.1f} MB of the split"
+    lines.append(f"fetched for cold data: {fetched}; an epoch reads {share}")
     copy = f"a checkpoint ({profile.state_bytes / 1e6:.1f} MB of state) stops a step for about"
     lines.append(f"{copy} {profile.copy_s * 1e3:.1f} ms{_too_slow(profile.copy_s)}")
     if profile.repeats:

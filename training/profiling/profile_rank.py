@@ -7,7 +7,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from lockstep.training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.metrics import StepClock
 from lockstep.training.rank.prepare import RankModel, agreement_on
-from lockstep.training.reading.reader import ReadOptions
+from lockstep.training.reading.reader import ReadOptions, SplitReader
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.checkpoint import HostBuffer
 from lockstep.training.run.metrics import PARTS
@@ -136,6 +136,7 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         self._folder: str | None = None
         self._far: TrainingSet | None = None
         self._far_folder: str | None = None
+        self._cold_bytes = 0  # of far sets that were let go
         self.local = all(split_url(url)[0] == "file" for url in config.data.datasets)
         """Whether all shards are on this host's disk."""
         try:
@@ -171,8 +172,18 @@ class ProfileData(AbstractContextManager["ProfileData"]):
                     drop_pages(split_url(url)[2])
         return self._feed(self._far)
 
+    def bytes_read(self) -> dict[str, int]:
+        """Bytes that were fetched for cold data so far, that a pass over the split fetches, and of its shards."""
+        readers = [] if self._far is None else self._far.readers
+        return {
+            "fetched_bytes": self._cold_bytes + _fetched(readers),
+            "pass_bytes": sum(reader.pass_bytes for reader in readers),
+            "split_bytes": sum(info.bytes for reader in readers for _, _, info in reader.stored),
+        }
+
     def _let_go(self) -> None:
         if self._far is not None:
+            self._cold_bytes += _fetched(self._far.readers)
             for reader in self._far.readers:
                 reader.close()
         if self._far_folder is not None:
@@ -190,6 +201,10 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         for reader in opened.readers:
             self._stack.callback(reader.close)
         return opened.skipping_bad_images() if config.reading.bad_images == "skip" else opened
+
+
+def _fetched(readers: Sequence[SplitReader]) -> int:
+    return sum(reader.counts.fetched.fetched_bytes for reader in readers)
 
 
 def drop_pages(path: str) -> None:
@@ -273,6 +288,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
             ranks_of_host=self._context.world.ranks_per_node,
             state_bytes=state_bytes,
             copy_s=copy_s,
+            **self._data.bytes_read(),
         ).to_json()
 
     def _round(self, kept: tf.data.Dataset) -> dict[str, dict[str, float]]:

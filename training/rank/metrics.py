@@ -273,15 +273,18 @@ class StepReports:
 
 
 def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[str, Any]:
-    """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since its start, with
-    a cache also {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}, which count blocks;
-    `cache_failure` says why the cache of `host` takes no more blocks; `resident_bytes` is the process's memory now.
+    """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since its start;
+    `pass_bytes` are what a pass over the split fetches, of its `split_bytes`; with a cache also {cache_hits,
+    cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}, which count blocks; `cache_failure` says why the
+    cache of `host` takes no more blocks; `resident_bytes` is the process's memory now.
     """
     read = [reader.counts for reader in readers]
     names = ("ahead", "direct", "dropped", "fetched_bytes")
     row: dict[str, Any] = {"kind": READING, "rank": rank, "step": step}
     row |= {name: sum(getattr(counts.fetched, name) for counts in read) for name in names}
     row["waited_s"] = round(sum(counts.fetched.waited_s for counts in read), 6)
+    row["pass_bytes"] = sum(reader.pass_bytes for reader in readers)
+    row["split_bytes"] = sum(info.bytes for reader in readers for _, _, info in reader.stored)
     caches = [counts.cached for counts in read if counts.cached is not None]
     if caches:
         of_cache = ("hits", "hit_bytes", "misses", "kept_bytes", "damaged")

@@ -18,6 +18,7 @@ from lockstep.training.reading.open import OpenSplit, verify_share
 from lockstep.training.reading.reader import ReadOptions
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.metrics import BAD_RECORD
+from lockstep.training.ways import Federated
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class RankData:
         context.control.beat(0, OPENING)
         options = ReadOptions.of(config, world.num_ranks)
         selection = selection_of(config)
-        training = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options, selection)
+        clients = config.way.clients if isinstance(config.way, Federated) else None
+        training = TrainingSet.at(
+            config.data.datasets, config.data.split, config.data.mix, options, selection, also=[clients or ""]
+        )
         if config.exactness.on_bad_record == "skip":
             training = training.skipping_bad_records(lambda bad: report_bad(context, bad.to_row()))
         elif config.reading.bad_images == "skip":

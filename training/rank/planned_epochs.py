@@ -10,6 +10,7 @@ from lockstep.training.batches.feed import Batch
 from lockstep.training.batches.tf_dataset import FeedPipeline
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import Suspect
 from lockstep.training.exchange.agreement import FedBatches, NonFinitePolicy
 from lockstep.training.plan.mixture import steps_asked
 from lockstep.training.rank.callbacks import RunCallbacks
@@ -93,7 +94,7 @@ class PlannedEpochs:
         self._fed.add(batch.step, batch.sample_ids)
         if batch.step == self._data.order.suspect:
             samples = self._fed.of_step(batch.step + 1)["samples"]
-            self._context.control.notify("suspect", step=batch.step, samples=samples)
+            self._context.control.notify("suspect", **Suspect(step=batch.step, samples=samples).to_json())
         self._counts.add(batch.step, batch.y)
         if self.audit is not None:
             self.audit.add(batch)

@@ -19,6 +19,7 @@ from lockstep.training.comm.tree_sums import TreeSums
 from lockstep.training.compression.method import NONE, Compression
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
+from lockstep.training.control.messages import RankMemory
 from lockstep.training.embeddings.sharded_embedding import Tables, check_combination, plain_lookups, table_bytes
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
@@ -310,7 +311,7 @@ class JoinedModel:
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
-            control.request("memory", config.limits.stall_limit_s, rank_mib=needed >> 20)
+            control.request("memory", config.limits.stall_limit_s, **RankMemory(rank_mib=needed >> 20).to_json())
         control.beat(0, "join the ranks")
         self._whole = context.communicator(arena_bytes=arena_bytes(self.model))  # of ranks and parameter servers
         self._whole.deadline_s = config.limits.stall_limit_s

@@ -25,7 +25,7 @@ from lockstep.storage.urls import join, split_url
 from lockstep.training.batches.audit_log import AuditLog
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
-from lockstep.training.control.messages import CheckpointReport, Restore, TrainOrder
+from lockstep.training.control.messages import BestCheckpoint, CheckpointReport, Restore, TrainOrder
 from lockstep.training.control.protocol import json_safe
 from lockstep.training.embeddings.sharded_embedding import TABLES
 from lockstep.training.rank import callback_state
@@ -248,8 +248,8 @@ class Saver:
         """Load weights and optimizer state of the run's best checkpoint, if the driver knows one. A collective, after
         the last checkpoint.
         """
-        url = self._context.control.request("best", self._config.limits.stall_limit_s)["checkpoint"]
-        if url is not None:
+        answer = self._context.control.request("best", self._config.limits.stall_limit_s)
+        if (url := BestCheckpoint.from_json(answer).checkpoint) is not None:
             self._load(self._read(url))
 
     def _load(self, found: Found) -> None:

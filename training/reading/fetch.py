@@ -14,6 +14,7 @@ from lockstep.storage.errors import LockstepError, StorageError, StorageTimeoutE
 from lockstep.storage.files.interface import FileSystem
 from lockstep.training.config import READ_AHEAD_BYTES
 from lockstep.training.reading.background import JOIN_S, end_at_exit
+from lockstep.training.reading.stretches import Stretches
 
 Buffer = bytes | memoryview
 RANGE_BYTES = 4 << 20  # the most that neighbours are merged to: more gains nothing (decision 072)
@@ -124,6 +125,8 @@ class Hint:
     first: int
     count: int
     extent: tuple[int, int] | None = None
+    apart: bool = False
+    """One read cannot fetch it together with the records before."""
     asked: bool = False
     """A thread is looking for its extent."""
 
@@ -185,7 +188,8 @@ class ReadHints:
 
     def next_range(self, ranges: HeldRanges, range_bytes: int) -> Range | None:
         """The next range to read, added to `ranges`: the bytes of the first hint, and of its neighbours up to
-        `range_bytes`. None if there is no hint, or no room in the budget.
+        `range_bytes`, unless these take several reads, which are left to other threads. None if there is no hint, or
+        no room in the budget.
         """
         head = next(iter(self._queue.values()), None)
         if head is None or head.extent is None:
@@ -197,7 +201,7 @@ class ReadHints:
         after = head.first + head.count
         while (hint := self._queue.get((head.shard, after))) is not None and hint.extent is not None:
             longer = hint.extent[1] - start
-            if hint.extent[0] != stop or longer > range_bytes or not ranges.room(longer, urgent=False):
+            if hint.apart or hint.extent[0] != stop or longer > range_bytes or not ranges.room(longer, urgent=False):
                 break
             self.drop(hint)
             stop, after = hint.extent[1], hint.first + hint.count
@@ -212,6 +216,10 @@ class Extents(Protocol):
 
     def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of the records that are read for these: themselves, or their whole block."""
+
+    @property
+    def stretches(self) -> Stretches:
+        """The parts of the file that extents count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +433,8 @@ class BlockFetcher:
         with self._lock:
             for found, found_extent in extents:
                 found.extent = found_extent
+                if found_extent is not None:
+                    found.apart = not self._shards[found.shard].stretches.in_one(*found_extent)
                 # A block that two lanes share is hinted at twice; the second time it is fetched already.
                 if found_extent is None or self._ranges.covering(found.shard, *found_extent) is not None:
                     self._hints.drop(found)

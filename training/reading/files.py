@@ -17,6 +17,7 @@ from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
 from lockstep.training.reading.buffer_pool import Slabs
 from lockstep.training.reading.cache import BlockCache, BlockId
+from lockstep.training.reading.stretches import Stretches
 
 MOST_OPEN = 64  # idle files; an HDFS file keeps the locations of its blocks, a local one a descriptor
 _WAIT_S = 120.0  # for a block that another thread reads: longer than a storage call may take
@@ -27,40 +28,45 @@ class ShardFiles:
 
     def __init__(self, most_open: int = MOST_OPEN) -> None:
         self._most_open = most_open
-        self._shards: list[tuple[FileSystem, str, int]] = []
+        self._shards: list[tuple[FileSystem, str, int, Stretches]] = []
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, tuple[int, RangeFile]] = OrderedDict()  # by id, least recently used first
         self._closed = False
         self._slabs = Slabs()
 
-    def add(self, fs: FileSystem, url: str, size_bytes: int) -> None:
-        """Add the next shard, which must have this size."""
-        self._shards.append((fs, url, size_bytes))
+    def add(self, fs: FileSystem, url: str, size_bytes: int, stretches: Stretches | None = None) -> None:
+        """Add the next shard, which must have this size; only its `stretches` are read (None: all of it)."""
+        self._shards.append((fs, url, size_bytes, stretches or Stretches.whole(size_bytes)))
 
     def url(self, shard: int) -> str:
         """The URL of a shard."""
         return self._shards[shard][1]
 
     def read(self, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
-        """Bytes start..stop-1 of a shard; `fresh` opens the file again. Raises as RangeFile.read_at does."""
-        fs, url, size = self._shards[shard]
+        """Packed bytes start..stop-1 of a shard's stretches; `fresh` opens the file again. Raises as RangeFile.read_at
+        does.
+        """
+        fs, url, size, stretches = self._shards[shard]
         file = None if fresh else self._take(shard)
         if file is None:
             file = fs.open_ranges(url, size)
         try:
-            data = self._data(file, start, stop)
+            data = self._data(file, list(stretches.ranges(start, stop)))
         except BaseException:
             file.close()  # the next read opens it again
             raise
         self._give_back(shard, file)
         return data
 
-    def _data(self, file: RangeFile, start: int, stop: int) -> bytes | memoryview:
+    def _data(self, file: RangeFile, ranges: Sequence[tuple[int, int]]) -> bytes | memoryview:
+        """The bytes of ranges of a file (first byte, length), end to end."""
         if not _reads_into_memory(type(file)):
-            return file.read_at(start, stop - start)
+            return b"".join(file.read_at(offset, length) for offset, length in ranges)
         # Reused memory: new memory for each range would cost four times as much as the read into it.
-        memory = self._slabs.array((stop - start,), np.uint8).data
-        cast(IntoMemory, file).read_into(start, memory)
+        memory, at = self._slabs.array((sum(length for _, length in ranges),), np.uint8).data, 0
+        for offset, length in ranges:
+            cast(IntoMemory, file).read_into(offset, memory[at : at + length])
+            at += length
         return memory.toreadonly()
 
     def close(self) -> None:
@@ -97,13 +103,22 @@ def _reads_into_memory(kind: type[RangeFile]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CachedShard:
-    """The identity of a shard in the cache: the digest of its dataset, its path there, and the edges of its blocks
-    (n + 1 rising offsets).
+    """The identity of a shard in the cache: the digest of its dataset, its path there, the edges of its blocks (n + 1
+    rising offsets, packed), and the parts of it that are read.
     """
 
     dataset: str
     path: str
     edges: Sequence[int]
+    stretches: Stretches | None = None
+    """None: all of it."""
+
+    @property
+    def name(self) -> str:
+        """The path, and which parts of the shard its blocks are made of."""
+        if self.stretches is None or self.stretches.is_whole:
+            return self.path
+        return f"{self.path}#{self.stretches.name}"
 
 
 class CachedBytes:
@@ -160,7 +175,7 @@ class CachedBytes:
 
     def _block_id(self, shard: int, block: int) -> BlockId:
         own = self._shards[shard]
-        return BlockId(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
+        return BlockId(own.dataset, own.name, int(own.edges[block]), int(own.edges[block + 1]))
 
     def _cached(self, shard: int, block: int, start: int, stop: int) -> bytes | None:
         block_id = self._block_id(shard, block)

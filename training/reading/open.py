@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +20,7 @@ from lockstep.storage.urls import join
 from lockstep.training.plan.datasets import held_out, open_parts
 from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.bad_records import Skipped
+from lockstep.training.reading.cache import CacheCounts
 from lockstep.training.reading.reader import ReadOptions, SplitReader
 
 
@@ -91,17 +93,19 @@ class OpenSplit:
         as_trained_on: str | None = None,
         options: ReadOptions | None = None,
         selection: Selection | None = None,
+        also: Collection[str] = (),
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
         that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
         `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
+        Columns that no model is fed are only read if they are in `also`.
         """
         parts, manifest = open_parts(datasets, split, selection)
         first, fold = parts[0], split
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True
         encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, fold, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
+        reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options, also=also)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
         return cls(manifest, encoder, reader)
@@ -124,3 +128,29 @@ def verify_share(readers: Sequence[SplitReader], rank: int, num_ranks: int, repo
                 got=f"{size} bytes, sha256 {digest}",
                 allowed=f"{info.bytes} bytes, sha256 {info.sha256}",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a cache has of a split after it was filled: blocks and bytes that were added, and blocks that were there."""
+
+    added: int
+    added_bytes: int
+    there: int
+    whole: bool
+    """Whether it has all blocks; else there was no room for more, its disk failed, or row groups are not the blocks."""
+
+
+def fill_cache(split: OpenSplit, on_block: Callable[[], None] = lambda: None) -> Filled:
+    """Read and check the blocks of a split whose options name a cache, until the cache takes no more; calls `on_block`
+    after each. Raises what reading raises.
+    """
+    reader = split.reader
+    with closing(reader):
+        for _ in reader.sequence(map(reader.table.run, range(reader.table.num_blocks))):
+            on_block()
+            found = reader.counts.cached
+            if found is None or found.misses > found.kept:
+                break
+        found = reader.counts.cached or CacheCounts()
+    return Filled(found.kept, found.kept_bytes, found.hits, found.kept + found.hits >= reader.table.num_blocks)

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
@@ -31,7 +31,7 @@ from lockstep.training.reading.bad_records import Skipped, StandIns
 from lockstep.training.reading.cache import BlockCache, CacheCounts
 from lockstep.training.reading.fetch import BlockFetcher, Buffer, FetchCounts
 from lockstep.training.reading.files import CachedBytes, CachedShard, ShardFiles
-from lockstep.training.reading.shards import Shard, ShardOpener
+from lockstep.training.reading.shards import Shard, ShardOpener, pass_bytes
 
 log = logging.getLogger(__name__)
 _RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB, twice what four threads read at once
@@ -121,7 +121,8 @@ class SplitReader:
 
     The constructor checks the length of every shard and the digests of TFRecord indexes and Parquet footers, so that a
     truncated or replaced dataset is refused before the first step. Checksums of records and pages are checked while
-    reading. Memory: O(blocks) for the block tables, the blocks of `read_in_turn` as decoded Parquet row groups or gzip
+    reading. Of Parquet shards an Encoder's reader reads the columns that are fed, and `also`; a Schema's reads all.
+    Memory: O(blocks) for the block tables, the blocks of `read_in_turn` as decoded Parquet row groups or gzip
     blocks (for TFRecord, the record offsets of twice as many), KEPT_INDEX_BYTES of indexes, and after the first
     `prefetch` the `read_ahead_bytes` that are being fetched or wait for `read`.
     """
@@ -135,6 +136,7 @@ class SplitReader:
         *,
         name: str | None = None,
         options: ReadOptions | None = None,
+        also: Collection[str] = (),
     ) -> None:
         self.split = name or split
         """The plan's name of the split, or of all splits after `add`."""
@@ -145,7 +147,10 @@ class SplitReader:
         self._stand_ins: StandIns | None = None
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
         """The file system, URL and manifest entry of each shard."""
-        self._opener = ShardOpener(self.schema)
+        columns = None if isinstance(encoder, Schema) else {*encoder.columns, *also}
+        self._opener = ShardOpener(self.schema, columns)
+        self.pass_bytes = 0
+        """Bytes that one pass over all records fetches: those of the columns that are read, in blocks that are."""
         self._files = ShardFiles()
         self._options = options or ReadOptions()
         cache = self._options.open_cache()
@@ -194,12 +199,13 @@ class SplitReader:
         fs = filesystem(dataset_url)
         for opened, shard in zip(self._opener.open_all(fs, dataset_url, manifest, split), info.shards, strict=True):
             url = join(dataset_url, shard.path)
-            self._files.add(fs, url, shard.bytes)
+            self._files.add(fs, url, shard.bytes, opened.stretches)
+            self.pass_bytes += pass_bytes(opened)
             self.stored.append((fs, url, shard))
             self._shards.append(opened)
             if self._cached is not None:
-                self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
-                self._cached.epoch_bytes += shard.bytes // self._options.ranks
+                self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges, opened.stretches))
+                self._cached.epoch_bytes += pass_bytes(opened) // self._options.ranks
         if info.kept is not None:
             self._kept += info.kept
         records = tuple(shard.records for _, _, shard in self.stored)
@@ -244,7 +250,7 @@ class SplitReader:
             yield self.read(waiting.popleft())
 
     def read(self, run: Run) -> pa.RecordBatch:
-        """The records of a run (within one block) as columns of the dataset's schema.
+        """The records of a run (within one block) as columns of the dataset's schema, those that are read.
 
         Raises CorruptionError naming file, record and offset; see `skip_bad_records`.
         """

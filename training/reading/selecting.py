@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
-from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.documents import unseal_as
 from lockstep.storage.errors import ConfigError, NotFoundError
-from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.formats.parquet_footer import damaged_footer, read_published_footer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join
 from lockstep.training.config import TrainConfig
 from lockstep.training.plan.datasets import split_of
 from lockstep.training.plan.selection import Selection
+from lockstep.training.reading.files import ShardFiles
+from lockstep.training.reading.parquet_shard import ParquetShard
 from lockstep.training.reading.shards import Shard, ShardOpener
 from lockstep.training.run.paths import RunPaths
 
@@ -44,22 +38,30 @@ def selection_of(config: TrainConfig, datasets: Sequence[str] | None = None) -> 
     where = config.data.where
     if where is None:
         return None
-    from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
-
     fs, path = filesystem(config.run), RunPaths(config.run).selection
-    kept: dict[tuple[str, str], tuple[int, ...]] = {}
+    known = Selection(where, {})
     with suppress(NotFoundError):
         stored = Selection.from_json(unseal_as("selection", fs.read_bytes(path), path), path)
-        kept = dict(stored.kept) if stored.where == where else {}
+        known = stored if stored.where == where else known
     held_out = config.validation.validate
     names = [*config.data.split.split(","), *([] if held_out is None else [held_out])]
-    for url in datasets or config.data.datasets:
+    return select(known, datasets or config.data.datasets, names)
+
+
+def select(known: Selection, datasets: Sequence[str], splits: Sequence[str]) -> Selection:
+    """The records of splits of datasets that meet the condition of `known`, which has the counts of some; raises as
+    `selection_of` does.
+    """
+    from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
+
+    kept = dict(known.kept)
+    for url in datasets:
         manifest = load_dataset(url)
-        condition = Condition.parse(where, Schema.from_json(manifest.schema))
-        for name in names:
+        condition = Condition.parse(known.where, Schema.from_json(manifest.schema))
+        for name in splits:
             if name in manifest.splits and (manifest.digest, name) not in kept:
                 kept[manifest.digest, name] = _counted(url, manifest, name, condition)
-    return Selection(where, kept)
+    return Selection(known.where, kept)
 
 
 def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition) -> tuple[int, ...]:
@@ -82,23 +84,22 @@ def count_kept(
 ) -> tuple[int, ...]:
     """Count the records of each block of a split that meet a condition, in the order of the shards.
 
-    Of Lockstep's own Parquet it reads only the columns of the condition, in row groups whose statistics leave it open;
-    of other files, all records. Calls `report` after each shard. Raises as reading the split does.
+    Of Parquet files it reads only the columns of the condition, in blocks that the statistics of their row groups leave
+    open; of other files, all records. Calls `report` after each shard. Raises as reading the split does.
     """
     info, fs, schema = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
-    opener = ShardOpener(schema)
+    opener = ShardOpener(schema, condition.columns)
 
     def counted(number: int) -> list[int]:
-        shard = info.shards[number]
+        shard, files = info.shards[number], ShardFiles()
         url = join(dataset_url, shard.path)
         opened = opener.open(fs, dataset_url, manifest, split, number)
-        if manifest.format == "parquet" and manifest.indexed is None:
-            return list(_kept_of_parquet(fs, url, shard, condition))
-        blocks = range(0, shard.records, info.block_records)
-        return [
-            _kept_in(fs, url, opened, first, min(info.block_records, shard.records - first), condition)
-            for first in blocks
-        ]
+        files.add(fs, url, shard.bytes, opened.stretches)
+        with closing(files):
+            return [
+                _kept_in(files, opened, first, min(info.block_records, shard.records - first), condition)
+                for first in range(0, shard.records, info.block_records)
+            ]
 
     found: list[int] = []
     with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="where") as threads:
@@ -108,34 +109,9 @@ def count_kept(
     return tuple(found)
 
 
-def _kept_in(fs: FileSystem, url: str, shard: Shard, first: int, count: int, condition: Condition) -> int:
+def _kept_in(files: ShardFiles, shard: Shard, first: int, count: int, condition: Condition) -> int:
+    """The number of records of a block of the only shard of `files` that meet a condition."""
+    if isinstance(shard, ParquetShard) and not shard.left_open(first, count, condition):
+        return 0
     start, stop = shard.extent(first, count)
-    return len(condition.kept(shard.decode(fs.read_range(url, start, stop - start), start, first, count)))
-
-
-def _kept_of_parquet(fs: FileSystem, url: str, info: ShardInfo, condition: Condition) -> Iterator[int]:
-    """The number of rows of each row group that meet a condition."""
-    footer = read_published_footer(fs, url, info)
-    with fs.open_read(url) as file:
-        source = pa.PythonFile(file, mode="r")
-        try:
-            metadata = pq.read_metadata(pa.BufferReader(footer))
-            open_groups = _left_open(source, condition, metadata.num_row_groups)
-            with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=True) as opened:
-                for group in range(metadata.num_row_groups):
-                    if group not in open_groups:
-                        yield 0
-                        continue
-                    table = opened.read_row_group(group, columns=list(condition.columns), use_threads=False)
-                    yield sum(pc.sum(condition.keeps(batch)).as_py() or 0 for batch in table.to_batches())
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise damaged_footer(url, str(error).splitlines()[0], "columns that can be read") from error
-
-
-def _left_open(source: Any, condition: Condition, groups: int) -> frozenset[int]:
-    """The row groups of which statistics do not exclude that rows meet the condition."""
-    if not condition.statistics_decide:
-        return frozenset(range(groups))
-    fragment = ds.ParquetFileFormat().make_fragment(source)
-    found = fragment.split_by_row_group(condition.expression())
-    return frozenset(group.id for one in found for group in one.row_groups)
+    return len(condition.kept(shard.decode(files.read(0, start, stop), start, first, count)))

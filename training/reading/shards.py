@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -25,6 +26,7 @@ from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.formats.gzip_blocks import unpack
 from lockstep.storage.urls import join
 from lockstep.training.reading.parquet_shard import ParquetShard, whole_block
+from lockstep.training.reading.stretches import Stretches
 
 if TYPE_CHECKING:
     from lockstep.features.condition import Condition
@@ -100,6 +102,11 @@ class TFRecordShard:
         self._first_line = np.append(line_starts[:-1][::block_records], line_starts[-1])
         self._starts = BlockStarts() if starts is None else starts
         self._index = index if keep_index else None
+
+    @property
+    def stretches(self) -> Stretches:
+        """The parts of the file that are read: all."""
+        return Stretches.whole(self._info.bytes)
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -178,6 +185,11 @@ class GzipShard:
         self._decode = strict(schema)
 
     @property
+    def stretches(self) -> Stretches:
+        """The parts of the file that are read: all."""
+        return Stretches.whole(self._info.bytes)
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """The start of each block in the file, and the end of the last."""
         return self._edges
@@ -236,9 +248,21 @@ class SelectedShard:
         self._condition, self._kept = condition, kept
 
     @property
+    def stretches(self) -> Stretches:
+        """The parts of the file that are read."""
+        return self._shard.stretches
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """The start of each block and the end of the last; empty if blocks are not stored in order."""
         return self._shard.edges
+
+    @property
+    def pass_bytes(self) -> int:
+        """The bytes of the blocks that have a record which meets the condition."""
+        firsts = [block * self._block_records for block, kept in enumerate(self._kept) if kept]
+        extents = [self.extent(first, 1) for first in firsts]
+        return sum(stop - start for start, stop in extents)
 
     def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of the records that are read for some of a block: all of it."""
@@ -260,7 +284,6 @@ class SelectedShard:
                 "a block has another number of records that meet --where",
                 file=self._url,
                 record=first,
-                offset=start,
                 got=f"{len(rows)}",
                 allowed=f"{wanted}, as when the run began",
             )
@@ -270,11 +293,19 @@ class SelectedShard:
 Shard = StoredShard | SelectedShard
 
 
-class ShardOpener:
-    """Opens shards for one reader: TFRecord shards share `starts`, and keep at most KEPT_INDEX_BYTES of indexes."""
+def pass_bytes(shard: Shard) -> int:
+    """The bytes that one pass over the records of a shard fetches."""
+    return shard.pass_bytes if isinstance(shard, SelectedShard) else shard.stretches.bytes
 
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+
+class ShardOpener:
+    """Opens shards for one reader: TFRecord shards share `starts`, and keep at most KEPT_INDEX_BYTES of indexes.
+
+    Of Parquet shards only `columns` are read (None: all), and those of a condition.
+    """
+
+    def __init__(self, schema: Schema, columns: Collection[str] | None = None) -> None:
+        self._schema, self._columns = schema, columns
         self._index_bytes = 0
         self._parsed: Condition | None = None
         self._numbered: SplitInfo | None = None
@@ -331,8 +362,11 @@ class ShardOpener:
         info = manifest.splits[split]
         shard, block_records = info.shards[number], info.block_records
         if manifest.format == "parquet":
-            rows = IndexedRows.of(dataset_url, manifest, shard, self._schema)
-            return ParquetShard(fs, url, shard, block_records, self._schema, rows)
+            columns = self._columns
+            if columns is not None and info.where is not None:
+                columns = {*columns, *self._condition(info.where).columns}
+            rows = IndexedRows.of(dataset_url, manifest, shard, self._schema, columns)
+            return ParquetShard(fs, url, shard, block_records, self._schema, rows, columns)
         if manifest.compression is not None:
             return GzipShard(url, shard, block_records, self._schema)
         path = index_path(split, number)

@@ -437,7 +437,13 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise _unchecked(run_url, "a run without a checkpoint")
     try:
         datasets = [dataset_url] if dataset_url else config.data.datasets
-        opened = TrainingSet.at(datasets, config.data.split, config.data.mix, selection=selection_of(config, datasets))
+        opened = TrainingSet.at(
+            datasets,
+            config.data.split,
+            config.data.mix,
+            selection=selection_of(config, datasets),
+            also=[config.way.clients or ""] if isinstance(config.way, Federated) else [],
+        )
         where = f"{paths.run_json}: plan"
         federated = isinstance(config.way, Federated)
         clients = ClientPlan.of(document["plan"], opened.manifest, where) if federated else None

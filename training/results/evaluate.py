@@ -19,7 +19,9 @@ from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import Message
 from lockstep.training.launch.session import Launch
 from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, rows_of
+from lockstep.training.plan.selection import Selection
 from lockstep.training.rank import runtime
+from lockstep.training.reading.selecting import select
 from lockstep.training.results.chosen_on import chosen_on, chosen_words, has_rows_of
 from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
@@ -53,6 +55,8 @@ class EvaluateRequest(Message):
     `median` of labels that are numbers, counted on the training rows of the first run."""
     slices: tuple[str, ...] = ()
     """COLUMN, COLUMN:day or COLUMN:hour."""
+    where: str | None = None
+    """A condition in SQL: only the samples that meet it are evaluated (None: all)."""
     clusters: str | None = None
     """A stored column: rows of one of its values depend on each other, and intervals count the values. None: that of a
     split by group."""
@@ -66,6 +70,10 @@ class EvaluateRequest(Message):
     """Whether to add `misjudged` (lockstep.training.scoring.misjudged) for one run, where rows have pictures."""
 
     def __post_init__(self) -> None:
+        if self.where is not None:
+            from lockstep.features.condition import one_form  # its parser is loaded only for those who need it
+
+            object.__setattr__(self, "where", one_form(self.where))
         got = f"{self.batch} rows, {self.num_ranks} ranks"
         require(self.batch >= 1 and self.num_ranks >= 1, "--batch or --num-ranks", got, "1 or more")
         for name, value in (
@@ -97,6 +105,8 @@ class EvaluateOrder(Message):
     """All datasets whose rows are evaluated."""
     pooled: tuple[str, ...] | None = None
     """The split of each member, whose predictions are then put together; None: all have the request's."""
+    selection: Mapping[str, Any] | None = None
+    """The samples that meet the request's condition, as Selection.to_json has them; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +150,10 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     classes), baseline: None or {name, metrics, intervals, class_counts}, difference (model less baseline, {metric:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
-    lockstep.training.scoring.slices.metrics_of_slices}), earlier (if it was asked for: the datasets that this one
-    continues, nearest first)}; of several runs, run and model are lists, `members` has such
-    a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`) and the best run,
+    lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
+    asked for: the datasets that this one continues, nearest first)}; of several runs, run and model are lists,
+    `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`)
+    and the best run,
     and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
     error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """
@@ -158,7 +169,10 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
         check_baseline(request.baseline, Schema.from_json(manifest.schema))
         _check_trained_on(first.stored.config, first.dataset_digest, request.baseline)
     check_alike(stored, manifest, split)
-    order = EvaluateOrder(request=replace(request, clusters=clusters), members=stored, datasets=datasets)
+    selected = None if request.where is None else select(Selection(request.where, {}), datasets, [split]).to_json()
+    order = EvaluateOrder(
+        request=replace(request, clusters=clusters), members=stored, datasets=datasets, selection=selected
+    )
     found = launch(task_of(ENTRY, order, stored), request.num_ranks)[0]
     where = [{"run": one.run, "model": one.url} for one in stored]
     if len(where) > 1:
@@ -166,6 +180,8 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     named = where[0] if len(where) == 1 else {key: [one[key] for one in where] for key in ("run", "model")}
     reasons = dict.fromkeys(reason for one in models for reason in one.chosen_on(datasets, split))
     result = {**named, "dataset": request.dataset, "split": split, "chosen_on": list(reasons), **found}
+    if request.where is not None:
+        result["where"] = request.where
     if request.earlier:
         result["earlier"] = chain[1:]
     trained = find_result(filesystem(first.stored.run), RunPaths(first.stored.run))
@@ -288,6 +304,7 @@ def summary(result: Mapping[str, Any]) -> str:
     baseline, counts, members = result["baseline"], result["class_counts"], result.get("members", [])
     head = f"{result['split']} of {PurePosixPath(result['dataset']).name}: {result['samples']} samples"
     head += f" with {len(result['earlier'])} earlier datasets" if result.get("earlier") else ""
+    head += f" that meet {result['where']}" if result.get("where") else ""
     if counts is not None:
         classes = ", ".join(f"{rows} of {number}" for number, rows in enumerate(counts[:SHOWN_CLASSES]))
         head += f", {classes}" + (", ..." if len(counts) > SHOWN_CLASSES else "")

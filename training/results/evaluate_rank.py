@@ -7,14 +7,17 @@ from typing import Any
 
 import keras
 
-from lockstep.features.schema.schema import class_names_of
+from lockstep.features.schema.pictures import image_field
+from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
+from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
+from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.selecting import selection_of
 from lockstep.training.results.evaluate import EvaluateOrder
@@ -73,10 +76,19 @@ def run(context: RankContext) -> dict[str, Any]:
     return {**result, "members": found} if result else {}
 
 
+def _column_of(baseline: str | None) -> str:
+    """The column of a baseline rate:COLUMN; nothing for another one."""
+    return (baseline or "").partition(":")[2]
+
+
 def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | NumberBaseline:
     """The baseline, counted on the run's training rows. A collective."""
     trained_on = TrainingSet.at(
-        config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config)
+        config.data.datasets,
+        config.data.split,
+        config.data.mix,
+        selection=selection_of(config),
+        also=[_column_of(name)],
     )
     if config.exactness.on_bad_record == "skip":
         trained_on = trained_on.skipping_bad_records(lambda bad: None)
@@ -88,7 +100,15 @@ def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | Nu
 def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
     config = member.config
     context.control.beat(0, OPENING)
-    split = OpenSplit.at(order.datasets, split_name, as_trained_on=config.data.split)
+    request = order.request
+    schema = Schema.from_json(load_dataset(order.datasets[0]).schema)
+    also = [*(by.column for by in slices_of(request.slices, schema)), request.clusters, _column_of(request.baseline)]
+    image = image_field(schema.fields) if request.pictures else None
+    also += [None if image is None else image.name]
+    selection = None if order.selection is None else Selection.from_json(order.selection, "the driver's order")
+    split = OpenSplit.at(
+        order.datasets, split_name, as_trained_on=config.data.split, selection=selection, also=list(filter(None, also))
+    )
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     context.control.beat(0, "load the model")

@@ -47,10 +47,10 @@ def follow(
 
     The first look is after `start_delay_s`, and while the run trains an evaluation
     begins `throttle_s` or more after the one before it. Each result is published in RUN/evaluations, in a directory of
-    this dataset, split, baseline, slices and clusters: another call continues there. A checkpoint that retention
-    removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint, by step;
-    `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows no sign
-    of life for `idle_s`.
+    this dataset, split, condition, baseline, slices and clusters: another call continues there. A checkpoint that
+    retention removed first is left out, which `show` reports. Returns {step, generation, result} of each checkpoint,
+    by step; `result` is that of `evaluate`. Raises what `evaluate` does, TrainingFailedError if the run's driver shows
+    no sign of life for `idle_s`.
     """
     for name, seconds in (("--start-delay", start_delay_s), ("--throttle", throttle_s)):
         require(0 <= seconds <= MAX_WAIT_S, name, f"{seconds} s", f"0 to {MAX_WAIT_S:.0f} s")
@@ -91,6 +91,7 @@ def _name_of(request: EvaluateRequest) -> str:
     """The name of what the request asks of each checkpoint."""
     names = ("split", "baseline", "slices", "clusters")
     key = {"dataset": request.checked_dataset().digest} | {name: getattr(request, name) for name in names}
+    key |= {} if request.where is None else {"where": request.where}
     return f"{request.split}-{sha256_hex(canonical_bytes(key))[:12]}"
 
 

@@ -54,7 +54,7 @@ def run(context: RankContext) -> dict[str, Any]:
     request, config, directory, parts = order.request, order.members[0].config, order.directory, order.parts
     world, beat, batch = context.world, context.control.beat, request.batch
     beat(0, OPENING)
-    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.data.split)
+    split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.data.split, also=request.columns)
     beat(0, "load the model")
     model = _mean_of(order.members, split)
     form = Form.of(model, split)

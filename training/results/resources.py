@@ -53,7 +53,7 @@ def reading_rows(history: History) -> list[tuple[str, str]]:
     for rank in sorted({rank for rank, _ in last}):
         rows = [row for (of, _), row in last.items() if of == rank]
         fetched, waited = _sum(rows, "fetched_bytes"), _sum(rows, "waited_s")
-        text = f"{fetched / 1e6:.1f} MB fetched, {waited:.1f} s waited for"
+        text = f"{fetched / 1e6:.1f} MB fetched, {waited:.1f} s waited for{_share_read(rows[-1])}"
         if any("cache_hits" in row for row in rows):
             hits, misses = _sum(rows, "cache_hits"), _sum(rows, "cache_misses")
             share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
@@ -61,6 +61,12 @@ def reading_rows(history: History) -> list[tuple[str, str]]:
             text += f", {_sum(rows, 'cache_hit_bytes') / 1e6:.1f} MB"
         found.append((f"rank {rank}", text))
     return found
+
+
+def _share_read(row: dict[str, Any]) -> str:
+    """Which part of a split's bytes an epoch reads; nothing of runs that did not record it."""
+    whole = row.get("split_bytes")
+    return f"; an epoch reads {row['pass_bytes'] / whole:.1%} of the {whole / 1e6:.1f} MB of the split" if whole else ""
 
 
 def straggler_rows(history: History) -> list[tuple[str, str]]:

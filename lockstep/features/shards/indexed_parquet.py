@@ -39,17 +39,29 @@ class IndexedRows:
     file: str
     path: str
     partition: Mapping[str, str | None]
+    only: Collection[str] | None = None
+    """The columns of the schema to make; None: all."""
 
     @classmethod
-    def of(cls, dataset_url: str, manifest: DatasetManifest, shard: ShardInfo, schema: Schema) -> Self | None:
+    def of(
+        cls,
+        dataset_url: str,
+        manifest: DatasetManifest,
+        shard: ShardInfo,
+        schema: Schema,
+        only: Collection[str] | None = None,
+    ) -> Self | None:
         """The rows of a shard of the dataset; None if Lockstep wrote it."""
         if manifest.indexed is None:
             return None
-        return cls(schema, manifest.indexed, join(dataset_url, shard.path), shard.path, dict(shard.partition or ()))
+        partition = dict(shard.partition or ())
+        return cls(schema, manifest.indexed, join(dataset_url, shard.path), shard.path, partition, only)
 
     def columns(self, there: Collection[str]) -> list[str]:
         """The columns to read of the file, which has the columns `there`."""
-        wanted = dict.fromkeys([*(field.name for field in self.schema if field.kind != "id"), *self.id_columns])
+        made = self._made
+        of_ids = self.id_columns if any(field.kind == "id" for field in made) else ()
+        wanted = dict.fromkeys([*(field.name for field in made if field.kind != "id"), *of_ids])
         return [name for name in wanted if name in there and name not in self.partition]
 
     def batch(self, rows: pa.Table, first: int) -> pa.RecordBatch:
@@ -58,8 +70,9 @@ class IndexedRows:
         Raises DataError naming file and column for values that the schema does not allow, and for a null id.
         """
         with placed(self.file, first):
-            made = [self._column(field, rows, first) for field in self.schema]
-        return pa.RecordBatch.from_arrays(made, schema=self.schema.arrow_schema())
+            columns = [self._column(field, rows, first) for field in self._made]
+        kinds = self.schema.arrow_schema()
+        return pa.RecordBatch.from_arrays(columns, schema=pa.schema([kinds.field(field.name) for field in self._made]))
 
     def ids(self, rows: pa.Table, first: int) -> NDArray[np.int64]:
         """The sample id of each row, (n,) int64: of the id columns as `lockstep etl_table` makes it, else of the file's
@@ -74,6 +87,10 @@ class IndexedRows:
             paths = pa.repeat(pa.scalar(self.path), len(numbers))
             parts.append(sample_ids([paths, pa.array(numbers).cast(pa.string())], np.zeros(len(numbers), np.int64)))
         return np.concatenate(parts)
+
+    @property
+    def _made(self) -> list[Field]:
+        return [field for field in self.schema if self.only is None or field.name in self.only]
 
     def _column(self, field: Field, rows: pa.Table, first: int) -> pa.Array:
         if field.kind == "id":

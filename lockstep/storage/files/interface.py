@@ -118,6 +118,8 @@ class FileSystem(ABC):
     promises = Promises()
     calls_at_once = 4
     """How many ranges a reader has under way, and how many shards are opened or moved at once (decision 072)."""
+    gap_bytes = 128 << 10
+    """Up to so many bytes between two parts of a file are read with them, since another read would cost more."""
 
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:

@@ -118,6 +118,8 @@ def _directly(descriptor: int, call: Callable[[], int | None]) -> int | None:
 class LocalFileSystem(FileSystem):
     """Files of this machine, by plain paths or file:/// URLs."""
 
+    gap_bytes = 16 << 10
+
     def open_read(self, url: str) -> BinaryIO:
         with _translated("open", url):
             return open(_path(url), "rb", opener=_open_regular)

@@ -127,6 +127,7 @@ class ObjectStore(RemoteFileSystem, ConditionalWrites):
 
     promises = Promises(atomic_rename=False, directories=False)
     calls_at_once = 16  # nothing of a range comes for a whole round trip, and the ranges of many lanes are short
+    gap_bytes = 1 << 20
 
     def __init__(self, kind: str, bucket: str, settings: dict[str, str]) -> None:
         self._client, self._repeating = clients(kind, bucket, settings)

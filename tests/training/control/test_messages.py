@@ -14,11 +14,16 @@ from lockstep.storage.errors import CommunicationError
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import (
+    BestCheckpoint,
     CheckpointReport,
+    MadePlan,
+    MetricRows,
     ModelSize,
+    RankMemory,
     RankResult,
     Restore,
     SizeOrder,
+    Suspect,
     TrainOrder,
 )
 from lockstep.training.control.protocol import Message
@@ -60,7 +65,7 @@ STORED = st.builds(
 EVALUATION = st.builds(
     EvaluateRequest, several(URLS), URLS, TEXT, num_ranks=COUNTS, batch=COUNTS, baseline=st.none() | TEXT,
     slices=several(TEXT), clusters=st.none() | TEXT, checkpoint=st.none() | NUMBERS | URLS, earlier=FLAGS,
-    more=several(URLS), pictures=FLAGS,
+    more=several(URLS), pictures=FLAGS, where=st.none() | st.just("n > 3"),
 )  # fmt: skip
 PREDICTION = st.builds(
     PredictRequest, several(URLS, 1), URLS, TEXT, URLS, num_ranks=COUNTS, batch=COUNTS,
@@ -92,6 +97,9 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
     st.builds(
         CheckpointReport, step=NUMBERS, files=FILES, tensors=MAPS, audit=FILES, state=MAPS, base=st.none() | NUMBERS
     ),
+    st.builds(MetricRows, rows=FILES), st.builds(RankMemory, rank_mib=NUMBERS), st.builds(MadePlan, plan=MAPS),
+    st.builds(Suspect, step=NUMBERS, samples=st.lists(TEXT, max_size=3)),
+    st.builds(BestCheckpoint, checkpoint=st.none() | URLS),
     st.builds(
         RankResult, steps=NUMBERS, left=FLAGS, metrics=MAPS, samples=NUMBERS, seconds=SECONDS,
         first_step_s=st.none() | SECONDS, left_over=st.lists(TEXT, max_size=3),
@@ -105,7 +113,7 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
     EVALUATION,
     st.builds(
         EvaluateOrder, request=EVALUATION, members=st.lists(STORED, max_size=2), datasets=several(URLS),
-        pooled=st.none() | several(TEXT),
+        pooled=st.none() | several(TEXT), selection=st.none() | MAPS,
     ),
     PREDICTION,
     st.builds(
@@ -123,6 +131,7 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
         RankProfile,
         rounds=st.lists(st.dictionaries(TEXT, st.dictionaries(TEXT, SECONDS, max_size=2), max_size=2), max_size=2),
         steps=NUMBERS, settling=NUMBERS, chunk_steps=NUMBERS, local=FLAGS, repeats=FLAGS, cores=NUMBERS,
+        fetched_bytes=NUMBERS, pass_bytes=NUMBERS, split_bytes=NUMBERS,
         ranks_of_host=NUMBERS, state_bytes=NUMBERS, copy_s=SECONDS,
     ),
     st.builds(

@@ -80,6 +80,11 @@ def test_a_slow_storage_is_named_and_no_file_is_left(
     assert found.measured.waiting["cold"] > 0.3 > found.measured.waiting["synthetic"]
     assert found.measured.cold_alone.median > 3 * found.measured.cached_alone.median
     assert (found.rounds, found.steps, found.repeats) == (2, 8, True)
+    stored = sum(path.stat().st_size for path in Path(images, "split=train").iterdir())
+    assert found.pass_bytes == found.split_bytes == stored
+    steps_bytes = 8 * 16 / 800 * stored  # of one of the three rounds, on both ranks together
+    assert len(found.fetched_bytes) == 2 and sum(found.fetched_bytes) > 3 * steps_bytes
+    assert f"{found.fetched_bytes[1] / 1e6:.1f} MB by rank 1; an epoch reads 100.0% of" in table(found)
     with pytest.raises(ConfigError, match="absent"):
         profiled(images, 1, cache=str(tmp_path / "cache"), model="tests.training._models:absent")
     assert list(tmp_path.iterdir()) == []

@@ -30,6 +30,7 @@ def profile_of(num_ranks: int, batch: int, step_s: float, shares: tuple[float, .
         measured=measured,
         verdict=Verdict("computing", dict(zip(SHARES, shares, strict=True)), 1.0, steady=True),  # type: ignore[arg-type]
         advice=(), steps=8, settling=1, chunk_steps=1, rounds=3, state_bytes=0, copy_s=0.0, repeats=False,
+        fetched_bytes=(1,), pass_bytes=1, split_bytes=1,
     )  # fmt: skip
 
 

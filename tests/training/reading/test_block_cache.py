@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lockstep.jobs.fill_cache import main as fill_cache
 from lockstep.storage.errors import ConfigError, CorruptionError
 from lockstep.storage.fs import filesystem
 from lockstep.training.plan.order import Run
@@ -32,6 +33,7 @@ from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.reader import ReadOptions, SplitReader
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
+from tests.waiting import WAIT_S
 
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 
@@ -400,3 +402,31 @@ def test_damage_in_the_cache_is_read_again_and_damage_in_the_dataset_is_not_kept
     assert reader.read(reader.table.run(0)).equals(wanted.slice(0, reader.table.run(0).count))
     assert "the second read has the right bytes" not in caplog.text  # the damaged block is not there any more
     assert filesystem(root).stat(root).is_dir
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_a_filled_cache_serves_all_that_ranks_read(
+    tmp_path: Path, fmt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = write_table(tmp_path / "d", fmt=fmt, records={"train": 100}, shards=2, block_records=8)
+    size = sum(shard.bytes for shard in manifest.splits["train"].shards)
+    call = ["--dataset", str(tmp_path / "d"), "--cache", str(tmp_path / "cache"), "--cache-bytes"]
+    where = ["--where", "a > 99 OR a <= 99"]
+    command = [sys.executable, "-m", "lockstep", "fill_cache", *call, str(1 << 20)]
+    fillers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    shown = [filler.communicate(timeout=WAIT_S)[0] for filler in fillers]
+    assert all(filler.returncode == 0 for filler in fillers) and all("; whole" in one for one in shown), shown
+    added = [int(one.split(" blocks added")[0].split()[-1]) for one in shown]
+    assert 14 <= sum(added) <= 28  # a block that both read at once is written twice, the second over the first
+    options = ReadOptions(cache=str(tmp_path / "cache"), cache_bytes=1 << 20)
+    reader = OpenSplit.at(str(tmp_path / "d"), "train", options=options).reader
+    assert len(rows_of(reader)) == 100
+    found = reader.counts.cached
+    assert found is not None and (found.misses, found.damaged) == (0, 0) and found.hits >= 14
+    reader.close()
+    assert fill_cache([*call, str(1 << 20), *where]) == 0
+    assert "0 blocks added (0.0 MB), 14 were there; whole" in capsys.readouterr().out
+    small = [*call[:3], str(tmp_path / "small"), call[4], str(size // 2)]
+    assert fill_cache(small) == 0
+    assert "not whole (no room" in capsys.readouterr().out
+    assert sum(path.stat().st_size for path in (tmp_path / "small").rglob("*") if len(path.name) == 40) <= size // 2

@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.storage.errors import CorruptionError, StorageError, StorageTimeoutError
 from lockstep.training.reading.fetch import BlockFetcher
+from lockstep.training.reading.stretches import Stretches
 
 RECORD = 10
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8))
@@ -21,6 +22,8 @@ CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8
 
 class Shard:
     """Records of ten bytes."""
+
+    stretches = Stretches.whole(len(CONTENT))
 
     def records_read(self, first: int, count: int) -> tuple[int, int]:
         return first, count
@@ -232,3 +235,29 @@ def test_threads_end_with_their_owner() -> None:
     assert not any(worker.is_alive() for worker in workers)
     fetcher.hint(0, 0, 5)  # after the end a hint is nothing, and a read still a read
     assert bytes_of(fetcher, 0, 5) == CONTENT[:50]
+
+
+class InParts(Shard):
+    """Records of ten bytes, each two parts of the file."""
+
+    stretches = Stretches(np.arange(0, 20_000, 10).reshape(-1, 1) + np.array([[0, 5]]), 0)
+
+
+def test_records_that_need_several_reads_are_not_joined_to_one_range() -> None:
+    for shard, ranges in (
+        (Shard(), [(0, 0, 80)]),
+        (InParts(), [(0, first * 10, first * 10 + 10) for first in range(8)]),
+    ):
+        store = Store()
+        fetcher = BlockFetcher([shard], store.load, name_of=str)
+        with fetcher._lock:
+            fetcher._start = lambda: None  # type: ignore[method-assign]
+        for first in range(8):
+            fetcher.hint(0, first, 1)
+        fetcher._find_extents(next(iter(fetcher._hints._queue.values())))
+        while (job := fetcher._hints.next_range(fetcher._ranges, fetcher.range_bytes)) is not None:
+            fetcher._read(job)
+        assert store.loads == ranges
+        assert [bytes(fetcher.take(0, first, 1)[0]) for first in range(8)] == [
+            CONTENT[first * 10 : first * 10 + 10] for first in range(8)
+        ]

@@ -292,7 +292,8 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
     for generation, rows_of in (
         (1, [{**saved, "step": 2, "skipped": 0}, {**reading, "step": 2}, {**reading, "step": 3}]),
         (2, [{**saved, "step": 5, "skipped": 2, "cost_s": 1.5},
-             {**reading, "step": 5, "cache_hits": 3, "cache_misses": 1, "cache_hit_bytes": 2_000_000}]),
+             {**reading, "step": 5, "cache_hits": 3, "cache_misses": 1, "cache_hit_bytes": 2_000_000,
+              "pass_bytes": 3_000_000, "split_bytes": 40_000_000}]),
     ):  # fmt: skip
         part = Path(RunPaths(run).metrics(generation)) / "part-00001.jsonl"
         part.write_text("".join(json.dumps(row) + "\n" for row in rows_of))
@@ -304,7 +305,8 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
         "cost of one, including slower steps": "1.000 s in the median, 1.500 s at most",
     }  # fmt: skip
     # Two processes, of which the first told twice what it had read since it began.
-    text = "8.0 MB fetched, 3.0 s waited for; 3 of 4 reads from the cache (75.0%), 2.0 MB"
+    text = "8.0 MB fetched, 3.0 s waited for; an epoch reads 7.5% of the 40.0 MB of the split; "
+    text += "3 of 4 reads from the cache (75.0%), 2.0 MB"
     assert reading_rows(history) == [("rank 0", text)]
     page = render(run, [], [], history, [], None)
     assert "<h2>Checkpoints</h2>" in page and text in page
