@@ -72,7 +72,10 @@ class TrainingSet:
             return cls(opened.manifest, (opened,))
         manifest = open_mixture(datasets, split, selection)[1]
         each = None if options is None else options.shared_by(len(datasets))
-        opened_each = (OpenSplit.at(url, split, training=True, options=each, selection=selection) for url in datasets)
+        opened_each = (
+            OpenSplit.at(url, split, training=True, options=each, selection=selection, schema=manifest.schema)
+            for url in datasets
+        )
         return cls(manifest, tuple(opened_each))
 
     def skipping_bad_images(self) -> Self:

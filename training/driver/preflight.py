@@ -213,7 +213,7 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
     parts, manifest = open_them(config.data.datasets, config.data.split, selection)
     first = parts[0]
     split_of(manifest, config.data.split)
-    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.data.split, training=True))
+    encoder = load_encoder(first.url, manifest, held_out(first.manifest, config.data.split, training=True))
     if config.reading.bad_images == "skip":
         encoder.skipping_bad_images()
     if config.exactness.on_bad_record == "skip":

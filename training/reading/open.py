@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
@@ -91,16 +91,19 @@ class OpenSplit:
         as_trained_on: str | None = None,
         options: ReadOptions | None = None,
         selection: Selection | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
         that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
         `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
+        `schema` is that of a manifest with more fields, which state a default.
         """
         parts, manifest = open_parts(datasets, split, selection)
+        manifest = manifest if schema is None else replace(manifest, schema=schema)
         first, fold = parts[0], split
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True
-        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, fold, training=training))
+        encoder = load_encoder(first.url, manifest, held_out(first.manifest, fold, training=training))
         reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)

@@ -24,7 +24,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join
 from lockstep.training.config import TrainConfig
-from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.datasets import split_of, widest
 from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.shards import Shard, ShardOpener
 from lockstep.training.run.paths import RunPaths
@@ -53,19 +53,21 @@ def selection_of(config: TrainConfig, datasets: Sequence[str] | None = None) -> 
         kept = dict(stored.kept) if stored.where == where else {}
     held_out = config.validation.validate
     names = [*config.data.split.split(","), *([] if held_out is None else [held_out])]
-    for url in datasets or config.data.datasets:
-        manifest = load_dataset(url)
-        condition = Condition.parse(where, Schema.from_json(manifest.schema))
+    urls = datasets or config.data.datasets
+    manifests = [load_dataset(url) for url in urls]
+    schema = Schema.from_json(manifests[widest(manifests)].schema)
+    condition = Condition.parse(where, schema)
+    for url, manifest in zip(urls, manifests, strict=True):
         for name in names:
             if name in manifest.splits and (manifest.digest, name) not in kept:
-                kept[manifest.digest, name] = _counted(url, manifest, name, condition)
+                kept[manifest.digest, name] = _counted(url, manifest, name, condition, schema)
     return Selection(where, kept)
 
 
-def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition) -> tuple[int, ...]:
+def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition, schema: Schema) -> tuple[int, ...]:
     shards, whole = len(manifest.splits[split].shards), manifest.splits[split].records
     with Progress("where", shards, "shards") as progress:
-        kept = count_kept(url, manifest, split, condition, progress.update)
+        kept = count_kept(url, manifest, split, condition, progress.update, schema)
     if not sum(kept):
         raise ConfigError(
             f"no sample of split `{split}` of {url} meets --where",
@@ -78,21 +80,28 @@ def _counted(url: str, manifest: DatasetManifest, split: str, condition: Conditi
 
 
 def count_kept(
-    dataset_url: str, manifest: DatasetManifest, split: str, condition: Condition, report: Callable[[], None]
+    dataset_url: str,
+    manifest: DatasetManifest,
+    split: str,
+    condition: Condition,
+    report: Callable[[], None],
+    schema: Schema | None = None,
 ) -> tuple[int, ...]:
-    """Count the records of each block of a split that meet a condition, in the order of the shards.
+    """Count the records of each block of a split that meet a condition, in the order of the shards. `schema` has fields
+    with a default that the dataset may lack (None: the dataset's own).
 
     Of Lockstep's own Parquet it reads only the columns of the condition, in row groups whose statistics leave it open;
     of other files, all records. Calls `report` after each shard. Raises as reading the split does.
     """
-    info, fs, schema = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
-    opener = ShardOpener(schema)
+    info, fs, own = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
+    schema = schema or own
+    opener, lacks = ShardOpener(schema), bool(schema.added_to(own))
 
     def counted(number: int) -> list[int]:
         shard = info.shards[number]
         url = join(dataset_url, shard.path)
         opened = opener.open(fs, dataset_url, manifest, split, number)
-        if manifest.format == "parquet" and manifest.indexed is None:
+        if manifest.format == "parquet" and manifest.indexed is None and not lacks:
             return list(_kept_of_parquet(fs, url, shard, condition))
         blocks = range(0, shard.records, info.block_records)
         return [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import google_crc32c
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from lockstep.jobs import etl_logs
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.dataset.manifest_entries import Counts
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.training.reading.open import OpenSplit
+from tests.builders.blocks import read_all
 from tests.etl.conftest import NASA, ROOT, tree
 from tests.etl.logs import weblog_oracle as oracle
 from tests.etl.logs.test_appends import check_chain
@@ -137,6 +140,47 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lockstep.jobs.etl_logs", *arguments(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+
+
+@pytest.mark.slow
+def test_an_increment_may_add_a_column_with_a_default(spark: SparkSession, tmp_path: Path) -> None:
+    """A log of clicks: the second file has a column more; the third call takes the schema from the second dataset."""
+    chance, frames = random.Random("columns"), []
+    narrow = (
+        '[[fields]]\nname = "price"\ndtype = "float32"\n[[fields]]\nname = "click"\ndtype = "bool"\nkind = "label"\n'
+    )
+    wide = f'{narrow}[[fields]]\nname = "device"\ndtype = "string"\nnullable = true\ndefault = "desktop"\n'
+    wide += 'encoding = {kind = "hash", buckets = 9}\n'
+    (tmp_path / "logs").mkdir()
+    for number, schema in enumerate([narrow, wide, None]):
+        rows = [
+            {"visit": f"{number}-{row}", "price": row / 4, "click": chance.choice(["true", "false"]),
+             "device": chance.choice(["", "phone", "tv"])}
+            for row in range(60)
+        ]  # fmt: skip
+        frame = pd.DataFrame(rows).drop(columns=["device"] if number == 0 else [])
+        frame.to_csv(tmp_path / "logs" / f"{number}.csv", index=False)
+        frames.append(frame)
+        argv = ["--input", str(tmp_path / "logs"), "--output", str(tmp_path / "days"), "--increment"]
+        argv += ["--log-format", "csv", "--id-columns", "visit"]
+        if schema is not None:
+            (tmp_path / "schema.toml").write_text(schema)
+            argv += ["--schema", str(tmp_path / "schema.toml")]
+        config = etl_logs.config_of(etl_logs.parser().parse(argv), etl_logs.parser().given(argv))
+        plan = logs.check_increment(config)
+        assert plan is not None
+        logs.run(spark, config, plan)
+    urls = [str(path) for path in datasets_in(tmp_path)]
+    opened = [OpenSplit.at(urls, split) for split in ("train", "test")]
+    found = pd.concat([read_all(split.reader).to_pandas() for split in opened])
+    wanted = pd.concat([frames[0].assign(device="desktop"), *frames[1:]])
+    wanted = wanted.assign(device=wanted["device"].replace("", None), click=wanted["click"] == "true")
+    names = ["price", "click", "device"]
+    pd.testing.assert_frame_equal(
+        found[names].sort_values(names, ignore_index=True),
+        wanted[names].sort_values(names, ignore_index=True),
+        check_dtype=False,
+    )
 
 
 class Chain:
