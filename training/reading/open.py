@@ -103,7 +103,8 @@ class OpenSplit:
         first, fold = parts[0], split
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True
-        encoder = load_encoder(first.url, manifest, held_out(first.manifest, fold, training=training))
+        own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
+        encoder = load_encoder(first.url, own, held_out(own, fold, training=training))
         reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
