@@ -121,11 +121,12 @@ def help_text(option: Option) -> str:
 def config_of(args: Namespace) -> TrainConfig:
     """The configuration that the flags give; `take_over` belongs to this call and not to the run.
 
-    Raises ConfigError for invalid values, and for a flag that does nothing without another one.
+    Raises ConfigError for invalid values, and for a flag that does nothing without another one; with --since what
+    reading the datasets' manifests raises.
     """
     given = {name: getattr(args, name) for name in option_names() if hasattr(args, name)}
     # Asked of flags and not of TrainConfig: a stored run, which always names all options, must stay readable.
     refuse_idle("--validate-every", "validate_every" in given and "validate" not in given, "--validate SPLIT")
     refuse_idle("--cache-bytes", "cache_bytes" in given and "cache" not in given, "--cache DIR")
     refuse_idle("--master", args.master is not None and given.get("launcher") == "local", "--launcher barrier")
-    return TrainConfig(**given)
+    return TrainConfig(**given).with_all_datasets()

@@ -29,6 +29,8 @@ def parser() -> JobParser:
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
     job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
     _etl_flags.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
+    further = "--output is a folder of datasets: continue the newest with the input files that none of them has read"
+    job.add_argument("--increment", action="store_true", help=further)
     _etl_flags.add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
     _etl_flags.add_web_flags(job)
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/schema.md)")
@@ -49,11 +51,13 @@ def parser() -> JobParser:
 def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConfig:
     """The configuration from the flags, with --append-to also from the dataset for those that are not `given`."""
     from lockstep.etl.logs.config import LogsConfig
+    from lockstep.etl.write.increment import as_increment
     from lockstep.jobs import _etl
 
     own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "quoted_newlines")
     values = {name: getattr(args, name) for name in own} | {"null_texts": tuple(args.null_text)}
     values |= {**_etl_flags.web_values(args), **_etl_flags.output_values(args)}
+    values = as_increment(values) if args.increment else values
     return LogsConfig(**_etl.continuing(values, given))
 
 
@@ -73,12 +77,15 @@ def main(argv: Sequence[str]) -> int:
     if (found := _etl.finished(args, config, lambda: sources_of(config))) is not None:
         print(_etl.summary(found, args.output))
         return 0
-    plan = logs.check(config)
+    plan = logs.check_increment(config) if args.increment else logs.check(config)
+    if plan is None:
+        print(f"{args.output}: nothing new: all files of --input are in {config.append_to} or before it")
+        return 0
     size = sum(source.size_bytes for source in plan.sources)
     with spark_session("lockstep etl_logs", args.master, input_bytes=size) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         manifest = logs.run(spark, config, plan)
-    print(_etl.summary(manifest, args.output))
+    print(_etl.summary(manifest, config.output))
     return 0
 
 

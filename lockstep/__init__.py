@@ -516,7 +516,7 @@ def _config_and_text(
     config = TrainConfig(
         datasets=several(datasets), run=os.fspath(run), model=name, launcher=launcher, **options
     )  # fmt: skip
-    return config, function
+    return config.with_all_datasets(), function
 
 
 def _name_and_text(model: Model) -> tuple[str, str | None]:

@@ -22,7 +22,7 @@ from lockstep.etl.split.splits import SplitSpec
 from lockstep.features.encode.bake import Baker, check_bakeable
 from lockstep.features.schema.fitted import Fitted, read_fitted
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -41,6 +41,14 @@ _OWN = pa.schema(
 def check_bake(schema: Schema, split: SplitSpec) -> None:
     """Raise ConfigError if the inputs of a model cannot be stored instead of these fields."""
     check_bakeable(schema)
+    for field in schema:
+        require(
+            field.default is None,
+            "--bake",
+            f"field `{field.name}` with a default",
+            "fields without a default: a baked dataset stores inputs of a model, not columns",
+            "Leave out --bake, or the default.",
+        )
     if split.kind == "kfold" and schema.fitted_fields:
         raise _folds(schema, f"--split {split.text}")
 

@@ -163,11 +163,13 @@ def find_sources(
     root: str | None = None,
     *,
     zips: bool = False,
+    known: Callable[[FileStat], bool] | None = None,
 ) -> list[Source]:
     """The input files in the order given; those of a directory or pattern are sorted by name. `check` is called with
     each file and its first HEAD_BYTES, and says whether it holds anything: files that do not are skipped, with a
     warning. Paths are below `root`, by default below the directory, the fixed part of the
-    pattern, or the directory of the file that is given. `zips` takes zip archives as they are.
+    pattern, or the directory of the file that is given. `zips` takes zip archives as they are. Files that are `known`
+    are left out unopened; with it, no file may be left.
 
     Raises NotFoundError for a missing path, a directory without files and a pattern without a match, DataError for an
     empty file without a `check`, for only such files, and for an unknown compression, ConfigError for a file that is
@@ -182,7 +184,7 @@ def find_sources(
         base = root or (fixed_part(url)[0] if pattern else url)
         for named in expand(url) if pattern else [url]:
             for file in _files(named):
-                place = _place(file.url)
+                place = place_of(file.url)
                 if place in seen:
                     raise ConfigError(
                         f"input {file.url} is given twice",
@@ -191,10 +193,12 @@ def find_sources(
                         next_step="Remove one of them from --input.",
                     )
                 seen[place] = url
+                if known is not None and known(file):
+                    continue
                 source, holds = _source(file, path_below(file.url, base), check, zips)
                 (sources if holds else empty).append(source)
     if empty:
-        _tell_empty([source.url for source in empty], others=len(sources) > 0)
+        _tell_empty([source.url for source in empty], others=len(sources) > 0 or known is not None)
     return sources
 
 
@@ -308,7 +312,7 @@ def _source(
     return source, check is None or check(source, head)
 
 
-def _place(url: str) -> str:
+def place_of(url: str) -> str:
     """One text for all spellings of a file's URL; a local link counts as its target."""
     scheme, authority, path = split_url(url)
     if scheme == "file":
@@ -413,7 +417,9 @@ class HashedFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def find_lines(urls: Sequence[str], *, header: bool, root: str | None = None) -> list[Source]:
+def find_lines(
+    urls: Sequence[str], header: bool, root: str | None = None, known: Callable[[FileStat], bool] | None = None
+) -> list[Source]:
     """The files of lines, by find_sources, checked by check_lines. A file without a line is skipped with a warning,
     such as a log that was just rotated; so are blank lines alone and, with `header`, a first line alone.
     """
@@ -422,7 +428,7 @@ def find_lines(urls: Sequence[str], *, header: bool, root: str | None = None) ->
         check_lines(source, head)
         return _has_lines(source, head, header)
 
-    return find_sources(urls, check, root)
+    return find_sources(urls, check, root, known=known)
 
 
 def _has_lines(source: Source, head: bytes, header: bool) -> bool:

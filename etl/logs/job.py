@@ -31,12 +31,13 @@ from lockstep.etl.logs.parse import (
     output_schema,
 )
 from lockstep.etl.logs.past import hold_of_label, looks_round, text_of
-from lockstep.etl.logs.plan import Plan, plan_of
+from lockstep.etl.logs.plan import Plan, plan_of, sources_of
 from lockstep.etl.logs.records import RecordLines
 from lockstep.etl.logs.rejected import look
 from lockstep.etl.spark.session import job_description
 from lockstep.etl.spark.tasks import over_slices
 from lockstep.etl.write.checks import check_label, check_output
+from lockstep.etl.write.increment import ReadBefore
 from lockstep.etl.write.job import Counts, Input, Labelled
 from lockstep.etl.write.job import run as run_job
 from lockstep.etl.write.refusal import Look
@@ -83,6 +84,16 @@ def check(config: LogsConfig) -> Plan:
     these go with split, sample, weights and the dataset that is continued.
     """
     return plan_of(config, check_output(config))
+
+
+def check_increment(config: LogsConfig) -> Plan | None:
+    """What `check` returns, for the files that no dataset of the chain has read; None if there is no such file.
+
+    Raises also DataError for a file that has grown or changed since it was read.
+    """
+    parent = check_output(config)
+    sources = sources_of(config, None if parent is None else ReadBefore(parent))
+    return plan_of(config, parent, sources) if sources else None
 
 
 def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> DatasetManifest:

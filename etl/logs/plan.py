@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from lockstep.etl.logs.values import without_bom
 from lockstep.etl.logs.web import WebLines
 from lockstep.etl.write.append import Parent, other_parent
 from lockstep.etl.write.checks import Target, check_target
+from lockstep.etl.write.increment import ReadBefore
 from lockstep.etl.write.sources import check_paths
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
@@ -134,13 +136,17 @@ class Plan:
         return {ROLES: dict(self.parser.columns)} if isinstance(self.parser, WebLines) else {}
 
 
-def sources_of(config: LogsConfig) -> list[Source]:
-    """The files of a log, without those that are empty. Raises the errors of find_lines."""
-    return find_lines(config.inputs, header=config.has_header, root=config.input_root)
+def sources_of(config: LogsConfig, read: ReadBefore | None = None) -> list[Source]:
+    """The files of a log, without those that are empty and those `read` before. Raises the errors of find_lines, and
+    DataError for a file that was read before and has grown or changed since.
+    """
+    find = partial(find_lines, config.inputs, config.has_header, config.input_root)
+    return find() if read is None else read.new(find)
 
 
-def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
-    """Find the files and read the names of their fields; `parent` is the dataset that is continued.
+def plan_of(config: LogsConfig, parent: Parent | None = None, sources: Sequence[Source] | None = None) -> Plan:
+    """Find the files, unless they are known as `sources`, and read the names of their fields; `parent` is the dataset
+    that is continued.
 
     Raises the errors of find_lines, names_in, check_target and, where records are known by their file,
     check_paths; ConfigError for missing columns.
@@ -153,7 +159,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
             require(not given, flag, " ".join(given), "with --schema")
         # Flags are checked before a file is read. Only of dated logs do the files decide which features there are.
         checked = None if kind.dated else _web_target(config, kind.referrers, parent)
-        sources = sources_of(config)
+        sources = sources_of(config) if sources is None else sources
         names = [_names(source, config) for source in sources]
         by_role = _web_columns(sources, names, config) if kind.has_columns else {}
         _check_parent(by_role, config, parent)
@@ -163,7 +169,7 @@ def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
         return Plan(tuple(sources), work, lines, target, web.ID_COLUMNS, Past.of(parent))
     schema = config.schema if isinstance(config.schema, Schema) else load_schema(config.schema)
     id_columns = config.id_columns or PLACE_COLUMNS
-    sources = sources_of(config)
+    sources = sources_of(config) if sources is None else sources
     if not config.id_columns:
         check_paths(sources, parent, "; or name the columns that identify a record by --id-columns")
     names = [() if kind.keyed else _names(source, config) for source in sources]

@@ -45,7 +45,7 @@ def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the s
     fs = filesystem(config.output)
     if fs.exists(config.output):
         raise occupied(config.output)
-    sources = find_lines(config.inputs, header=config.has_header)
+    sources = find_lines(config.inputs, config.has_header)
     table = _keyed_table(sources, config.format) if config.format.keyed else _text_table(sources, config)
     asked = Asked(
         where=", ".join(config.inputs),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.etl.columns import listed
 from lockstep.etl.spark.tasks import mapped
 from lockstep.etl.split.sampling import Sampling
 from lockstep.etl.split.splits import SplitSpec
 from lockstep.etl.write.config import WriteConfig
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
-from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field
+from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.foreign_files import open_unpacked, pieces
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, read_checked
@@ -66,10 +67,24 @@ class Parent:
         return {"url": self.url, "digest": self.manifest.digest}
 
     def check_schema(self, schema: Schema) -> None:
-        """Raise ConfigError for a schema that is not the parent's."""
-        different = schema.differences(raw_schema(Schema.from_json(self.manifest.schema)))
-        if different:
-            raise other_parent(self.url, "schema", f"the schema of {self.url}", different)
+        """Raise ConfigError for a schema that is not the parent's, but for new columns that state a default."""
+        theirs = raw_schema(Schema.from_json(self.manifest.schema))
+        added = schema.added_to(theirs)
+        if added is not None:
+            _check_added(self.url, added)
+            return
+        there = {field.name for field in theirs}
+        without = [field.name for field in schema if field.name not in there and field.default is None]
+        rest = replace(schema, fields=tuple(field for field in schema if field.name not in without))
+        if without and rest.added_to(theirs) is not None:
+            raise ConfigError(
+                f"{self.url} cannot be continued: it lacks {listed(without)}",
+                got="a new column without a default",
+                allowed="new columns that are nullable and state the `default` of earlier records",
+                next_step="Declare `nullable = true` and `default = ...` for it in --schema, or make a separate dataset"
+                " without --append-to.",
+            )
+        raise other_parent(self.url, "schema", f"the schema of {self.url}", schema.differences(theirs))
 
     def fitted(self) -> dict[str, bytes]:
         """The parent's fitted files by name: an append is encoded with its parent's statistics."""
@@ -110,6 +125,18 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
     if config.weights == "balanced":
         _check_counts(url, stored.get(CLASS_COUNTS))
     return Parent(chain)
+
+
+def _check_added(url: str, added: Sequence[Field]) -> None:
+    """Raise ConfigError for a new column with statistics: an append is encoded with those of its parent."""
+    fitted = [field.name for field in added if field.fitted_file is not None]
+    if fitted:
+        raise ConfigError(
+            f"{url} cannot be continued: it has no statistics of {listed(fitted)}",
+            got="a new column whose encoding is vocabulary or standardise",
+            allowed="new columns with an encoding without statistics: hash, bucketise, number, log, clip, ignore",
+            next_step="Declare another encoding, or make a separate dataset of all files without --append-to.",
+        )
 
 
 def check_new_ids(rows: DataFrame, parent: Parent) -> None:

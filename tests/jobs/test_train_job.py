@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.jobs import verify
 from lockstep.jobs._train import config_of
 from lockstep.jobs.train import main, parser
 from lockstep.process.installed import ROOT
 from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.storage.fs import filesystem
 from lockstep.training.config import TrainConfig, option_names
+from lockstep.training.run.paths import RunPaths
+from lockstep.training.run.run_json import read_run
+from tests.storage.dataset.test_increments import days
 from tests.training._tiny import write_table
 from tests.training.reading.test_fitted_files import write as write_folds
 
@@ -160,3 +165,24 @@ def test_help_from_any_folder_loads_neither_tensorflow_nor_spark(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--global-batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_since_trains_on_what_the_newest_continues_after_it(tmp_path: Path) -> None:
+    """Each sample of the two later days is trained on once an epoch, none of the first."""
+    urls = days(tmp_path / "days")
+    call = ["--dataset", str(tmp_path / "days"), "--since", urls[0], "--run", str(tmp_path / "run"), *NEEDED]
+    call += ["--audit", "--launcher", "local"]
+    assert main(call) == 0
+    stored = TrainConfig.from_json(read_run(filesystem(str(tmp_path)), RunPaths(str(tmp_path / "run")))["config"])
+    assert (stored.data.datasets, stored.data.since) == (tuple(urls[1:]), urls[0])
+    lines = [line for path in (tmp_path / "run").glob("**/*.csv") for line in path.read_text().splitlines()]
+    seen = [int(line.split(",")[2], 16) for line in lines if line[0].isdecimal()]
+    assert sorted(seen) == [*range(10, 18), *range(20, 28)]
+    assert verify.main([str(tmp_path / "run")]) == 0
+    assert main(call) == 0  # the same call finds the run finished
+    call[3] = urls[1]
+    with pytest.raises(ConfigError, match=r"begun with another `(records|dataset_digest)`"):
+        main(call)
+    with pytest.raises(ConfigError, match="one dataset, or a folder of increments"):
+        config_of(parser().parse(["--dataset", *urls[1:], *call[2:]]))

@@ -170,8 +170,13 @@ def write_rows(
     block_records: int,
     seed: int,
     fitted: tuple[Fitted, ...] = (),
+    *,
+    config: Mapping[str, object] | None = None,
+    parent: tuple[object, DatasetManifest] | None = None,
 ) -> DatasetManifest:
-    """Write any rows as a dataset, cut into splits of `records` rows each, in order; `fitted` under their names."""
+    """Write any rows as a dataset, cut into splits of `records` rows each, in order; `fitted` under their names. It
+    continues `parent`, a place and its manifest.
+    """
     splits: dict[str, SplitInfo] = {}
     files: dict[str, FileInfo] = {}
     for each in fitted:
@@ -188,12 +193,13 @@ def write_rows(
         row += count
     manifest = DatasetManifest.build(
         format=fmt,
-        created_by={"version": "tiny", "config": {}, "seed": seed},
+        created_by={"version": "tiny", "config": dict(config or {}), "seed": seed},
         schema=schema.to_json(),
         splits=splits,
         files=files,
         counts=Counts(read=row, written=row, quarantined=0, dropped={}),
         source=(),
+        parent=None if parent is None else {"url": str(parent[0]), "digest": parent[1].digest},
     )
     _put(DatasetPaths(root).manifest, manifest.to_bytes())
     return manifest

@@ -76,7 +76,10 @@ class TrainingSet:
         manifest = open_mixture(datasets, split, selection)[1]
         each = None if options is None else options.shared_by(len(datasets))
         opened_each = (
-            OpenSplit.at(url, split, training=True, options=each, selection=selection, also=also) for url in datasets
+            OpenSplit.at(
+                url, split, training=True, options=each, selection=selection, schema=manifest.schema, also=also
+            )
+            for url in datasets
         )
         return cls(manifest, tuple(opened_each))
 

@@ -26,6 +26,9 @@ class DataConfig(Part):
     where: Annotated[str | None, "CONDITION"] = None
     """Train and validate only on the samples that meet a condition in SQL on their columns, such as "age >= 18 AND
     country IN ('DE', 'AT')" (docs/batches.md; default: all)."""
+    since: Annotated[str | None, "DATASET|TIME"] = None
+    """Train on all datasets that the given one, or the newest in a folder of increments, continues after this one or
+    this time, such as 2026-01-31T06:00 UTC (docs/formats.md; default: on those given)."""
     mix: Annotated[tuple[int, ...] | None, "R"] = None
     """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
     datasets end to end)."""

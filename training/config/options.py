@@ -91,6 +91,7 @@ class TrainOptions(FoldOptions, total=False):
     """The options of train and tune: fields of TrainConfig."""
 
     split: str
+    since: str | None
     mix: Sequence[int] | None
     validate_every: int
 

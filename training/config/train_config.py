@@ -26,8 +26,8 @@ from lockstep.training.ways import Way, way_asked
 # The first group of --help: what most calls give, whichever part it belongs to.
 FIRST_GROUP = "what is trained on what"
 FIRST = (
-    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "mix", "init_from", "extra",
-    "seed",
+    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "since", "mix", "init_from",
+    "extra", "seed",
 )  # fmt: skip
 
 
@@ -110,6 +110,18 @@ class TrainConfig:
     def but(self, **changes: Unpack[Changes]) -> TrainConfig:
         """Return a copy with some other options. Raises ConfigError for invalid values."""
         return TrainConfig(**{**self.options(), **changes})
+
+    def with_all_datasets(self) -> TrainConfig:
+        """Return the configuration with all datasets that `since` asks for; itself without it.
+
+        Raises ConfigError for several datasets with `since`, and what datasets_since raises.
+        """
+        if self.data.since is None:
+            return self
+        from lockstep.storage.dataset.increments import datasets_since
+
+        self.data.check("datasets", len(self.data.datasets) == 1, "with --since one dataset, or a folder of increments")
+        return self.but(datasets=datasets_since(self.data.datasets[0], self.data.since))
 
     def options(self) -> dict[str, Any]:
         """All options by name, those of other ways with their defaults: what the constructor takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.features.encode.encoder import Encoder
@@ -213,7 +213,8 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
     parts, manifest = open_them(config.data.datasets, config.data.split, selection)
     first = parts[0]
     split_of(manifest, config.data.split)
-    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.data.split, training=True))
+    own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
+    encoder = load_encoder(first.url, own, held_out(own, config.data.split, training=True))
     if config.reading.bad_images == "skip":
         encoder.skipping_bad_images()
     if config.exactness.on_bad_record == "skip":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -37,8 +37,8 @@ def open_mixture(
 ) -> tuple[tuple[Part, ...], MixedManifest]:
     """The parts of the datasets of a mixture, which is trained on in given ratios, and their manifest.
 
-    All datasets must have one schema and the same fitted files, since one model and one encoder see all; format,
-    compression and the size of blocks may differ. Raises as `open_parts`.
+    All datasets must have one schema, but for fields that state a default, and the same fitted files, since one model
+    and one encoder see all; format, compression and the size of blocks may differ. Raises as `open_parts`.
     """
     urls = several(urls)
     opened = [open_parts([url], split, selection) for url in urls]
@@ -47,10 +47,11 @@ def open_mixture(
     for url, manifest in zip(urls, manifests, strict=True):
         if split not in manifest.splits:
             raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
-        _check_alike(url, manifest, urls[0], first)
+    schema = _one_schema(urls, manifests)
     if len({manifest.digest for manifest in manifests}) < len(urls):
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
+    values["schema"] = schema
     values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
     values["created_by"] = _created_by(manifests)
     return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
@@ -62,8 +63,9 @@ def open_parts(
     """The parts named by `urls` and `split` (names separated by `,`, such as fold-1,fold-2), and one manifest of them.
 
     The manifest is that of the first dataset. With several parts, its split `split` has the shards of all; with several
-    datasets, its digest is that of the list of their digests. The datasets must have one schema, one format, the same
-    fitted files and blocks of one size; they need not be appended to one another. Sample ids are not compared: only an
+    datasets, its digest is that of the list of their digests, and its schema has all fields: the datasets must have one
+    schema, but for fields that state a default, one format, the same fitted files and blocks of one size; they need not
+    be appended to one another. Sample ids are not compared: only an
     append was checked against the dataset that it continues, and two appends of one parent may have the same records.
     With `selection`, the split has only the records that it selects.
     Raises NotFoundError for a missing dataset, ConfigError for parts that do not fit together or a dataset given twice.
@@ -87,8 +89,8 @@ def open_parts(
     if len({part.manifest.digest for part in parts}) < len(urls) or len(set(names)) < len(names):
         way = "Correct --split." if len(urls) == 1 else "Name each dataset and each split once."
         raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once", way)
+    schema = _one_schema(urls, manifests)
     for part in parts:
-        _check_alike(part.url, part.manifest, urls[0], first)
         if part.manifest.format != first.format:
             raise _unfit(part.url, f"another format: {part.manifest.format}", f"{first.format}, as of {urls[0]}")
     sizes = {part.manifest.splits[part.split].block_records for part in parts}
@@ -99,7 +101,7 @@ def open_parts(
     kept = None if selection is None else tuple(count for info in joined for count in info.kept or ())
     digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
     splits = {**first.splits, split: SplitInfo(sizes.pop(), shards, joined[0].where, kept)}
-    return parts, replace(first, splits=splits, digest=digest, created_by=_created_by(manifests))
+    return parts, replace(first, schema=schema, splits=splits, digest=digest, created_by=_created_by(manifests))
 
 
 def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
@@ -180,12 +182,24 @@ def _sizes(split: SplitInfo) -> dict[str, int]:
     return {"records": split.records, "block_records": split.block_records, "shards": len(split.shards)}
 
 
-def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: DatasetManifest) -> None:
-    if manifest.schema != first.schema:
-        schemas = Schema.from_json(manifest.schema).differences(Schema.from_json(first.schema))
-        raise _unfit(url, f"another schema: {schemas}", f"that of {first_url}")
-    if fitted := _fitted_differences(manifest, first):
-        raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
+def widest(manifests: Sequence[DatasetManifest]) -> int:
+    """The number of the first of the datasets with the most fields."""
+    counts = [len(manifest.schema["fields"]) for manifest in manifests]
+    return counts.index(max(counts))
+
+
+def _one_schema(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Mapping[str, Any]:
+    """The schema with all fields; raises ConfigError for datasets that do not fit together."""
+    number = widest(manifests)
+    wide, first_url, first = Schema.from_json(manifests[number].schema), urls[number], manifests[number]
+    for url, manifest in zip(urls, manifests, strict=True):
+        if manifest.schema != first.schema:
+            schema = Schema.from_json(manifest.schema)
+            if wide.added_to(schema) is None:
+                raise _unfit(url, f"another schema: {schema.differences(wide)}", f"that of {first_url}")
+        if fitted := _fitted_differences(manifest, first):
+            raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
+    return first.schema
 
 
 def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
@@ -93,18 +93,22 @@ class OpenSplit:
         as_trained_on: str | None = None,
         options: ReadOptions | None = None,
         selection: Selection | None = None,
+        schema: Mapping[str, Any] | None = None,
         also: Collection[str] = (),
     ) -> Self:
         """Open a split of one dataset, or of several as lockstep.training.plan.datasets joins them, with all checks
         that are made at the start. `training` chooses the statistics for training among those fitted for each fold;
         `as_trained_on`, the split that a model was trained on, those of its training if `split` is one of its parts.
-        Columns that no model is fed are only read if they are in `also`.
+        `schema` is that of a manifest with more fields, which state a default. Columns that no model is fed are only
+        read if they are in `also`.
         """
         parts, manifest = open_parts(datasets, split, selection)
+        manifest = manifest if schema is None else replace(manifest, schema=schema)
         first, fold = parts[0], split
         if as_trained_on is not None and split in as_trained_on.split(","):
             fold, training = as_trained_on, True
-        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, fold, training=training))
+        own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
+        encoder = load_encoder(first.url, own, held_out(own, fold, training=training))
         reader = SplitReader(first.url, first.manifest, first.split, encoder, name=split, options=options, also=also)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)

@@ -16,7 +16,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.urls import join
 from lockstep.training.config import TrainConfig
-from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.datasets import split_of, widest
 from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.files import ShardFiles
 from lockstep.training.reading.parquet_shard import ParquetShard
@@ -55,19 +55,20 @@ def select(known: Selection, datasets: Sequence[str], splits: Sequence[str]) -> 
     from lockstep.features.condition import Condition  # its parser is loaded only for those who need it
 
     kept = dict(known.kept)
-    for url in datasets:
-        manifest = load_dataset(url)
-        condition = Condition.parse(known.where, Schema.from_json(manifest.schema))
+    manifests = [load_dataset(url) for url in datasets]
+    schema = Schema.from_json(manifests[widest(manifests)].schema)
+    condition = Condition.parse(known.where, schema)
+    for url, manifest in zip(datasets, manifests, strict=True):
         for name in splits:
             if name in manifest.splits and (manifest.digest, name) not in kept:
-                kept[manifest.digest, name] = _counted(url, manifest, name, condition)
+                kept[manifest.digest, name] = _counted(url, manifest, name, condition, schema)
     return Selection(known.where, kept)
 
 
-def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition) -> tuple[int, ...]:
+def _counted(url: str, manifest: DatasetManifest, split: str, condition: Condition, schema: Schema) -> tuple[int, ...]:
     shards, whole = len(manifest.splits[split].shards), manifest.splits[split].records
     with Progress("where", shards, "shards") as progress:
-        kept = count_kept(url, manifest, split, condition, progress.update)
+        kept = count_kept(url, manifest, split, condition, progress.update, schema)
     if not sum(kept):
         raise ConfigError(
             f"no sample of split `{split}` of {url} meets --where",
@@ -80,15 +81,21 @@ def _counted(url: str, manifest: DatasetManifest, split: str, condition: Conditi
 
 
 def count_kept(
-    dataset_url: str, manifest: DatasetManifest, split: str, condition: Condition, report: Callable[[], None]
+    dataset_url: str,
+    manifest: DatasetManifest,
+    split: str,
+    condition: Condition,
+    report: Callable[[], None],
+    schema: Schema | None = None,
 ) -> tuple[int, ...]:
-    """Count the records of each block of a split that meet a condition, in the order of the shards.
+    """Count the records of each block of a split that meet a condition, in the order of the shards. `schema` has fields
+    with a default that the dataset may lack (None: the dataset's own).
 
     Of Parquet files it reads only the columns of the condition, in blocks that the statistics of their row groups leave
     open; of other files, all records. Calls `report` after each shard. Raises as reading the split does.
     """
-    info, fs, schema = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
-    opener = ShardOpener(schema, condition.columns)
+    info, fs, own = split_of(manifest, split), filesystem(dataset_url), Schema.from_json(manifest.schema)
+    opener = ShardOpener(schema or own, condition.columns)
 
     def counted(number: int) -> list[int]:
         shard, files = info.shards[number], ShardFiles()

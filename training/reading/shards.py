@@ -223,7 +223,60 @@ class GzipShard:
         return found
 
 
-StoredShard = TFRecordShard | GzipShard | ParquetShard
+class DefaultedShard:
+    """Reads a shard without some fields of `schema`, whose records have the defaults of these fields; a block is read
+    whole, whatever the format.
+    """
+
+    by_block = True
+    """Whether only whole blocks can be decoded."""
+
+    def __init__(
+        self,
+        shard: TFRecordShard | GzipShard | ParquetShard,
+        records: int,
+        block_records: int,
+        schema: Schema,
+        lacks: Collection[str],
+    ) -> None:
+        """`lacks`: the fields of `schema` that the shard does not have."""
+        self._shard, self._records, self._block_records, self._schema = shard, records, block_records, schema
+        self._lacks = lacks
+
+    @property
+    def stretches(self) -> Stretches:
+        """The parts of the file that are read."""
+        return self._shard.stretches
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The start of each block and the end of the last; empty if blocks are not stored in order."""
+        return self._shard.edges
+
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of the records that are read for some of a block: all of it."""
+        return whole_block(first_record, self._block_records, self._records)
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of the block of these records, and the byte after its last. Thread-safe."""
+        return self._shard.extent(*self.records_read(first_record, count))
+
+    def decode(self, data: bytes | memoryview, start: int, first_record: int, count: int) -> pa.RecordBatch:
+        """Decode the records of a block, with the defaults. Raises what the shard's format raises."""
+        rows = self._shard.decode(data, start, *self.records_read(first_record, count))
+        there = frozenset(rows.schema.names)
+        fields = [field for field in self._schema if field.name in there or field.name in self._lacks]
+        columns = [
+            rows.column(field.name)
+            if field.name in there
+            else pa.repeat(pa.scalar(field.default, field.arrow_type), len(rows))
+            for field in fields
+        ]
+        declared = self._schema.arrow_schema()
+        return pa.RecordBatch.from_arrays(columns, schema=pa.schema([declared.field(field.name) for field in fields]))
+
+
+StoredShard = TFRecordShard | GzipShard | ParquetShard | DefaultedShard
 
 
 class SelectedShard:
@@ -301,11 +354,13 @@ def pass_bytes(shard: Shard) -> int:
 class ShardOpener:
     """Opens shards for one reader: TFRecord shards share `starts`, and keep at most KEPT_INDEX_BYTES of indexes.
 
-    Of Parquet shards only `columns` are read (None: all), and those of a condition.
+    Datasets may lack fields of `schema` that state a default. Of Parquet shards only `columns` are read (None: all),
+    and those of a condition.
     """
 
     def __init__(self, schema: Schema, columns: Collection[str] | None = None) -> None:
         self._schema, self._columns = schema, columns
+        self._last: tuple[DatasetManifest | None, Schema] = None, schema
         self._index_bytes = 0
         self._parsed: Condition | None = None
         self._numbered: SplitInfo | None = None
@@ -356,26 +411,41 @@ class ShardOpener:
             self._parsed = Condition.parse(where, self._schema)
         return self._parsed
 
+    def _stored_schema(self, manifest: DatasetManifest) -> Schema:
+        """The schema of a dataset, which is that of this reader unless it lacks fields with a default."""
+        known, schema = self._last
+        if known is not manifest:
+            there = Schema.from_json(manifest.schema)
+            schema = there if self._schema.added_to(there) else self._schema
+            self._last = manifest, schema
+        return schema
+
     def _stored(
         self, fs: FileSystem, url: str, dataset_url: str, manifest: DatasetManifest, split: str, number: int
     ) -> StoredShard:
-        info = manifest.splits[split]
+        info, schema = manifest.splits[split], self._stored_schema(manifest)
         shard, block_records = info.shards[number], info.block_records
+        stored: TFRecordShard | GzipShard | ParquetShard
         if manifest.format == "parquet":
             columns = self._columns
             if columns is not None and info.where is not None:
                 columns = {*columns, *self._condition(info.where).columns}
-            rows = IndexedRows.of(dataset_url, manifest, shard, self._schema, columns)
-            return ParquetShard(fs, url, shard, block_records, self._schema, rows, columns)
-        if manifest.compression is not None:
-            return GzipShard(url, shard, block_records, self._schema)
-        path = index_path(split, number)
-        index = read_checked(fs, dataset_url, path, manifest.files[path])
-        with self._lock:
-            self._index_bytes += len(index)
-            keep_index = self._index_bytes <= KEPT_INDEX_BYTES
-        own = (fs, url, shard, block_records, self._schema, join(dataset_url, path), index)
-        return TFRecordShard(*own, starts=self.starts, keep_index=keep_index)
+            rows = IndexedRows.of(dataset_url, manifest, shard, schema, columns)
+            stored = ParquetShard(fs, url, shard, block_records, schema, rows, columns)
+        elif manifest.compression is not None:
+            stored = GzipShard(url, shard, block_records, schema)
+        else:
+            path = index_path(split, number)
+            index = read_checked(fs, dataset_url, path, manifest.files[path])
+            with self._lock:
+                self._index_bytes += len(index)
+                keep_index = self._index_bytes <= KEPT_INDEX_BYTES
+            own = (fs, url, shard, block_records, schema, join(dataset_url, path), index)
+            stored = TFRecordShard(*own, starts=self.starts, keep_index=keep_index)
+        if schema is self._schema:
+            return stored
+        lacks = frozenset(field.name for field in self._schema.added_to(schema) or ())
+        return DefaultedShard(stored, shard.records, block_records, self._schema, lacks)
 
 
 def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:

@@ -47,7 +47,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _TABLE = re.compile(r"\s*\[\[\s*\"?fields\"?\s*\]\]")
 _ARRAY = re.compile(r'"fields"\s*:\s*\[')
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
-_KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes", "class_names")
+_KEYS = (
+    "name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes", "class_names", "default",
+)  # fmt: skip
 
 
 def load_schema(text_or_path: str | os.PathLike[str]) -> Schema:
@@ -118,6 +120,8 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
         classes = full["class_names"] = document["class_names"]
         if full["num_classes"] is None and full["dtype"] == "int64" and isinstance(classes, list):
             full["num_classes"] = len(classes)
+    if "default" in document:
+        full["default"] = document["default"]
     encoding = document.get("encoding")
     return tuple(
         Field.from_json({"name": name, **full, "encoding": complete_encoding(encoding, name)}) for name in names

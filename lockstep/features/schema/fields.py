@@ -41,6 +41,7 @@ KINDS = ("feature", "label", "id", "weight")
 TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
 _MAX_TENSOR_BYTES = (1 << 31) - 1  # the limit of Arrow's offsets; a forged manifest may declare any size
 SAMPLE_ID = "sample_id"
+_VALUE = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,8 @@ class Field:
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
     """The names of a label's values 0, 1 ..., or of no and yes; None for other fields and numbers."""
+    default: bool | int | float | str | None = None
+    """The value of records of an earlier dataset that does not have the field; None: it must have it."""
 
     def __post_init__(self) -> None:
         wider = "; string for integers beyond uint64 and for decimals, which no other dtype holds exactly"
@@ -98,6 +101,8 @@ class Field:
         if self.encoding is not None:
             self._check(self.kind == "feature", f"an encoding of a {self.kind}", "encodings of features")
             check_encoding(self.name, self.dtype, shape=self.shape, nullable=self.nullable, encoding=self.encoding)
+        if self.default is not None:
+            self._check_default(self.default)
         if self.is_baked:
             self._check_baked()
 
@@ -152,7 +157,7 @@ class Field:
         return pa.list_(pa.field("element", item)) if self.is_list else item
 
     def to_json(self) -> dict[str, Any]:
-        """The field as a manifest stores it; `class_names` only where they are set."""
+        """The field as a manifest stores it; `class_names` and `default` only where they are set."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -162,12 +167,13 @@ class Field:
             "encoding": None if self.encoding is None else dict(self.encoding),
             "num_classes": self.num_classes,
             **({} if self.class_names is None else {"class_names": list(self.class_names)}),
+            **({} if self.default is None else {"default": self.default}),
         }
 
     @classmethod
     def from_json(cls, document: object) -> Field:
         """Rebuild a field; raises ConfigError for missing or unknown keys and wrong types."""
-        wanted = {
+        wanted: dict[str, Any] = {
             "name": str,
             "dtype": str,
             "shape": list,
@@ -176,8 +182,8 @@ class Field:
             "encoding": dict | None,
             "num_classes": int | None,
         }
-        if isinstance(document, Mapping) and "class_names" in document:
-            wanted["class_names"] = list
+        more: dict[str, Any] = {"class_names": list, "default": _VALUE}
+        wanted |= {key: kind for key, kind in more.items() if isinstance(document, Mapping) and key in document}
         check_keys(document, wanted, "a field")
         values = cast(dict[str, Any], document)
         if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in values["shape"]):
@@ -191,6 +197,20 @@ class Field:
         good = self.kind == "label" and self.dtype in ("bool", "int64") and len(names) == wanted
         allowed = "of a label, a different text for each class: of a bool no and yes, of an int64 num_classes"
         self._check(texts and good, f"class_names {list(names)}"[:200], allowed)
+
+    def _check_default(self, value: object) -> None:
+        """Raise ConfigError unless the field may be missing in an earlier dataset, and a record may hold this value."""
+        plain = self.nullable and not self.shape and self.dtype != "bytes"
+        what = f"a default of a {self.kind} of {self.dtype}, shape {self.shape}, nullable={self.nullable}"
+        self._check(plain, what, "a default of a nullable feature that is one number, text or bool")
+        kind = {"bool": bool, "string": str, "int64": int, "uint64": int}.get(self.dtype, int | float)
+        fits = isinstance(value, kind) and isinstance(value, bool) == (self.dtype == "bool")
+        if fits and self.dtype != "string":
+            try:
+                fits = math.isfinite(pa.scalar(value, self.record_type).as_py())
+            except (pa.ArrowInvalid, OverflowError):
+                fits = False
+        self._check(fits, f"default {value!r}"[:200], "a text" if self.dtype == "string" else f"a finite {self.dtype}")
 
     def _check_baked(self) -> None:
         """Raise ConfigError unless baking some field that can be declared gives this one."""
@@ -253,5 +273,5 @@ def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
         raise declaration_error(what, f"keys {got}{unknown}", f"exactly {', '.join(wanted)}")
     for key, kind in wanted.items():
         value = document[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, _VALUE)):
             raise declaration_error(what, f"{key} = {value!r}", f"{key} of type {getattr(kind, '__name__', kind)}")

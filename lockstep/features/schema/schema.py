@@ -148,6 +148,14 @@ class Schema(Columns):
             found.append(f"record {self.record} (not {wanted.record})")
         return "; ".join(found)[:500]
 
+    def added_to(self, earlier: Schema) -> tuple[Field, ...] | None:
+        """The fields that `earlier` lacks, if each states a default and all others are equal; else None."""
+        there = {field.name for field in earlier}
+        added = tuple(field for field in self if field.name not in there)
+        rest = tuple(field for field in self if field.name in there)
+        same = (rest, self.record) == (earlier.fields, earlier.record)
+        return added if same and all(field.default is not None for field in added) else None
+
     def to_json(self) -> dict[str, Any]:
         """The schema as a manifest stores it; `sampled` only in that of an exported model."""
         record = {} if self.record == EXAMPLE else {"record": self.record}

@@ -229,9 +229,9 @@ def wanted_rows(lines: Sequence[bytes]) -> pd.DataFrame:
     return rows.assign(sample_id=ids, prev_page=rows["prev_page"].fillna("-")).set_index("sample_id").sort_index()
 
 
-def check_chain(folder: Path, made: Sequence[DatasetManifest], lines: Sequence[bytes]) -> None:
+def check_chain(folders: Sequence[Path], made: Sequence[DatasetManifest], lines: Sequence[bytes]) -> None:
     """Compare a chain of appends with plain Python, row for row, and its counts with one another."""
-    found, wanted = rows_in([folder / str(number) for number in range(len(made))]), wanted_rows(lines)
+    found, wanted = rows_in(folders), wanted_rows(lines)
     assert found.index.is_unique and len(found) == len(wanted)
     columns = ["page", "stays", *FEATURES]
     pd.testing.assert_frame_equal(found[columns], wanted[columns], check_dtype=False)
@@ -252,7 +252,7 @@ def test_three_parts_of_a_day_have_the_rows_of_one_job(spark: SparkSession, tmp_
     cuts = sorted(random.Random(11).sample(range(3000, len(lines)), 2))
     paths = parts_of(tmp_path, lines, cuts)
     made = appended(spark, tmp_path, paths)
-    check_chain(tmp_path, made, lines)
+    check_chain([tmp_path / str(number) for number in range(len(made))], made, lines)
     assert not list(verify(str(tmp_path / "2"))) and len(load_chain(str(tmp_path / "2"))) == 3
     before = tree(tmp_path / "1")
 

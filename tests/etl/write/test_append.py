@@ -54,6 +54,37 @@ def test_ids_are_read_out_of_sequence_examples(tmp_path: Path) -> None:
     assert [sample for batch in found for sample in batch["sample_id"].to_pylist()] == [5, -7]
 
 
+NEW = Field(name="device", dtype="string", nullable=True, default="desktop")
+HASHED = {"kind": "hash", "buckets": 9, "seed": 42}
+WORDS = {"kind": "vocabulary", "file": "device.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "next_step"),
+    [
+        (lambda fields: [*fields, NEW], None, ""),
+        (lambda fields: [fields[0], replace(NEW, encoding=HASHED), *fields[1:]], None, ""),
+        (lambda fields: [*fields, replace(NEW, default=None)], "it lacks device", "default = ..."),
+        (lambda fields: [*fields, replace(NEW, encoding=WORDS)], "no statistics of device", "another encoding"),
+        (lambda fields: [*fields[:-1], NEW], "its schema is another one", "Give the same schema"),  # one is removed
+        (lambda fields: [fields[0], replace(fields[1], dtype="float64"), *fields[2:], NEW], "its schema", "the same"),
+        (lambda fields: [fields[0], fields[2], fields[1], *fields[3:], NEW], "its schema", "the same"),
+    ],
+)
+def test_an_append_may_add_a_column_that_states_a_default(
+    tmp_path: Path, change: Any, what: str | None, next_step: str
+) -> None:
+    tiny = write_table(tmp_path / "tiny")
+    parent = Parent(((str(tmp_path / "tiny"), tiny),))
+    schema = Schema(tuple(change(list(Schema.from_json(tiny.schema).fields))))
+    if what is None:
+        parent.check_schema(schema)
+        return
+    with pytest.raises(ConfigError, match=what) as caught:
+        parent.check_schema(schema)
+    assert next_step in caught.value.next_step
+
+
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
 def test_a_shard_of_other_records_is_refused(tmp_path: Path, fmt: str) -> None:
     shard = write_table(tmp_path / "d", fmt=fmt, records={"train": 43, "test": 9}).splits["train"].shards[0]

@@ -312,3 +312,38 @@ def test_what_is_no_schema_is_refused_by_name(asked: Any, tmp_path: Path) -> Non
     path = tmp_path / "s.json"
     path.write_text('{"fields": [{"name": "hour", "dtype": "int64"}]}')
     assert load_schema(path) == load_schema(str(path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "default", "good"),
+    [
+        ("string", "", True), ("string", 3, False), ("int64", -3, True), ("int64", 2**63, False), ("int64", 1.0, False),
+        ("int64", True, False), ("uint64", 2**64 - 1, True), ("uint64", -1, False), ("float32", 7, True),
+        ("float32", 0.1, True), ("float32", 1e39, False), ("float64", float("nan"), False), ("float64", False, False),
+        ("float64", 10**400, False), ("bool", False, True), ("bool", 0, False), ("bytes", "a", False),
+        ("string", [], False), ("string", None, False),
+    ],
+)  # fmt: skip
+def test_a_default_is_a_value_that_a_record_may_hold(dtype: str, default: object, good: bool) -> None:
+    document = Field(name="f", dtype=dtype, nullable=True).to_json() | {"default": default}
+    if good:
+        field = Field.from_json(document)
+        assert field.to_json() == document and field.default == default
+    else:
+        with pytest.raises(ConfigError):
+            Field.from_json(document)
+
+
+@pytest.mark.parametrize(
+    "more", [{"nullable": False}, {"kind": "label", "nullable": False}, {"shape": [None], "nullable": False}]
+)
+def test_only_nullable_features_have_a_default(more: dict[str, object]) -> None:
+    document = Field(name="f", dtype="int64", nullable=True).to_json() | {"default": 1}
+    with pytest.raises(ConfigError, match="cannot be declared"):
+        Field.from_json(document | more)
+
+
+def test_a_default_is_declared_and_kept() -> None:
+    text = '[[fields]]\nname = "device"\ndtype = "string"\nnullable = true\ndefault = "desktop"\n'
+    schema = load_schema(text)
+    assert schema["device"].default == "desktop" and Schema.from_json(schema.to_json()) == schema
