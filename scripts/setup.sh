@@ -5,6 +5,7 @@
 #   scripts/setup.sh torch     .venv-torch: PyTorch for CPUs from requirements-torch.txt, on top of .venv
 #   scripts/setup.sh stores    .venv-stores: moto's S3 from requirements-stores.txt
 #   scripts/setup.sh jars      the test cluster's jars
+#   scripts/setup.sh kubernetes  Kubernetes' API server, scheduler, controllers and kubectl, built by Go into the user's cache; and etcd
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -143,10 +144,13 @@ jars)
 kerberos)
     want_kerberos
     ;;
+kubernetes)
+    .venv/bin/python -m tests.kubernetes.binaries
+    ;;
 java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | torch | stores | jars | kerberos | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | stores | jars | kerberos | kubernetes | java-home"
     ;;
 esac
