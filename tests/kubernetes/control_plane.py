@@ -50,6 +50,7 @@ class Api:
         self._url, self._session = url, requests.Session()
         self._session.headers["Authorization"] = f"Bearer {token}"
         self._session.verify = str(authority)
+        self._session.trust_env = False  # a bundle of the environment would come before it
 
     def call(self, verb: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
         """One call; None for what is not there, else the answer. Raises PlaneError for a refusal."""
@@ -197,6 +198,7 @@ class ControlPlane:
             f"--service-account-key-file={self._key}", f"--service-account-signing-key-file={self._key}",
             f"--service-account-issuer={issuer}", "--authorization-mode=RBAC",
             f"--token-auth-file={self.folder / 'tokens.csv'}", "--service-cluster-ip-range=10.96.0.0/24",
+            "--kubelet-preferred-address-types=InternalIP",
         ]  # fmt: skip
 
     def _write_config(self) -> None:

@@ -74,7 +74,7 @@ def main(spec: str) -> None:
         Path(one.cgroup, "cgroup.procs").write_text("0")
     root = _root(Path(one.folder), one.java)
     for source, target in one.mounts:
-        _bind(source, root / target.lstrip("/"))
+        _bind(source, _inside(root, target))
     subprocess.run(["hostname", one.hostname], check=True)
     os.chroot(root)
     os.chdir(one.workdir or "/opt/spark/work-dir")
@@ -110,6 +110,17 @@ def _root(folder: Path, java: str) -> Path:
     tmp.chmod(0o1777)
     _mount("--bind", str(tmp), str(root / "tmp"))
     return root
+
+
+def _inside(root: Path, target: str) -> Path:
+    """Where a path of the container lies: its links, such as /var/run, are followed within the root."""
+    path = root
+    for part in target.strip("/").split("/"):
+        path /= part
+        if path.is_symlink():
+            link = os.readlink(path)
+            path = root / link.lstrip("/") if link.startswith("/") else path.parent / link
+    return path
 
 
 def _bind(source: str, target: Path) -> None:
