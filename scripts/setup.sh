@@ -5,7 +5,7 @@
 #   scripts/setup.sh torch     .venv-torch: PyTorch for CPUs from requirements-torch.txt, on top of .venv
 #   scripts/setup.sh stores    .venv-stores: moto's S3 from requirements-stores.txt
 #   scripts/setup.sh jars      the test cluster's jars
-#   scripts/setup.sh kubernetes  Kubernetes' API server, scheduler, controllers and kubectl, built by Go into the user's cache; and etcd
+#   scripts/setup.sh kubernetes  Kubernetes' API server, scheduler, controllers and kubectl, and etcd, built by Go into the user's cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

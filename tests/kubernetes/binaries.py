@@ -1,4 +1,4 @@
-"""Kubernetes' own programs: built once from the Go module proxy into a user cache, with Debian's etcd beside them."""
+"""Kubernetes' own programs and etcd, built once from the Go module proxy into a user cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from lockstep.storage.errors import ConfigError
 
 MODULE, VERSION = "k8s.io/kubernetes", "1.37.2"
+# Spark's client watches by lists that stream, which etcd 3.4, Debian's, cannot serve.
+ETCD, ETCD_VERSION = "go.etcd.io/etcd/server/v3", "3.7.0"
 BUILT = ("kube-apiserver", "kube-scheduler", "kube-controller-manager", "kubectl")
 STAGED = re.compile(r"^\s*(k8s\.io/\S+) => \./staging/", re.MULTILINE)
 STAMPED = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
@@ -32,19 +34,16 @@ def binary(name: str) -> str:
         raise ConfigError(
             f"{name} is not there",
             got=f"no file {path}",
-            allowed=f"etcd and {', '.join(BUILT)} of Kubernetes {VERSION}",
+            allowed=f"etcd {ETCD_VERSION}, and {', '.join(BUILT)} of Kubernetes {VERSION}",
             next_step="Run `scripts/setup.sh kubernetes`: it builds them once, in 20 to 40 minutes of two cores.",
         )
     return str(path)
 
 
 def build() -> None:
-    """Build what is missing; says nothing where all is there. Raises ConfigError where it cannot."""
+    """Build what is missing; says nothing where all is there. Raises ConfigError where Go is missing or fails."""
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "etcd").is_file():
-        _fetch_etcd(folder)
-    missing = [name for name in BUILT if not (folder / name).is_file()]
+    missing = [name for name in ("etcd", *BUILT) if not (folder / name).is_file()]
     if not missing:
         return
     go = shutil.which("go")
@@ -55,27 +54,33 @@ def build() -> None:
             allowed="Go 1.26 or later (go.dev/dl)",
             next_step="Install it, put its `bin` on the PATH, and run `scripts/setup.sh kubernetes` again.",
         )
-    source = folder / "source"
-    source.mkdir(exist_ok=True)
-    _write_module(go, source)
-    for name in missing:
-        print(f"Building {name} {VERSION} ...", flush=True)
-        made = folder / f"_{name}"
-        _go(go, source, "build", "-ldflags", VERSION_FLAGS, "-o", str(made), f"{MODULE}/cmd/{name}")
-        made.replace(folder / name)
+    if "etcd" in missing:
+        _build(go, folder / "etcd-source", {"etcd": ETCD}, [f"require {ETCD} v{ETCD_VERSION}"])
+        missing.remove("etcd")
+    if missing:
+        packages = {name: f"{MODULE}/cmd/{name}" for name in missing}
+        _build(go, folder / "source", packages, [f"require {MODULE} v{VERSION}", *_parts(go, folder)])
 
 
-def _write_module(go: str, source: Path) -> None:
-    """A module that imports the programs. Kubernetes' go.mod takes its parts from folders; each is a module too."""
-    found = json.loads(_go(go, source.parent, "mod", "download", "-json", f"{MODULE}@v{VERSION}"))
+def _parts(go: str, folder: Path) -> list[str]:
+    """Kubernetes' go.mod takes its parts from folders; each is a module too, of a version that follows."""
+    found = json.loads(_go(go, folder, "mod", "download", "-json", f"{MODULE}@v{VERSION}"))
     parts = STAGED.findall(Path(found["GoMod"]).read_text(encoding="utf-8"))
-    of_parts = f"v0.{VERSION.partition('.')[2]}"
-    lines = ["module programs", "", "go 1.26.0", "", f"require {MODULE} v{VERSION}", ""]
-    lines += [f"replace {part} => {part} {of_parts}" for part in parts]
-    (source / "go.mod").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    imports = "\n".join(f'import _ "{MODULE}/cmd/{name}"' for name in BUILT)
+    return [f"replace {part} => {part} v0.{VERSION.partition('.')[2]}" for part in parts]
+
+
+def _build(go: str, source: Path, packages: dict[str, str], needs: list[str]) -> None:
+    """Build programs, {name: package}, into the folder above that of a module which imports them."""
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "go.mod").write_text("\n".join(["module programs", "", "go 1.26.0", "", *needs, ""]), encoding="utf-8")
+    imports = "\n".join(f'import _ "{package}"' for package in packages.values())
     (source / "programs.go").write_text(f"//go:build programs\n\npackage programs\n\n{imports}\n", encoding="utf-8")
     _go(go, source, "mod", "tidy")
+    for name, package in packages.items():
+        print(f"Building {name} ...", flush=True)
+        made = source.parent / f"_{name}"
+        _go(go, source, "build", "-ldflags", VERSION_FLAGS, "-o", str(made), package)
+        made.replace(source.parent / name)
 
 
 def _go(go: str, folder: Path, *words: str) -> str:
@@ -91,25 +96,6 @@ def _go(go: str, folder: Path, *words: str) -> str:
             next_step="Look at what Go says; GOPROXY names the proxy.",
         )
     return done.stdout
-
-
-def _fetch_etcd(folder: Path) -> None:
-    """Take etcd from Debian's package without installing it: no service starts."""
-    if (installed := shutil.which("etcd")) is not None:
-        shutil.copy(installed, folder / "etcd")
-        return
-    work = folder / "_etcd"
-    work.mkdir(exist_ok=True)
-    fetch = "apt-get -qq download etcd-server && dpkg -x etcd-server_*.deb . && mv usr/bin/etcd ../etcd"
-    done = subprocess.run(["bash", "-c", fetch], cwd=work, capture_output=True, text=True, timeout=600, check=False)
-    shutil.rmtree(work)
-    if done.returncode != 0:
-        raise ConfigError(
-            "etcd is not there",
-            got=done.stderr[-1000:],
-            allowed="`etcd` on the PATH, or Debian's package etcd-server",
-            next_step="Install etcd, and run `scripts/setup.sh kubernetes` again.",
-        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from lockstep.storage.errors import LockstepError
 from tests.cluster.process import Process, last_lines, spawn
 from tests.kubernetes.binaries import binary, cache_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 START_LIMIT_S = 240.0  # 20 s on an idle machine with 2 cores
 CALL_LIMIT_S = 30.0

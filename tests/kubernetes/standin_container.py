@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "conf" / "kubernetes"
 SCRIPTS = ("entrypoint.sh", "decom.sh")
 SHM_BYTES = 64 << 20  # of a container, unless a volume is mounted there
