@@ -94,23 +94,21 @@ def test_etl_and_training_in_client_and_cluster_mode(jobs: Jobs) -> None:
 
 
 def test_memory_gpus_and_secrets_of_an_executors_pod(jobs: Jobs) -> None:
-    """GPUs are numbers that the stand-in counts. Spark authenticates by the secret's file, or the job would not end."""
-    gpus = jobs.folder / "gpus.sh"
-    gpus.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0"]}'\n""")
+    """GPUs are numbers that the stand-in counts. The script that finds them reads the secret's file, or finds none."""
+    gpus, words = jobs.folder / "gpus.sh", "that only pods know"
+    found = """echo '{"name": "gpu", "addresses": ["0"]}'"""
+    gpus.write_text(f"""#!/bin/sh\n[ "$(cat /etc/store-keys/credentials)" = "{words}" ] && {found}\n""")
     gpus.chmod(0o755)
-    kubectl(jobs.plane, "create", "secret", "generic", "spark-key", "--from-literal=key=a key that only pods know")
-    conf = {f"spark.kubernetes.{role}.secrets.spark-key": "/etc/spark-key" for role in ("driver", "executor")}
-    conf |= {"spark.authenticate": "true", "spark.authenticate.secret.file": "/etc/spark-key/key"}
-    conf |= {
-        f"spark.executor.resource.gpu.{name}": value for name, value in (("amount", "1"), ("vendor", "nvidia.com"))
-    }
-    conf["spark.executor.resource.gpu.discoveryScript"] = str(gpus)
+    kubectl(jobs.plane, "create", "secret", "generic", "store-keys", f"--from-literal=credentials={words}")
+    conf = {f"spark.kubernetes.{role}.secrets.store-keys": "/etc/store-keys" for role in ("driver", "executor")}
+    resource = {"amount": "1", "vendor": "nvidia.com", "discoveryScript": str(gpus)}
+    conf |= {f"spark.executor.resource.gpu.{name}": value for name, value in resource.items()}
     etl = jobs.etl("cluster", f"{jobs.folder}/secret-dataset", conf=conf)
     until(lambda: etl.running("executor") or etl.process.poll() is not None, LIMIT_S)
     (pod, *_) = etl.pods("executor")
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["limits"] == {"memory": "2560Mi", "nvidia.com/gpu": "1"}
-    assert "SPARK_AUTH_SECRET" not in str(container["env"]) and "only pods know" not in json.dumps(pod)
+    assert words not in json.dumps(pod)
     code, text = etl.ended()
     assert code == 0 and "35272 read, 12103 written" in text, text[-6000:]
 
