@@ -156,10 +156,9 @@ class Pod(threading.Thread):
     def _watch(self, process: subprocess.Popen[bytes], one: dict[str, Any]) -> int:
         """Wait for the end of a container, and bring it about if the pod is deleted; returns its exit code."""
         end_at: float | None = None
-        hook = None
+        hook, killed = None, False
         while process.poll() is None:
-            if self._memory_kills():
-                _signal(process, signal.SIGKILL)  # of the whole container, as with memory.oom.group
+            out_of_memory = self._memory_kills() > 0  # it ends the whole container, as with memory.oom.group
             if self._asked.is_set() and end_at is None:
                 end_at = time.monotonic() + float(self._grace_s or 0)
                 hook = self._pre_stop(process, one)
@@ -168,10 +167,11 @@ class Pod(threading.Thread):
             if hook is not None and hook.poll() is not None:
                 hook = None
                 _signal(process, signal.SIGTERM)
-            if self._killed.is_set() or (end_at is not None and time.monotonic() >= end_at):
+            if self._killed.is_set() or out_of_memory or (end_at is not None and time.monotonic() >= end_at):
                 _signal(process, signal.SIGKILL)
+                killed = True
             time.sleep(LOOK_S)
-        code = process.returncode
+        code = 128 + signal.SIGKILL if killed else int(process.returncode)  # unshare does not pass SIGKILL on
         return 128 - code if code < 0 else code
 
     def _pre_stop(self, process: subprocess.Popen[bytes], one: dict[str, Any]) -> subprocess.Popen[bytes] | None:
