@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak cluster cluster-stop airflow airflow-stop venv airflow-venv torch-venv stores-venv object-store jars clean package
+.PHONY: help demo test check fuzz soak cluster cluster-stop kubernetes kubernetes-stop airflow airflow-stop venv airflow-venv torch-venv stores-venv object-store jars clean package
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -32,6 +32,7 @@ fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with ather
 soak: venv airflow-venv torch-venv stores-venv jars ## long tests, 20 minutes of random faults, every supported pair of versions (hours)
 	@scripts/setup.sh kerberos
 	@scripts/setup.sh servers
+	@scripts/setup.sh kubernetes
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.
@@ -58,6 +59,13 @@ cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeMan
 
 cluster-stop: venv ## stop these five processes
 	@$(PYTHON_VENV) -m tests.cluster down
+
+kubernetes: venv ## start a control plane of Kubernetes with a stand-in for its kubelets, and print how to use it
+	@scripts/setup.sh kubernetes
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.kubernetes up
+
+kubernetes-stop: venv ## stop it
+	@$(PYTHON_VENV) -m tests.kubernetes down
 
 airflow: venv airflow-venv ## start Airflow with the daily DAGs on the cluster of `make cluster`, and print how to use it
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.dags up

@@ -6,6 +6,7 @@
 #   scripts/setup.sh stores    .venv-stores: moto's S3, and Node.js, from requirements-stores.txt
 #   scripts/setup.sh servers   Ceph's S3 (where apt is) and Azurite for tests of object stores, in a user cache; after venv and stores
 #   scripts/setup.sh jars      the test cluster's jars
+#   scripts/setup.sh kubernetes  Kubernetes' API server, scheduler, controllers and kubectl, and etcd, built by Go into the user's cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -149,10 +150,13 @@ jars)
 kerberos)
     want_kerberos
     ;;
+kubernetes)
+    .venv/bin/python -m tests.kubernetes.binaries
+    ;;
 java-home)
     find_java
     ;;
 *)
-    fail "usage: scripts/setup.sh venv | airflow | torch | stores | servers | jars | kerberos | java-home"
+    fail "usage: scripts/setup.sh venv | airflow | torch | stores | servers | jars | kerberos | kubernetes | java-home"
     ;;
 esac

@@ -44,12 +44,12 @@ def steps_of(text: str) -> list[Step]:
 def project_in(folder: Path) -> Iterator[Path]:
     """A folder in which relative paths lead to the project, and results to a temporary place."""
     for entry in ROOT.iterdir():
-        if entry.name not in (".demo", ".cluster", ".airflow", ".git", "spark-warehouse"):
+        if entry.name not in (".demo", ".cluster", ".airflow", ".kubernetes", ".git", "spark-warehouse"):
             (folder / entry.name).symlink_to(entry)
     try:
         yield folder
     finally:
-        for target in ("airflow-stop", "cluster-stop"):
+        for target in ("airflow-stop", "cluster-stop", "kubernetes-stop"):
             subprocess.run(["make", "-s", target], cwd=folder, capture_output=True, timeout=120, check=False)
 
 

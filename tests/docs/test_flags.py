@@ -22,6 +22,8 @@ OTHERS = {  # the first two lines are spark-submit's
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
     "--cores", "--host", "--memory", "--port", "--total-executor-cores", "--work-dir",  # Spark's standalone master
     "--pid", "--logdir",  # py-spy, tensorboard
+    "--properties-file",  # spark-submit's
+    "--from-file", "--grace-period", "--tail",  # kubectl
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # lockstep doctor
     "--version",  # lockstep alone

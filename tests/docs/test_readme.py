@@ -31,6 +31,7 @@ STORIES = {
     "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],
     "airflow": ["docs/airflow.md"],
+    "kubernetes": ["docs/kubernetes.md"],
     "object stores": ["docs/object-stores.md"],
 }
 WITH_COMMANDS = list(dict.fromkeys(page for pages in STORIES.values() for page in pages))

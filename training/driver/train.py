@@ -297,9 +297,9 @@ class _Driver:
         return None
 
     def _after_leaving(self, claim: Claim, tip: CheckpointRef | None) -> None:
-        """Return if the ranks left for another number of ranks or other lanes; else this call ends."""
+        """Return if the ranks left for another number of ranks, other lanes or other executors; else this call ends."""
         moves = self._balancer is not None and self._balancer.wanted is not None
-        if self._stop.by is None and (self._config.ranks.elastic or moves):
+        if self._stop.by is None and (self._config.ranks.elastic or moves or self._launches.replaces()):
             return
         self._stop.by = self._stop.by or "SIGTERM to a rank"
         self._stopped(claim, tip, saved=True)

@@ -396,6 +396,10 @@ class OnSpark(SessionLauncher):
             check_slots(context, num_ranks, wait_s)
         return memory
 
+    def replaces(self) -> bool:
+        """Whether the master is Kubernetes, which signals a pod that is to end, and where Spark starts another one."""
+        return (classic_context(self.spark).master or "").startswith("k8s://")
+
     def signals(self) -> AbstractContextManager[None]:
         """Return `signals_of_java` for the session's Java process."""
         return signals_of_java(classic_context(self.spark)._gateway)

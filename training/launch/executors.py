@@ -39,8 +39,10 @@ _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 FAILURES, WITHIN_S = 2, 3600.0  # of a host until it is left out
 LEFT_OUT_S, MOST_LEFT_OUT_S = 600.0, 7200.0  # the first time, and at most: twice as long each time
 _SIZE = re.compile(r"(\d+)([kmgt]?)b?")
-# YARN's words, and those of Spark on Kubernetes: "exited with exit code 137(SIGKILL, possible container OOM)".
-_FOR_MEMORY = re.compile(r"exceeding (physical|virtual) memory limits|container OOM")
+# YARN's words, and Kubernetes' own; Spark calls every SIGKILL a "possible container OOM".
+_FOR_MEMORY = re.compile(r"exceeding (physical|virtual) memory limits|termination reason: OOMKilled")
+# YARN's word, and Spark's for a pod that a person, a drained or lost node, or a pod of higher priority has removed.
+_TAKEN_AWAY = re.compile(r"preempted|was deleted by a user or the framework")
 GPU = "gpu"  # the resource name that Spark's settings for YARN and Kubernetes know
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
@@ -185,7 +187,7 @@ def lost_executors(context: SparkContext, group: str) -> dict[str, str]:
 
 def preempted(reason: str) -> bool:
     """Whether the cluster manager took an executor away for others."""
-    return "preempted" in reason.lower()
+    return _TAKEN_AWAY.search(reason.lower()) is not None
 
 
 def killed_for_memory(reason: str) -> bool:

@@ -187,6 +187,10 @@ class SessionLauncher(ABC):
         """Slots on hosts other than these; 0 where ranks cannot be kept off a host."""
         return 0
 
+    def replaces(self) -> bool:
+        """Whether ranks that leave after a SIGTERM lose their place only: the cluster starts another executor."""
+        return False
+
     def signals(self) -> AbstractContextManager[None]:
         """While this is open, signals to this process's Java do not end Java: this process decides."""
         return nullcontext()
@@ -313,6 +317,10 @@ class Launches(AbstractContextManager["Launches"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(error)
+
+    def replaces(self) -> bool:
+        """Return what `SessionLauncher.replaces` does; False for a launcher without sessions."""
+        return isinstance(self._launch, SessionLauncher) and self._launch.replaces()
 
     def wait(self, seconds: float, ended: Callable[[], BaseException | None]) -> BaseException | None:
         """Let `seconds` pass before the next `run`; supervisors stay. Returns an error of `ended` at once."""

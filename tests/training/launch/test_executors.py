@@ -90,6 +90,9 @@ def test_too_little_is_refused_and_a_little_is_warned_of_with_a_flag_that_is_eno
         ExecutorMemory(3072, 1024, 2048, 4).judge(RANK_MIB, "the rank")
 
 
+KILLED = "The executor with id 3 exited with exit code 137(SIGKILL, possible container OOM)."
+
+
 @pytest.mark.parametrize(
     ("reason", "memory"),
     [
@@ -98,13 +101,16 @@ def test_too_little_is_refused_and_a_little_is_warned_of_with_a_flag_that_is_eno
             "Consider boosting spark.executor.memoryOverhead.",
             True,
         ),
-        ("The executor with id 3 exited with exit code 137(SIGKILL, possible container OOM).", True),
+        (f"{KILLED} container state: terminated exit code: 137 termination reason: OOMKilled", True),
+        (f"{KILLED} container state: terminated exit code: 137 termination reason: Error", False),
         ("Container container_1_01_000002 on host: node-7 was preempted.", False),
+        ("The executor with id 3 was deleted by a user or the framework.", False),
         ("Executor heartbeat timed out after 120000 ms", False),
     ],
 )
 def test_a_kill_for_memory_is_told_from_other_losses(reason: str, memory: bool) -> None:
-    assert killed_for_memory(reason) is memory and preempted(reason) is reason.endswith("preempted.")
+    assert killed_for_memory(reason) is memory
+    assert preempted(reason) is reason.endswith(("preempted.", "the framework."))
 
 
 def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

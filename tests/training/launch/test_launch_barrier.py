@@ -217,9 +217,11 @@ def test_training_survives_a_killed_rank_and_a_killed_task(
 
 
 def test_a_task_that_gets_a_sigterm_lets_all_ranks_write_a_checkpoint(
-    session: SparkSession, config: TrainConfig
+    session: SparkSession, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose ranks may become fewer continues from there, with new tasks; any other one stops."""
+    """A run whose ranks may become fewer, or whose cluster replaces executors, continues from there with new tasks; any
+    other one stops.
+    """
     slots = OnSpark(session).slots()
     assert slots >= 2
     hooks = Hooks(entry="_ranks:train_supervisor_asked_once", limits=QUICK)
@@ -232,6 +234,12 @@ def test_a_task_that_gets_a_sigterm_lets_all_ranks_write_a_checkpoint(
     with pytest.raises(SystemExit) as caught:
         train(fixed, OnSpark(session), hooks=hooks)
     assert caught.value.code == EXIT_STOPPED
+    assert not OnSpark(session).replaces()
+    monkeypatch.setattr(OnSpark, "replaces", lambda self: True)
+    replaced = config.but(run=f"{config.run}-3", checkpoint_every=1000)
+    result = train(replaced, OnSpark(session), hooks=hooks)
+    claims = read_claims(filesystem(replaced.run), RunPaths(replaced.run))
+    assert claims[2].parent is not None and (result.steps, result.generation, claims[2].num_ranks) == (25, 2, 2)
 
 
 def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
