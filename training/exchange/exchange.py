@@ -320,7 +320,7 @@ class Exchange:
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
             self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, loss)
-            sums = self._sums(layout)
+            sums = self._summed(layout)
             # Copies: a variable keeps the memory of a statistic that is assigned to it, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
             for number in range(len(self._tables)):
@@ -363,7 +363,7 @@ class Exchange:
         """The results of this step that the thread still owes."""
         return len(layout.sizes) + len(self._tables)
 
-    def _sums(self, layout: Layout) -> list[Array]:
+    def _summed(self, layout: Layout) -> list[Array]:
         """What the step gets of each gradient's sum."""
         return [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
 

@@ -100,7 +100,7 @@ class ZeroExchange(Exchange):
             optimizer.build(self._pieces)
         finally:
             object.__delattr__(optimizer, "add_variable_from_reference")
-        known = getattr(optimizer, "_exclude_from_weight_decay", set())
+        known: set[str] = getattr(optimizer, "_exclude_from_weight_decay", set())
         pairs = zip(variables, self._pieces, strict=True)
         known |= {optimizer._var_key(piece) for one, piece in pairs if optimizer._var_key(one) in known}
 
@@ -141,7 +141,7 @@ class ZeroExchange(Exchange):
                 next_step="Apply gradients of self.trainable_variables in train_step, or leave out --zero.",
             )
         layout, clip_norm = self._of_layout(), optimizer.global_clipnorm
-        optimizer.global_clipnorm = None  # `_sums` has clipped: here Keras would take the norm of a part
+        optimizer.global_clipnorm = None  # `_summed` has clipped: here Keras would take the norm of a part
         chain: list[Any] = []
         under_way: list[int] = []
         for bucket in range(len(layout.sizes)):
@@ -237,7 +237,7 @@ class ZeroExchange(Exchange):
         self._own[bucket] = mine
         return True
 
-    def _sums(self, layout: Layout) -> list[Array]:
+    def _summed(self, layout: Layout) -> list[Array]:
         found = self._parts_of_sums(layout)
         if self._clip_norm:
             self._clip(found, self._clip_norm)
