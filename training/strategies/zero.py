@@ -140,8 +140,15 @@ class ZeroExchange(Exchange):
                 allowed=f"the {len(self._variables)} of model.trainable_variables, in their order",
                 next_step="Apply gradients of self.trainable_variables in train_step, or leave out --zero.",
             )
-        layout, clip_norm = self._of_layout(), optimizer.global_clipnorm
         optimizer.global_clipnorm = None  # `_summed` has clipped: here Keras would take the norm of a part
+        try:
+            self._update_buckets(optimizer, sums)
+        finally:
+            optimizer.global_clipnorm = self._clip_norm
+        optimizer._iterations.assign_add(1)
+
+    def _update_buckets(self, optimizer: Any, sums: Sequence[Any]) -> None:
+        layout = self._of_layout()
         chain: list[Any] = []
         under_way: list[int] = []
         for bucket in range(len(layout.sizes)):
@@ -166,8 +173,6 @@ class ZeroExchange(Exchange):
         with tf.control_dependencies(chain):
             for bucket in under_way:
                 self._assign_weights(layout, bucket)
-        optimizer.global_clipnorm = clip_norm
-        optimizer._iterations.assign_add(1)
 
     def _assign_weights(self, layout: Layout, bucket: int) -> list[Any]:
         """Operations that wait for a bucket's weights and copy them to the variables."""
