@@ -120,7 +120,7 @@ def trained(
 
     found = run_ring(ranks, work)[0]
     keras.utils.clear_session()
-    return found  # type: ignore[no-any-return] # of rank 0, which has them
+    return found
 
 
 def rate() -> Any:
@@ -267,7 +267,7 @@ def refused(model: Any) -> ConfigError:
 
     from tests.training._ring import run_solo
 
-    return run_solo(1, work)[0]  # type: ignore[no-any-return] # what work returns
+    return run_solo(1, work)[0]
 
 
 @pytest.mark.parametrize(
