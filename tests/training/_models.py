@@ -47,6 +47,13 @@ def with_averages(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def with_averages_of_gradients(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression with three numbers of optimizer's state for each weight."""
+    model = logistic(signature, options)
+    model.compile(keras.optimizers.Adam(0.01, amsgrad=True), "binary_crossentropy", jit_compile=False)
+    return model
+
+
 class Tested(keras.callbacks.Callback):
     """Keeps the hooks of tests, and the ends of epochs, in order: (hook, number, logs)."""
 

@@ -148,6 +148,8 @@ class Exchange:
     """Whether the states of metrics are sums over all ranks where they are read."""
     served = False
     """Whether parameter servers apply gradients, and not the optimizer."""
+    divides = False
+    """Whether each rank gets and applies only its part of the sums (lockstep.training.strategies.zero)."""
     takes_rows = True
     """Whether a large table's gradient is sent by rows; else whole."""
 
@@ -310,15 +312,15 @@ class Exchange:
                 raise self.error
             words = self._fill_rest(loss, statistics)
             for bucket in range(layout.first_tail, len(layout.sizes)):
-                self._reducer.sum(self._current[bucket].data)
+                self._send(bucket, self._current[bucket].data)
             began = time.perf_counter()
             what = f"the exchange of step {self.step + 1}"
-            finite = self._reducer.wait(len(layout.sizes) + len(self._tables), what)
+            finite = self._reducer.wait(self._owed(layout), what)
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
             self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, loss)
-            sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
+            sums = self._summed(layout)
             # Copies: a variable keeps the memory of a statistic that is assigned to it, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
             for number in range(len(self._tables)):
@@ -356,6 +358,22 @@ class Exchange:
             self._reducer.run(partial(self._compressed.reduce, bucket, flat, self.step + 1))
         else:
             self._reducer.sum(flat)
+
+    def _owed(self, layout: Layout) -> int:
+        """The results of this step that the thread still owes."""
+        return len(layout.sizes) + len(self._tables)
+
+    def _summed(self, layout: Layout) -> list[Array]:
+        """What the step gets of each gradient's sum."""
+        return [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
+
+    def sum_shapes(self, layout: Layout) -> list[tuple[int, ...]]:
+        """The shapes of the gradients' sums that `finish` returns."""
+        return [slot.shape for slot in layout.gradients]
+
+    def update(self, optimizer: Any, sums: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Apply this rank's part of the sums in the step's graph, where the exchange `divides`."""
+        raise NotImplementedError
 
     def _fill_rest(self, loss: Array, statistics: Sequence[Array]) -> Array:
         """Put this step's statistics and control words into their buffers; returns the view of the words."""

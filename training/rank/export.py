@@ -17,7 +17,8 @@ from lockstep.training.embeddings.sharded_embedding import check_fits
 from lockstep.training.models.on_disk import export, plain_model
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
-from lockstep.training.steps.model_state import WEIGHTS, tensors_of
+from lockstep.training.steps.distribute import own_class
+from lockstep.training.steps.model_state import OPTIMIZER, WEIGHTS, load, pieces_of, tensors_of, whole_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,17 @@ def whole_model(
     context: RankContext, config: TrainConfig, joined: JoinedModel, signature: Signature
 ) -> keras.Model | None:
     """The trained model, with Embedding layers in place of tables in shards: then it is on rank 0 only, and None unless
-    it fits there. A collective.
+    it fits there. A divided optimizer is whole on rank 0. A collective.
     """
+    if pieces_of(joined.model):
+        context.control.beat(context.control.step, "gather the optimizer's state")
+        whole_state = whole_optimizer(joined.model, joined.strategy.communicator)
+        if whole_state is not None:
+            divided = joined.model.optimizer
+            joined.model.optimizer = own_class(divided).from_config(divided.get_config())
+            joined.model.optimizer.build(joined.model.trainable_variables)
+            load(joined.model, whole_state, (OPTIMIZER,), "the trained model")
+        return joined.model
     if (tables := joined.tables) is None:
         return joined.model
     context.control.beat(context.control.step, "gather the tables")

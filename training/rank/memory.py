@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 STEP_BYTES = 100 << 20  # the traced step, buffers of batches: 70 to 110 MiB from 20 thousand to 56 million parameters
@@ -16,6 +17,18 @@ ARENA_BYTES = 64 << 20  # of a small model: gaps between buffers, what measures 
 def variable_bytes(variables: Iterable[keras.Variable]) -> int:
     """The bytes of these variables' values."""
     return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+
+
+def optimizer_bytes(model: keras.Model) -> int:
+    """The bytes of the optimizer's whole state, also before it is built."""
+    optimizer = model.optimizer
+    if optimizer.built:
+        return variable_bytes(optimizer.variables)
+    twin = type(optimizer).from_config(optimizer.get_config())
+    one = keras.Variable(np.zeros(1), dtype="float32", trainable=True)
+    twin.build([one])
+    slots = len(twin.variables) - len(optimizer.variables)
+    return variable_bytes(optimizer.variables) + slots * variable_bytes(model.trainable_variables)
 
 
 def arena_bytes(model: keras.Model) -> int:
@@ -32,9 +45,10 @@ def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int) -> int
 
     It counts weights and optimizer state, gradients, the shared buffers that add them (the rank's own and its part of
     the others'), its share of a checkpoint's copy, and on rank 0 the copy of the file that Keras saves at the end. It
-    does not count what layers keep for the backward pass, which depends on the batch.
+    does not count what layers keep for the backward pass, which depends on the batch. A divided optimizer is counted
+    whole: rank 0 gathers it at the end.
     """
     gradients = variable_bytes(model.trainable_variables)
-    state = variable_bytes([*model.weights, *model.optimizer.variables])
+    state = variable_bytes(model.weights) + optimizer_bytes(model)
     shared = variable_bytes(model.weights) * (2 - 1 / num_ranks) if num_ranks > 1 else 0
     return int(before_bytes + STEP_BYTES + gradients + shared + state * (1 + 1 / num_ranks + SAVED))

@@ -31,7 +31,7 @@ def main(context: RankContext) -> dict[str, Any]:
     order = SizeOrder.from_json(context.payload)
     config = order.config
     configure(replace(context.world, num_ranks=1), precision=config.step.precision, seed=config.data.seed)
-    from lockstep.training.rank.memory import reckoned_bytes, variable_bytes
+    from lockstep.training.rank.memory import optimizer_bytes, reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
     data = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config))
@@ -41,7 +41,7 @@ def main(context: RankContext) -> dict[str, Any]:
     model = prepare(config, plan, signature, order.rows, config.step.lane_groups).model
     check_metrics(model, config, None)
     sharded = config.step.shard_embeddings is not None
-    state = variable_bytes([*model.weights, *model.optimizer.variables])
+    state = variable_bytes(model.weights) + optimizer_bytes(model)
     return ModelSize(
         parameters=int(model.count_params()),
         weights_bytes=variable_bytes(model.weights),

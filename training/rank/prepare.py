@@ -113,7 +113,8 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
             calls_per_step=micro,
         )
     compression = _compression(model.optimizer, config, plan)
-    build_all(model, signature, rows // micro)
+    divided = isinstance(ways.way_of(config), ways.Zero)  # which builds the optimizer on this rank's parts
+    build_all(model, signature, rows // micro, optimizer=not divided)
     if len(found := optimizers_of(model)) > 1:
         seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
         _check_others(build_others(model, seen.applied, config.model.model), config)

@@ -156,7 +156,8 @@ class Found:
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
-    """The parts of tables in shards that are in the files that this rank has read, which `parts` lacks."""
+    """The parts of tables in shards, or of a divided optimizer, in the files that this rank has read; `parts` lacks
+    them."""
     base: Found | None = None
     """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""
 
@@ -183,7 +184,10 @@ class Saver:
         self._exchange, self._strategy, self._tables = joined.exchange, joined.strategy, joined.tables
         self._metrics: Callable[[], None] = self._model.reset_metrics
         self._specs = model_state.specs_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER)
-        self._share = checkpoint_division.divide(self._specs, self._comm.num_ranks)[self._comm.rank]
+        self._pieces = model_state.pieces_of(self._model)
+        common = {name: spec for name, spec in self._specs.items() if name not in self._pieces}
+        self._share = checkpoint_division.divide(common, self._comm.num_ranks)[self._comm.rank]
+        self._share += [piece for piece in self._pieces.values() if piece.stop > piece.start]
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -206,6 +210,8 @@ class Saver:
                 return found
             of_base = read_resumable(base, plan)
             return replace(found, base=Found(base, of_base, *read_parts_and_own(base, of_base, self._comm, TABLES)))
+        if self._pieces:
+            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, model_state.OPTIMIZER))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -254,8 +260,10 @@ class Saver:
 
     def _load(self, found: Found) -> None:
         """Load the state that all ranks have alike."""
-        kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
+        kinds = (model_state.WEIGHTS,) if self._pieces else (model_state.WEIGHTS, model_state.OPTIMIZER)
         model_state.load(self._model, assemble(found.manifest, found.parts, found.url, kinds), kinds, found.url)
+        if self._pieces:
+            model_state.load_pieces(self._model, found.url, found.manifest, found.own, self._comm)
         if self._tables is not None:
             for one in (found,) if found.base is None else (found.base, found):
                 self._tables.restore(one.url, one.manifest, one.own)
@@ -345,8 +353,11 @@ class Saver:
         tensors = {}
         for piece in self._share:
             name = checkpoint_division.key_of(piece, self._specs[piece.name])
-            whole = views[piece.name]
-            tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
+            held = views[piece.name]
+            if piece.name in self._pieces:  # this rank has no more of it
+                tensors[name] = held.reshape(self._specs[piece.name].shape) if name == piece.name else held
+            else:
+                tensors[name] = held if name == piece.name else held.reshape(-1)[piece.start : piece.stop]
         for piece, part in tables.items():
             spec = table_specs[piece.name]
             name = checkpoint_division.key_of(piece, spec)

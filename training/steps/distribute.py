@@ -20,7 +20,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.comm.base import Communicator
 from lockstep.training.control.context import report_faults_of
 from lockstep.training.exchange.agreement import STOPS, NonFinitePolicy
-from lockstep.training.exchange.buckets import BUCKET_BYTES
+from lockstep.training.exchange.buckets import BUCKET_BYTES, Layout
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.exchange.sparse import ROWS_FROM_BYTES
 from lockstep.training.steps import fused
@@ -270,6 +270,11 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
     return _state(optimizer).reduction.exchange
 
 
+def layout_of(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> Layout:
+    """The buckets of the gradients of all these variables."""
+    return _state(optimizer).reduction.layout_of(variables)
+
+
 def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Return, in the step that is being traced and after `apply`, int32 (): 1 if the ranks agreed to skip it."""
     return tf.reshape(_state(optimizer).reduction.skipped, ())
@@ -371,6 +376,8 @@ class _Distributed:
         if all(grad is None for grad in grads):
             reduce(grads)  # ranks that have gradients raise
             apply(grads, trainable_variables)  # raises Keras' own error
+        elif exchange.divides:
+            exchange.update(me, reduce(grads), variables)
         elif exchange.skips_any or exchange.delay or exchange.served:
             _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
         elif steps_of(counts) == 1:
@@ -387,6 +394,17 @@ class _Distributed:
             fused.update(self, gradient, variable, learning_rate)
         else:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class follows this mixin
+
+    def save_own_variables(self, store: Any) -> None:
+        """Do what Keras does, to save the optimizer. Raises ConfigError if this rank has a part of the state only."""
+        if _state(self).reduction.exchange.divides:
+            raise ConfigError(
+                "a rank cannot save an optimizer whose state is divided over the ranks",
+                got="a callback, or a call, that saves the whole model of a run with --zero",
+                allowed="weights; the run's checkpoints and its model have the whole state",
+                next_step="Use ModelCheckpoint(..., save_weights_only=True), or leave out --zero.",
+            )
+        super().save_own_variables(store)  # type: ignore[misc] # Keras' class follows this mixin
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Finalize the values if this end of `fit` is the end of the run; Keras calls this at each end of `fit`."""

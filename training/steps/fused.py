@@ -30,7 +30,8 @@ def can_fuse_update(plain: type, optimizer: Any, gradient: Any, variable: Any) -
     known = plain in _SGD or (plain in _ADAM and not optimizer.amsgrad)
     if not known or not isinstance(gradient, tf.Tensor) or not isinstance(variable, tf.Variable):
         return False
-    fits = gradient.shape.is_fully_defined() and gradient.shape == variable.shape  # Keras would broadcast
+    # Keras would broadcast. Only a part of a variable (lockstep.training.strategies.zero) has no known length.
+    fits = gradient.shape.is_fully_defined() and gradient.shape.is_compatible_with(variable.shape)
     return bool(fits and gradient.dtype == variable.dtype and variable.dtype in (tf.float32, tf.float64))
 
 

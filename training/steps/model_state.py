@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -19,9 +20,26 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.comm.base import Communicator
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, take
+from lockstep.training.run.checkpoint_division import Piece, deal
 from lockstep.training.steps.other_optimizers import others_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+PART = "lockstep_part"
+"""The attribute of a variable that holds this rank's `Part` of a larger one."""
+
+
+class Part(NamedTuple):
+    """Elements `start` to `stop` of a tensor of `shape`, in C order; the variable has those from `first` to `last`."""
+
+    first: int
+    start: int
+    stop: int
+    last: int
+    shape: tuple[int, ...]
+
+    def own(self, held: Any) -> Any:
+        """The part itself, of the elements `held` (last - first,)."""
+        return held[self.start - self.first : self.stop - self.first]
 
 
 def show_labels_as_columns(model: keras.Model) -> None:
@@ -60,12 +78,19 @@ def _update(plain: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
     return plain(y_true, y_pred, sample_weight=sample_weight)
 
 
-def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
-    """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
+def build_all(model: keras.Model, signature: Signature, rows: int, *, optimizer: bool = True) -> None:
+    """Create every variable that training will need, so that a checkpoint can be loaded before the first step.
+
+    Without `optimizer` those of an optimizer that is not built yet are left to the caller.
+    """
     show_labels_as_columns(model)
+    built = model.optimizer.built
+    model.optimizer.built = built or not optimizer  # else Keras builds it here
     # Keras has no public way to build metrics and loss; its JAX and PyTorch trainers use this one.
     model._symbolic_build(data_batch=zeros_of(signature, rows))
-    if not model.optimizer.built:
+    if not optimizer:
+        model.optimizer.built = built
+    elif not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
 
@@ -109,12 +134,59 @@ def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
 def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
     """Return what `tensors_of` does, of these names only, as views of host memory where possible: read them at once."""
     named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
-    return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
+    return {name: _own(variable) for name, variable in named.items() if only is None or name in only}
+
+
+def _own(variable: keras.Variable) -> NDArray[Any]:
+    """The values of a variable, or of this rank's part."""
+    part: Part | None = getattr(variable, PART, None)
+    return view_of(variable) if part is None else part.own(view_of(variable))
 
 
 def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
     """Name -> shape and dtype of every variable of these kinds."""
     return {name: _spec(variable) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def pieces_of(model: keras.Model) -> dict[str, Piece]:
+    """Name -> this rank's piece of each variable of the optimizer that is divided over the ranks, also if it has no
+    elements; empty if each rank has all.
+    """
+    parts = {name: getattr(variable, PART, None) for name, variable in _named(model, OPTIMIZER).items()}
+    return {name: Piece(name, part.start, part.stop) for name, part in parts.items() if part is not None}
+
+
+def load_pieces(
+    model: keras.Model, url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors], communicator: Communicator
+) -> None:
+    """Load the optimizer's variables where they are divided: this rank's pieces, and those that all ranks have.
+
+    `own` is what `read_parts_and_own` has read of the kind OPTIMIZER. A collective, with the errors of `deal`.
+    """
+    variables, pieces = _named(model, OPTIMIZER), pieces_of(model)
+    wanted = {
+        pieces.get(name, Piece(name, 0, math.prod(one.shape))): _own(one).reshape(-1).copy()
+        for name, one in variables.items()
+    }
+    deal(url, manifest, own, communicator, wanted, specs_of(model, OPTIMIZER))
+    for (piece, values), variable in zip(wanted.items(), variables.values(), strict=True):
+        whole = np.array(view_of(variable))
+        if piece.name in pieces:
+            getattr(variable, PART).own(whole)[:] = values
+        variable.assign(whole if piece.name in pieces else values.reshape(whole.shape))
+
+
+def whole_optimizer(model: keras.Model, communicator: Communicator) -> Tensors | None:
+    """The whole tensors of the optimizer on rank 0, None on others. A collective."""
+    pieces, specs = pieces_of(model), specs_of(model, OPTIMIZER)
+    found: Tensors = {}
+    for name, variable in _named(model, OPTIMIZER).items():
+        value = _own(variable)
+        if name in pieces:
+            parts = communicator.all_to_all_ragged([value, *[value[:0]] * (communicator.num_ranks - 1)])
+            value = np.concatenate(parts).reshape(specs[name].shape) if communicator.rank == 0 else value
+        found[name] = np.array(value)
+    return found if communicator.rank == 0 else None
 
 
 def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:
@@ -213,7 +285,8 @@ def _named(model: keras.Model, kind: str) -> dict[str, keras.Variable]:
 
 
 def _spec(variable: keras.Variable) -> TensorSpec:
-    return TensorSpec(tuple(variable.shape), str(variable.dtype))
+    part: Part | None = getattr(variable, PART, None)
+    return TensorSpec(tuple(variable.shape) if part is None else part.shape, str(variable.dtype))
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

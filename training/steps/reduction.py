@@ -209,13 +209,7 @@ class Reduction:
             Table(f"the gradient of {_path(variables[i])}", _shape(variables[i]), _dtype(grads[i].values))
             for i in by_rows
         ]
-        layout = lay_out(
-            [(_shape(grad), _dtype(grad)) for grad in dense],
-            [(_shape(value), _dtype(value)) for value in values],
-            CONTROL_WORDS,
-            self.bucket_bytes,
-            apart=self.exchange.divides_tail,
-        )
+        layout = self.layout_of(dense)
         self.exchange.use(layout, names + statistics, tables)
         if not present:
             return list(grads)
@@ -242,6 +236,16 @@ class Reduction:
             result[i] = total if rows else tf.convert_to_tensor(total)
         return result
 
+    def layout_of(self, dense: Sequence[Any]) -> Layout:
+        """The buckets of these whole gradients, or of the gradients of these variables."""
+        return lay_out(
+            [(_shape(one), _dtype(one)) for one in dense],
+            [(_shape(one.value), _dtype(one.value)) for one in self.statistics],
+            CONTROL_WORDS,
+            self.bucket_bytes,
+            apart=self.exchange.divides_tail,
+        )
+
     def _over_ranks(
         self, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
@@ -261,8 +265,9 @@ class Reduction:
             found = tf.nest.flatten(tf.numpy_function(self._await, rest, dtypes, name="await"))
         self.skipped, *sums = found
         put_last(found[0])  # another optimizer's await comes after it on every rank
-        for tensor, total in zip((*dense, *statistics), sums, strict=False):
-            total.set_shape(tensor.shape)
+        shapes = [*self.exchange.sum_shapes(layout), *(tensor.shape for tensor in statistics)]
+        for shape, total in zip(shapes, sums, strict=False):
+            total.set_shape(shape)
         for variable, value in zip(self.statistics, sums[len(dense) :], strict=False):
             variable.assign(value)
         pairs = sums[len(dense) + len(statistics) :]
@@ -326,7 +331,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _dtype(tensor: Any) -> np.dtype[Any]:
-    return np.dtype(tensor.dtype.as_numpy_dtype)
+    return np.dtype(tf.as_dtype(tensor.dtype).as_numpy_dtype)
 
 
 def _path(variable: Any) -> str:

@@ -20,6 +20,7 @@ from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
 from lockstep.training.ways.way import SUM_IN_EACH_STEP, Refused, Strategy, Way
+from lockstep.training.ways.zero import Zero
 
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
@@ -38,6 +39,7 @@ __all__ = [
     "Refused",
     "Strategy",
     "Way",
+    "Zero",
     "table",
     "way_asked",
     "way_of",
@@ -52,6 +54,7 @@ WAYS: tuple[type[Way], ...] = (
     MultiWorkerMirrored,
     Delay,
     LocalSteps,
+    Zero,
     EveryStep,
 )
 """All ways."""

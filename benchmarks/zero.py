@@ -1,0 +1,181 @@
+"""What --zero saves of a rank's memory, what it sends and how long its steps take, next to PyTorch's ZeRO.
+
+    python -m benchmarks.zero memory [--layers 8 16 32]
+    python -m benchmarks.zero seconds [--layers 8] [--rounds 9] [--steps 6] [--torch-python .venv-torch/bin/python]
+
+Two ranks over TCP, one thread and one core each, train dense layers of 1,024 units (1.05 M parameters each) with Adam.
+
+`memory`: bytes a parameter. Held are weights, the optimizer's variables and the exchange's buffers; resident memory is
+the slope, by least squares, over the sizes of --layers, after the last of three steps. Large blocks are returned to the
+system when they are freed. Sent are the bytes of a step, by those of the weights.
+
+`seconds`: contestants make steps in turns; a figure is that of the slower rank by that of one sum in each step in the
+same round: median (lowest to highest). PyTorch's are DistributedDataParallel over gloo with Adam, and with Adam in
+ZeroRedundancyOptimizer, by the first of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shared.step_worker import KEY, Control, clock, hear, say  # sets the threads
+from benchmarks.train_step import RANKS, Contestant
+
+UNITS, ROWS, CLASSES = 1024, 128, 10
+STAGES = {"one sum a step": 0, "--zero 1": 1, "--zero 2": 2}
+EXPECTED = {0: 16.0, 1: 8 + 8 / RANKS, 2: 4 + 8 / RANKS}
+"""Bytes a parameter between two steps: weights, Adam's two numbers, and without stage 2 buffers of gradients."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("memory", "seconds"))
+    parser.add_argument("--layers", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--torch-python")
+    args = parser.parse_args()
+    print(
+        f"{RANKS} ranks over TCP, batches of {ROWS} rows a rank, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, "
+        f"TensorFlow {version('tensorflow')}, Keras {version('keras')}"
+    )
+    {"memory": memory, "seconds": seconds}[args.what](args)
+
+
+def contestant(name: str, layers: int, environment: dict[str, str]) -> Contestant:
+    """Ranks that train so many layers by one of STAGES."""
+    command = [sys.executable, "-m", "benchmarks.zero", "worker", str(STAGES[name]), str(layers), "RANK"]
+    return Contestant(name, command, environment, needs_places=True)
+
+
+def memory(args: argparse.Namespace) -> None:
+    """The table of bytes a parameter."""
+    sizes = args.layers or [8, 16, 32]
+    for name, stage in STAGES.items():
+        found = []
+        for layers in sizes:
+            ranks = contestant(name, layers, RETURNED)
+            found.append(ranks.about)
+            ranks.close()
+        parameters = [one["parameters"] for one in found]
+        slope = float(np.polyfit(parameters, [one["resident"] for one in found], 1)[0])
+        last = found[-1]
+        held = {what: last[what] / parameters[-1] for what in ("weights", "state", "buffers")}
+        shown = ", ".join(f"{what} {value:.2f}" for what, value in held.items())
+        sent = last["sent"] / (4 * parameters[-1])
+        print(
+            f"{name:<16}held {sum(held.values()):.2f} of {EXPECTED[stage]:.2f} ({shown}), resident {slope:.2f}, "
+            f"sent {sent:.3f} of the weights",
+            flush=True,
+        )
+
+
+def seconds(args: argparse.Namespace) -> None:
+    """The table of ratios."""
+    (layers,) = args.layers or [8]
+    racing = [contestant(name, layers, {}) for name in STAGES]
+    if args.torch_python:
+        for name in ("DDP, Adam", "DDP, ZeRO"):
+            command = [
+                args.torch_python,
+                "benchmarks/peers/zero_torch.py",
+                name.rpartition(" ")[2],
+                str(layers),
+                "RANK",
+            ]
+            racing.append(Contestant(name, command, {"OMP_NUM_THREADS": "1"}, needs_places=True))
+    else:
+        print("not measured: PyTorch's ZeroRedundancyOptimizer over gloo (give --torch-python)")
+    taken: dict[str, list[float]] = {one.name: [] for one in racing}
+    for number in range(args.rounds + 1):
+        for one in racing[number % len(racing) :] + racing[: number % len(racing)]:
+            took = one.seconds_a_step(args.steps)
+            if number:  # the first round warms up
+                taken[one.name].append(took)
+    print(f"{racing[0].about['parameters'] / 1e6:.1f} M parameters, {args.rounds} rounds of {args.steps} steps")
+    for one in racing:
+        base = taken["DDP, Adam" if one.name.startswith("DDP") else "one sum a step"]
+        ratios = [mine / other for mine, other in zip(taken[one.name], base, strict=True)]
+        print(
+            f"{one.name:<16}{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+            f"{statistics.median(taken[one.name]) * 1e3:.0f} ms a step, "
+            f"{one.about['state'] / one.about['parameters']:.2f} bytes of state a parameter"
+        )
+        one.close()
+
+
+def worker(stage: int, layers: int, rank: int, ranks: int) -> None:
+    """One rank: build, three steps, then answer as benchmarks.shared.step_worker until stdin ends."""
+    import keras
+    import psutil
+    import tensorflow as tf
+
+    from lockstep.training.comm import connect
+    from lockstep.training.comm.options import CommOptions
+    from lockstep.training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.rank_step import RankStep
+    from lockstep.training.strategies.zero import ZeroExchange
+    from lockstep.training.world import World
+
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((UNITS,))
+    for _ in range(layers):
+        x = keras.layers.Dense(UNITS, activation="relu")(x)
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
+    options = CommOptions(backend="tcp", algorithm="ring")
+    comm = connect(World.local(rank, ranks), Control("127.0.0.1"), KEY, 60.0, 120.0, options)
+    more: dict[str, Any] = {"make_exchange": lambda *a, **k: ZeroExchange(*a, stage=stage, **k)} if stage else {}
+    distribute(model.optimizer, comm, scale=1.0 / ranks, **more)
+    exchange = exchange_of(model.optimizer)
+    if isinstance(exchange, ZeroExchange):
+        exchange.divide(model.optimizer, model.trainable_variables)
+    else:
+        model.optimizer.build(model.trainable_variables)
+    RankStep(1.0 / ranks).install(model, comm.group(range(ranks)))
+    rng = np.random.default_rng(rank)
+    batch = rng.standard_normal((ROWS, UNITS), dtype=np.float32), rng.integers(0, CLASSES, ROWS)
+    settings = tf.data.Options()
+    settings.autotune.enabled = False
+    data = tf.data.Dataset.from_tensors(batch).repeat().with_options(settings)
+    model.fit(data, steps_per_epoch=2, verbose=0)
+    before = exchange.sent_bytes
+    model.fit(data, steps_per_epoch=1, verbose=0)
+    pools = [one.data.nbytes for pool in exchange._pools for one in pool]
+    memory = getattr(exchange, "_memory", {}).values()
+    say(
+        {
+            "ready": stage,
+            "parameters": int(model.count_params()),
+            "weights": sum(one.value.numpy().nbytes for one in model.weights),
+            "state": sum(one.value.numpy().nbytes for one in model.optimizer.variables),
+            "buffers": sum([*pools, *(one.nbytes for one in memory)]),
+            "resident": psutil.Process().memory_info().rss,
+            "sent": exchange.sent_bytes - before,
+        }
+    )
+    while True:
+        ((_, steps),) = hear().items()
+        watch = clock(keras)
+        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
+        wall, cpu = ((last - first) / (steps - 1) for first, last in zip(watch.first, watch.last, strict=True))
+        say({"seconds_a_step": wall, "cpu_s_a_step": cpu})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(*map(int, sys.argv[2:6]))
+    else:
+        main()
