@@ -35,6 +35,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "etl_table",
         "evaluate",
         "export",
+        "fill_cache",
         "index",
         "launch",
         "models",

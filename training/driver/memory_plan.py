@@ -53,7 +53,7 @@ class Size:
     weights: float
     gradients: float
     state: float
-    """Of the optimizer."""
+    """What the optimizer keeps."""
     kept: float = 0.0
     """What layers keep of a step for the backward pass."""
     transformer: Transformer | None = None
