@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from lockstep.etl.images import job as images
+from lockstep.etl.images.config import ImagesConfig
 from lockstep.etl.logs import job as logs
 from lockstep.etl.logs.config import LogsConfig
 from lockstep.etl.tables import TableConfig
@@ -29,8 +33,10 @@ from lockstep.storage.publish import write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
+from lockstep.training.reading.open import OpenSplit
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
+from tests.builders.blocks import read_all
 from tests.builders.records import encode_example
 from tests.cluster.test_jobs import cut_log
 from tests.object_stores.server import SECRET, ObjectServer
@@ -58,6 +64,30 @@ def keys_of_spark(s3: ObjectServer) -> Iterator[None]:
     set_hadoop_settings({key: s3.environment[name] for key, name in names.items()})
     yield
     set_hadoop_settings({})
+
+
+@pytest.mark.usefixtures("keys_of_spark")
+def test_arrays_are_uploaded_and_become_a_dataset_there(spark: SparkSession, root: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, 256, (90, 6, 6, 3), dtype=np.uint8), rng.integers(0, 3, 90)
+    np.savez(tmp_path / "cifar.npz", x_train=x, y_train=y)
+    np.save(tmp_path / "x_train.npy", x)
+    assert upload(["--input", *(str(tmp_path / name) for name in ("cifar.npz", "x_train.npy")), "--output", root]) == 0
+    fs = filesystem(root)
+    assert np.array_equal(np.load(io.BytesIO(fs.read_bytes(join(root, "x_train.npy"))), allow_pickle=False), x)
+    with np.load(io.BytesIO(fs.read_bytes(join(root, "cifar.npz"))), allow_pickle=False) as stored:
+        assert np.array_equal(stored["x_train"], x) and np.array_equal(stored["y_train"], y)
+    config = ImagesConfig(
+        source="npz", inputs=(join(root, "cifar.npz"),), output=join(root, "data"), split="given", fmt="parquet",
+        num_classes=3,
+    )  # fmt: skip
+    images.run(spark, config)
+    assert verify(config.output) == []
+    encoded = OpenSplit.at(config.output, "train")
+    rows = encoded.encoder.encode(read_all(encoded.reader))
+    assert rows.y is not None
+    found = sorted((int(label), image.tobytes()) for label, image in zip(rows.y, rows.x["image"], strict=True))
+    assert found == sorted((int(label), image.tobytes()) for label, image in zip(y, x, strict=True))
 
 
 @pytest.mark.timeout(1800)
