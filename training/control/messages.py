@@ -53,7 +53,8 @@ class ModelSize(Message):
     rank_bytes: int
     """The most resident memory of a rank, without what layers keep for the backward pass."""
     kept_bytes: int | None
-    """What layers keep of a step, without loops; None with sharded tables, whose rows come from other ranks."""
+    """What layers keep of a step, without loops; None with sharded tables, whose rows come from other ranks, and with a
+    train_step of the model's own."""
     metrics: list[str]
 
 

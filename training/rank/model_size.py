@@ -31,6 +31,8 @@ def main(context: RankContext) -> dict[str, Any]:
     order = SizeOrder.from_json(context.payload)
     config = order.config
     configure(replace(context.world, num_ranks=1), precision=config.step.precision, seed=config.data.seed)
+    import keras
+
     from lockstep.training.rank.memory import optimizer_bytes, reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
@@ -40,7 +42,7 @@ def main(context: RankContext) -> dict[str, Any]:
     plan = data.plan(order.plan)
     model = prepare(config, plan, signature, order.rows, config.step.lane_groups).model
     check_metrics(model, config, None)
-    sharded = config.step.shard_embeddings is not None
+    plain = config.step.shard_embeddings is None and type(model).train_step is keras.Model.train_step
     state = variable_bytes(model.weights) + optimizer_bytes(model)
     return ModelSize(
         parameters=int(model.count_params()),
@@ -48,7 +50,7 @@ def main(context: RankContext) -> dict[str, Any]:
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
         rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
-        kept_bytes=None if sharded else kept_bytes(model, signature, order.rows // config.step.micro_batches),
+        kept_bytes=kept_bytes(model, signature, order.rows // config.step.micro_batches) if plain else None,
         metrics=list(metric_names(model, config)),
     ).to_json()
 
