@@ -25,6 +25,7 @@ STORIES = {
         "docs/python.md",
         "docs/validation.md",
         "docs/prediction.md",
+        "docs/seeing.md",
     ],
     "models": ["docs/ready-models.md"],
     "scripts": ["docs/models.md", "examples/README.md"],
