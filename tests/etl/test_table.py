@@ -362,9 +362,11 @@ def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     assert all(found == weights[0] for found in weights) and len(weights[0]) == 2
     with pytest.raises(DataError, match=r"100 records are in .*b already, or in what it continues"):
         run("c", "id < 100", "b")
-    for more, what in (({"seed": 1}, "seed"), ({"split": "80/20"}, "split"), ({"exclude": ("id",)}, "schema")):
+    for more, what in (({"seed": 1}, "seed"), ({"split": "80/20"}, "split")):
         with pytest.raises(ConfigError, match=f"its {what} is another one"):
             run("d", "id > 400", "a", **more)
+    with pytest.raises(ConfigError, match="it lacks at"):  # which the parent has excluded
+        run("d", "id > 400", "a", exclude=("id",))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 

@@ -75,7 +75,7 @@ class JudgedSet:
 
 
 def _read(url: str, split: str) -> tuple[Any, Any]:
-    opened = OpenSplit.at(url, split)
+    opened = OpenSplit.at(url, split, also=("row",))
     rows = read_all(opened.reader)
     return rows, opened.encoder.encode(rows)
 

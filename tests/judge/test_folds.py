@@ -87,6 +87,6 @@ def test_logistic_regression_over_balanced_folds(small: SparkSession, folder: Pa
 
 def rows_of(url: str, split: str) -> list[int]:
     """The numbers of a split's rows."""
-    reader = OpenSplit.at(url, split).reader
+    reader = OpenSplit.at(url, split, also=("row",)).reader
     found: list[int] = read_all(reader)["row"].to_pylist()
     return found

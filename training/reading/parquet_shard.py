@@ -126,7 +126,7 @@ class ParquetShard:
 
     def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
         """Columns of the file as a batch of the declared schema; `first` is the number of its first record."""
-        fields = [field for field in self._schema if field.name in self._columns]
+        fields = [self._schema.field(name) for name in self._names]
         found = [
             column if column.type == field.type else column.cast(field.type)
             for field, column in zip(fields, columns, strict=True)
