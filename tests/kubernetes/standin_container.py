@@ -105,7 +105,7 @@ def _root(folder: Path, java: str) -> Path:
     for name in SCRIPTS:
         shutil.copy(RECIPE / name, root / "opt" / name)
         (root / "opt" / name).chmod(0o755)
-    for path in {venv, checkout}:
+    for path in (venv, checkout):  # the inner one first, where one is in the other
         _mount("--bind", str(folder / "hidden"), f"{root}{path}")
     tmp.chmod(0o1777)
     _mount("--bind", str(tmp), str(root / "tmp"))
