@@ -138,7 +138,7 @@ def _digest_of(source: Source) -> SourceInfo:
     with filesystem(source.url).open_read(source.url) as file, HashedFile(file) as hashed:
         if source.codec != PLAIN:
             for _ in content.through(unpacked(source.url, cast(BinaryIO, hashed), source.codec, _READ_BYTES)):
-                pass
+                pass  # the digests grow as the content is read; the content itself is not needed
         sha256 = hashed.whole(source.url, source.size_bytes)
         row = hashed.content.row if source.codec == PLAIN else content.row
     return SourceInfo(url=source.url, bytes=source.size_bytes, sha256=sha256, **row)

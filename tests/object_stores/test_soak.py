@@ -48,3 +48,4 @@ def test_of_twenty_races_one_driver_wins_each(
 ) -> None:
     winners = Counter(race(config.but(run=f"{config.run}-{n}"), started, whole) for n in range(DRIVER_RACES))
     print(f"{s3.url} at {s3.endpoint}: {winners}")
+    assert winners.total() == DRIVER_RACES
