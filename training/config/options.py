@@ -60,6 +60,7 @@ class FoldOptions(TypedDict, total=False):
     sync_until_epoch: int
     outer_learning_rate: float
     outer_momentum: float
+    tensor_parallel: int
     zero: int
     shard_embeddings: int | None
     compression: str

@@ -44,6 +44,10 @@ def transformer(signature: Signature, options: ModelOptions) -> keras.Model:
     x = keras.layers.Dropout(chosen["dropout"], name="_dropout_last")(x)
     pairs = pairs_of(ids, ids_of(signature)[name], units_of(label, signature))
     model = keras.Model(inputs, output_of(x, label, signature, more=pairs), name="transformer")
+    model.parallel_layers = {"_vectors": "table"}
+    for block in range(chosen["layers"]):
+        kinds = {"attention": "heads", "wide": "columns", "narrow": "rows"}
+        model.parallel_layers |= {f"_{block}_{layer}": kind for layer, kind in kinds.items()}
     return compile_for(
         model, label, signature, keras.optimizers.Adam(options.learning_rate or LEARNING_RATE), hits=True
     )

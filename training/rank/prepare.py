@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -387,11 +388,17 @@ class RankModel(JoinedModel):
             return
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step
-        steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.data.seed)
+        steps = Steps(model, own_step, optimizers_of(model), self._alone, config.data.seed)
         rows = some_rows(batch(), self.strategy.data.on_host)
         check_row_means(steps, rows, config.model.model)
-        with plain_lookups(model):
+        with self._alone(model):
             check_metric_sums(model, rows, config.model.model)
+
+    @contextmanager
+    def _alone(self, model: keras.Model) -> Iterator[None]:
+        """While this is open, the layers of `model` call no other rank."""
+        with plain_lookups(model), self.strategy.alone():
+            yield
 
     def fit(
         self,

@@ -50,6 +50,10 @@ class EveryStep:
         """What ranks agree on after a step, of which `agreement` is what its exchange found."""
         return agreement
 
+    def alone(self) -> AbstractContextManager[Any]:
+        """While this is open, layers call no other rank: each computes the same function of a row in another way."""
+        return nullcontext()
+
     def undivide(self, model: keras.Model) -> None:
         """Make the layers of `model` compute with whole weights, which they have now, on this rank alone."""
 

@@ -83,6 +83,7 @@ FREE: dict[str, Any] = {
     "heartbeat_limit_s": 60.0,
     "max_restarts": 9,
     "zero": 2,  # which changes no bit
+    "tensor_parallel": 2,  # which changes rounding alone
 }
 OF_MEETINGS = {"sync_every": 4, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 OF_ASYNC = {"staleness": 3, "gradient_noise": 0.1}
