@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
 from lockstep.training.models import ModelOptions
+from tests.training._models import FailOnce
 from tests.training._tiny import write_rows
 
 IDS, LENGTH = 9, 6
@@ -41,8 +44,10 @@ def write_sequences(root: object, records: dict[str, int], seed: int = 0) -> Non
     write_rows(str(root), SCHEMA, batch, records, "tfrecord", 2, 16, seed)
 
 
-def pair(signature: Signature, options: ModelOptions) -> keras.Model:
-    """A table, columns and rows with an activation between, dropout before, and batch normalisation after them."""
+def pair(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """A table, columns and rows with an activation between, dropout before and batch normalisation after them, and a
+    rank that fails when a test says so.
+    """
     layers = keras.layers
     inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
     x = layers.Embedding(signature.features["path"].ids, 5, name="ids")(inputs["path"])
@@ -56,4 +61,4 @@ def pair(signature: Signature, options: ModelOptions) -> keras.Model:
     model.parallel_layers = {"ids": "table", "wide": "columns", "narrow": "rows"}
     metrics = ["accuracy"]
     model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=metrics, jit_compile=False)
-    return model
+    return model, [FailOnce()]

@@ -353,6 +353,7 @@ class RankModel(JoinedModel):
         rows = way.rows(rows)
         with way.scope():
             super().__init__(context, config, plan, signature, rows, groups, metric)
+        way.check_callbacks(self.callbacks)
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
         self._step: RankStep | CanonicalStep | TensorflowStep

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,9 @@ class Exchanging:
     def rows(self, rows: int) -> int:
         """The rows of the model's batch on this rank, of the `rows` that the rank reads."""
         return rows
+
+    def check_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Raise ConfigError for callbacks of the model that this way cannot call."""
 
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange] | None:
         """What makes the exchange; None for plain sums. `whole` has all processes of the launch."""

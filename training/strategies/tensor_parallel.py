@@ -5,9 +5,10 @@ All ranks of the group read the same rows, and agree in each step. docs/decision
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import keras
 
@@ -56,6 +57,9 @@ class DividedLayers(EveryStep):
 class TensorParallel(Exchanging):
     """The way of --tensor-parallel."""
 
+    def check_callbacks(self, callbacks: Sequence[Any]) -> None:
+        check_callbacks(callbacks)
+
     def exchange_maker(self, whole: Communicator) -> Callable[..., Exchange]:
         return partial(GridExchange, grid=self._config.way.grid(self._config.ranks.num_ranks))
 
@@ -83,6 +87,19 @@ def check_optimizer(model: keras.Model) -> None:
             allowed=f"{', '.join(one.__name__ for one in ELEMENTWISE[1:])} of keras.optimizers, not built yet, without "
             "clipnorm, global_clipnorm and use_ema: each element is updated from itself alone",
             next_step="Compile the model with one of these, or leave out --tensor-parallel.",
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise ConfigError for Keras' callbacks that keep or write weights: a rank has a part only."""
+    kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.SwapEMAWeights)
+    wrong = [one for one in callbacks if isinstance(one, kinds) or getattr(one, "restore_best_weights", False)]
+    if wrong:
+        raise ConfigError(
+            "--tensor-parallel cannot have a callback that keeps or writes weights, of which a rank has a part",
+            got=", ".join(type(one).__name__ for one in wrong),
+            allowed="callbacks that read metrics",
+            next_step="Leave it out: --keep-best METRIC exports the best checkpoint.",
         )
 
 
