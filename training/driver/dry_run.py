@@ -41,9 +41,8 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
     room_for(config, launch)
-    shares = [
-        plan.rows(rank, config.ranks.num_ranks, config.step.lane_groups) for rank in range(config.ranks.num_ranks)
-    ]
+    data = config.way.grid(config.ranks.num_ranks).data
+    shares = [plan.rows(rank, data, config.step.lane_groups) for rank in range(data)]
     model = _model(config, plan, max(shares))
     lines = [
         ("run", _run(config)),

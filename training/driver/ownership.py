@@ -318,7 +318,13 @@ class Ownership:
         self._check_claims()
 
     def claim(
-        self, parent: CheckpointRef | None, *, epochs: int, num_ranks: int, shares: tuple[int, ...] | None = None
+        self,
+        parent: CheckpointRef | None,
+        *,
+        epochs: int,
+        num_ranks: int,
+        data_ranks: int | None = None,
+        shares: tuple[int, ...] | None = None,
     ) -> Claim | None:
         """Claim the next generation, which starts from `parent`.
 
@@ -329,7 +335,7 @@ class Ownership:
         self._claiming = True
         try:
             asked: dict[str, Any] = {"epochs": epochs, "num_ranks": num_ranks, "shares": shares}
-            claim = claim_next(self._fs, self._paths, parent, **asked, after=self._newest)
+            claim = claim_next(self._fs, self._paths, parent, **asked, data_ranks=data_ranks, after=self._newest)
             self._newest = claim.generation
         except SupersededError:
             if not self._fs.exists(self._paths.lease):

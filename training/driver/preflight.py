@@ -63,7 +63,7 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
 def check_ranks(plan: Plan, config: TrainConfig) -> None:
     """Raise ConfigError if `config.ranks.num_ranks` ranks cannot divide the plan's lanes among them."""
     groups = config.step.lane_groups
-    check_lanes(plan.global_batch, plan.lanes, groups, config.ranks.num_ranks)
+    check_lanes(plan.global_batch, plan.lanes, groups, config.way.grid(config.ranks.num_ranks).data)
     _check_micro_batches(plan, config, groups)
     check_canonical(config, plan.lanes, groups)
 
@@ -108,7 +108,8 @@ def _check_learning_rate(config: TrainConfig) -> None:
 
 def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:
     """Raise ConfigError unless a rank's rows form equal micro-batches: a mean of unequal means would be wrong."""
-    rows = [plan.rows(rank, config.ranks.num_ranks, groups) for rank in range(config.ranks.num_ranks)]
+    data = config.way.grid(config.ranks.num_ranks).data
+    rows = [plan.rows(rank, data, groups) for rank in range(data)]
     if any(count % config.step.micro_batches for count in rows):
         common = math.gcd(*rows)
         raise ConfigError(

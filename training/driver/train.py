@@ -249,7 +249,9 @@ class _Driver:
             self._say_saved(began)
             raise
         shares = None if self._balancer is None else self._balancer.begin(num_ranks)
-        claim = self._ownership.claim(began, epochs=self._config.data.epochs, num_ranks=num_ranks, shares=shares)
+        data = self._config.way.grid(num_ranks).data
+        asked: dict[str, Any] = {"num_ranks": num_ranks, "data_ranks": data, "shares": shares}
+        claim = self._ownership.claim(began, epochs=self._config.data.epochs, **asked)
         if claim is None:
             return None  # an overtaken driver has claimed in the meantime: its last commit may be a newer tip
         needed = {found.ref, found.base or found.ref} if found else set()
@@ -441,7 +443,8 @@ class _Driver:
         plan, ranks, groups = self._plan, claim.num_ranks, self._config.step.lane_groups
         rows = [1] * ranks
         if isinstance(plan, EpochPlan | MixedPlan):
-            rows = [plan.rows(rank, ranks, groups, claim.shares) for rank in range(ranks)]
+            grid = self._config.way.grid(ranks)
+            rows = [plan.rows(grid.place(rank)[0], grid.data, groups, claim.shares) for rank in range(ranks)]
         watch = Watch(rows, memory=self._memory, balancer=self._balancer, bad_records=self._bad_records)
         return RunHandler(
             self._paths,

@@ -161,11 +161,15 @@ class Exchange:
         scaled_loss: bool = False,
         non_finite: NonFinitePolicy = STOPS,
         compression: Compression = NONE,
+        data: Communicator | None = None,
     ) -> None:
+        """`data`: the ranks whose gradients are added, if they are not all of `communicator`."""
         self.communicator = communicator
+        self.data = data = communicator if data is None else data
+        """The ranks that divide a step's rows, and add gradients and statistics."""
         self.compression = compression
         """How dense float32 gradients are sent; statistics, control words and rows always travel whole."""
-        self.scale = 1.0 / communicator.num_ranks if scale is None else scale
+        self.scale = 1.0 / data.num_ranks if scale is None else scale
         self.skips_any = non_finite.skips and not scaled_loss
         """Whatever is not finite skips the step: the caller restores what the step has changed before its end."""
         self.step = 0
@@ -186,7 +190,7 @@ class Exchange:
         self._pools: list[list[LentBuffer]] = []
         self._current: list[LentBuffer] = []
         self._rows: dict[int, Rows] = {}
-        self._reducer = Reducer(communicator)
+        self._reducer = Reducer(data)
         self._safe = True  # no sum can become infinite by this rank's part of the step
         self._here: list[str] = []  # names of this rank's values that are not finite
         self._inquiry = Inquiry(communicator, non_finite)
@@ -268,7 +272,7 @@ class Exchange:
                 for name, slot in zip(names, slots, strict=True)
             ]
             compare_tensors(
-                self.communicator,
+                self.data,
                 [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
             )
             self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
@@ -316,6 +320,7 @@ class Exchange:
             began = time.perf_counter()
             what = f"the exchange of step {self.step + 1}"
             finite = self._reducer.wait(self._owed(layout), what)
+            words = self._of_all(words)
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
@@ -343,6 +348,10 @@ class Exchange:
             self._fail(error)
             raise
 
+    def failed(self, error: BaseException) -> None:
+        """Note that another collective of the step has failed, and end those of the other ranks."""
+        self._fail(self.error or error)
+
     def fault(self) -> BaseException | None:
         """The error behind a step's failure, as it was raised: TensorFlow repeats only its text."""
         return self.error
@@ -358,6 +367,10 @@ class Exchange:
             self._reducer.run(partial(self._compressed.reduce, bucket, flat, self.step + 1))
         else:
             self._reducer.sum(flat)
+
+    def _of_all(self, words: Array) -> Array:
+        """The sums over all ranks of the control words, of which `words` are those over the ranks of `data`."""
+        return words
 
     def _owed(self, layout: Layout) -> int:
         """The results of this step that the thread still owes."""
@@ -428,7 +441,7 @@ class Exchange:
         self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 
     def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
-        if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
+        if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.data.num_ranks):
             self._safe = False
             if not np.isfinite(value).all():
                 self._here.append(self._names[number])

@@ -239,7 +239,8 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         self._context, self._order, self._config = context, order, config
         with ExitStack() as stack:
             context.control.beat(0, OPENING)
-            self._data = stack.enter_context(ProfileData(config, context.world, order.plan))
+            grid = config.way.grid(config.ranks.num_ranks)
+            self._data = stack.enter_context(ProfileData(config, grid.data_world(context.world), order.plan))
             plan, signature = self._data.plan, self._data.signature
             self._augmentation = augmentation_of(config, plan, signature)
             non_finite = NonFinitePolicy(config.exactness.non_finite == "skip")
@@ -261,8 +262,8 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         """Measure; returns a RankProfile as JSON."""
         control, plan = self._context.control, self._data.plan
         self._rank_model.install_step()
-        if self._comm.num_ranks > 1:
-            model_state.derive_seeds(self._model, self._config.data.seed, 0, self._comm.rank)
+        if (data := self._rank_model.strategy.data).num_ranks > 1:
+            model_state.derive_seeds(self._model, self._config.data.seed, 0, data.rank)
         chunk = self._largest(self._data.near.chunk_steps)
         self._steps = self._order.steps or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS)
         self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # for fed steps; the kept batch is ready

@@ -18,7 +18,16 @@ from lockstep.training.models.on_disk import export, plain_model
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
 from lockstep.training.steps.distribute import own_class
-from lockstep.training.steps.model_state import OPTIMIZER, WEIGHTS, load, pieces_of, tensors_of, whole_optimizer
+from lockstep.training.steps.model_state import (
+    OPTIMIZER,
+    WEIGHTS,
+    divided_kinds,
+    load,
+    make_whole,
+    pieces_of,
+    tensors_of,
+    whole_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +46,19 @@ def whole_model(
     context: RankContext, config: TrainConfig, joined: JoinedModel, signature: Signature
 ) -> keras.Model | None:
     """The trained model, with Embedding layers in place of tables in shards: then it is on rank 0 only, and None unless
-    it fits there. A divided optimizer is whole on rank 0. A collective.
+    it fits there. Divided weights and optimizers are whole on rank 0. A collective.
     """
     if pieces_of(joined.model):
-        context.control.beat(context.control.step, "gather the optimizer's state")
-        whole_state = whole_optimizer(joined.model, joined.strategy.communicator)
-        if whole_state is not None:
+        context.control.beat(context.control.step, "gather what ranks have parts of")
+        whole = whole_state(joined.model, joined.strategy.communicator, *divided_kinds(joined.model))
+        if whole is not None:
+            make_whole(joined.model, whole)
+            joined.strategy.undivide(joined.model)
             divided = joined.model.optimizer
             joined.model.optimizer = own_class(divided).from_config(divided.get_config())
             joined.model.optimizer.build(joined.model.trainable_variables)
-            load(joined.model, whole_state, (OPTIMIZER,), "the trained model")
+            of_optimizer = {name: value for name, value in whole.items() if name.split("/")[0] == OPTIMIZER}
+            load(joined.model, of_optimizer, (OPTIMIZER,), "the trained model")
         return joined.model
     if (tables := joined.tables) is None:
         return joined.model

@@ -16,7 +16,7 @@ from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import RankResult
 from lockstep.training.control.protocol import json_safe
 from lockstep.training.exchange.agreement import Agreement
-from lockstep.training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
+from lockstep.training.exchange.compare_ranks import compare_runs, processor, versions
 from lockstep.training.models.on_disk import load_initial
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.mixture import steps_asked
@@ -108,7 +108,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._plan, self._joined = self._epochs.plan, self._epochs.joined
         self._model, self._exchange = self._joined.model, self._joined.exchange
         self._strategy = self._joined.strategy
-        self._comm = self._strategy.communicator
+        self._comm, self._data_comm = self._strategy.communicator, self._strategy.data
         self._steps = steps_asked(self._plan, config.data.epochs, config.validation.max_steps)
         callbacks = [only_on_leader(callback, world.rank) for callback in self._joined.callbacks]
         self._early_stop: EarlyStop | None = None
@@ -136,7 +136,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
-        self._weights = WeightCheck(self._comm, self._model.weights)
+        self._weights = self._strategy.weight_check(self._model)
         self._checkpoints = Checkpoints(
             self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
         )
@@ -198,8 +198,8 @@ class Fit(AbstractContextManager["Fit"]):
         if restored is None:
             if (first_weights := self._data.order.first_weights) is not None:
                 load_initial(self._model, first_weights)
-            if self._comm.num_ranks > 1:
-                derive_seeds(self._model, config.data.seed, 0, self._comm.rank)
+            if self._data_comm.num_ranks > 1:
+                derive_seeds(self._model, config.data.seed, 0, self._data_comm.rank)
             return
         self._progress = self._saver.restore(restored)
         if self._progress.class_counts is not None:
@@ -222,7 +222,7 @@ class Fit(AbstractContextManager["Fit"]):
             },
         )
         for optimizer in (self._model.optimizer, *others_of(self._model)):
-            compare_start(self._comm, self._epochs.share, optimizer, self._model.weights)
+            compare_start(self._data_comm, self._epochs.share, optimizer, self._model.weights)
 
     def _train_epoch(self) -> None:
         epoch = self._plan.epoch_of_step(self._progress.step)
@@ -352,7 +352,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress.cut = step != self._plan.first_step(epochs)
         if self._progress.cut:
             self._own_metrics = [(one, one.numpy().copy()) for one in variables_of(self._model, METRICS)]
-        sums = SoloCommunicator() if self._exchange.sums_metrics else self._comm
+        sums = SoloCommunicator() if self._exchange.sums_metrics else self._data_comm
         metrics = of_all_ranks(self._model, sums, self._exchange.scale, logs)
         run_ends = step == self._steps or self._progress.stopped
         if self._validation is None or not (run_ends or epochs % self._config.validation.validate_every == 0):
@@ -371,7 +371,7 @@ class Fit(AbstractContextManager["Fit"]):
         words = np.array([self._model.stop_training or self._stop_wanted, leaving], np.uint8)
         self._comm.all_reduce(words, "max")
         self._progress.stopped = self._model.stop_training = bool(words[0])
-        class_counts = self._counts.epoch_ends(self._comm)
+        class_counts = self._counts.epoch_ends(self._data_comm)
         tables = {} if self._joined.tables is None else self._joined.tables.figures()
         if self._reports is not None:
             metrics = json_safe(self._progress.metrics)

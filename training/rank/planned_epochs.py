@@ -29,9 +29,11 @@ class PlannedEpochs:
         self._steps = steps_asked(plan, config.data.epochs, config.validation.max_steps)
         self._augmentation = augmentation_of(config, plan, data.training.encoder.signature)
         groups, shares = config.step.lane_groups, data.order.shares
-        self._feed = data.training.feed(plan, context.world, groups=groups, shares=shares)
+        grid = config.way.grid(config.ranks.num_ranks)
+        self._feed = data.training.feed(plan, grid.data_world(context.world), groups=groups, shares=shares)
         self._feed.watch(context.control.reads, lambda words: report_bad(context, {"what": words}))
-        self.audit: AuditLog | None = data.training.audit_log(plan, self._feed.rows) if config.exactness.audit else None
+        audits = config.exactness.audit and grid.counts(context.world.rank)
+        self.audit: AuditLog | None = data.training.audit_log(plan, self._feed.rows) if audits else None
         self._fed = FedBatches(self._feed.lanes.start, plan.global_batch // plan.lanes)
         non_finite = NonFinitePolicy(config.exactness.non_finite == "skip", self._fed, self._report_non_finite)
         self.joined = RankModel(context, config, plan, data.signature, self._feed.rows, non_finite, data.order.metric)

@@ -113,8 +113,9 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
             calls_per_step=micro,
         )
     compression = _compression(model.optimizer, config, plan)
-    divided = isinstance(ways.way_of(config), ways.Zero)  # which builds the optimizer on this rank's parts
-    build_all(model, signature, rows // micro, optimizer=not divided)
+    # Others build the optimizer on this rank's parts.
+    whole = not isinstance(way := ways.way_of(config), ways.Zero) and way.mates == (1, 1)
+    build_all(model, signature, rows // micro, optimizer=whole)
     if len(found := optimizers_of(model)) > 1:
         seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
         _check_others(build_others(model, seen.applied, config.model.model), config)
@@ -368,7 +369,8 @@ class RankModel(JoinedModel):
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
-        group = self.communicator.group(range(self.communicator.num_ranks))
+        data = self.strategy.data
+        group = data.group(range(data.num_ranks))
         group.deadline_s = self._config.limits.stall_limit_s
         self._step.install(self.model, group)
         if self.tables is not None:
@@ -386,7 +388,7 @@ class RankModel(JoinedModel):
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step
         steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.data.seed)
-        rows = some_rows(batch(), self.communicator.on_host)
+        rows = some_rows(batch(), self.strategy.data.on_host)
         check_row_means(steps, rows, config.model.model)
         with plain_lookups(model):
             check_metric_sums(model, rows, config.model.model)

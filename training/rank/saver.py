@@ -50,6 +50,7 @@ from lockstep.training.run.checkpoint_division import Piece, assemble, read_part
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.run.paths import RunPaths, staged_checkpoint
 from lockstep.training.steps import model_state
+from lockstep.training.world import Grid
 
 CLASS_COUNTS = "class_counts/epoch"
 MORE_BYTES = 1 << 20  # of class counts, callbacks and a strategy's state: else the first checkpoint moves the buffer
@@ -156,8 +157,8 @@ class Found:
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
-    """The parts of tables in shards, or of a divided optimizer, in the files that this rank has read; `parts` lacks
-    them."""
+    """The parts of tables in shards, or of divided weights and optimizers, in the files that this rank has read; they
+    are not in `parts`."""
     base: Found | None = None
     """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""
 
@@ -188,6 +189,8 @@ class Saver:
         common = {name: spec for name, spec in self._specs.items() if name not in self._pieces}
         self._share = checkpoint_division.divide(common, self._comm.num_ranks)[self._comm.rank]
         self._share += [piece for piece in self._pieces.values() if piece.stop > piece.start]
+        self._divided = model_state.divided_kinds(self._model)
+        self._grid = config.way.grid(config.ranks.num_ranks)
         self._buffer = HostBuffer()
         self._flight: InFlight[Saved] = InFlight()
         self._touching: threading.Thread | None = None
@@ -211,7 +214,7 @@ class Saver:
             of_base = read_resumable(base, plan)
             return replace(found, base=Found(base, of_base, *read_parts_and_own(base, of_base, self._comm, TABLES)))
         if self._pieces:
-            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, model_state.OPTIMIZER))
+            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, *self._divided))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -226,14 +229,15 @@ class Saver:
         if self._early_stop is not None and rule is not None:
             self._early_stop.resume(rule)
         self._strategy.load(found.parts[0], url)
-        same = found.manifest["num_ranks"] == world.num_ranks
+        written = Grid(*saved["grid"]) if "grid" in saved else Grid(int(found.manifest["num_ranks"]))
+        same, data_rank = written == self._grid, self._grid.place(world.rank)[0]
         if same:
             parts = [found.parts[world.rank]]
             model_state.load(self._model, parts[0], (model_state.SEEDS,), url)
         else:
-            parts = [found.parts[rank] for rank in sorted(found.parts)]
-            model_state.derive_seeds(self._model, self._config.data.seed, int(found.manifest["step"]), world.rank)
-        takes_sums = same or world.is_leader
+            parts = [found.parts[rank] for rank in written.counting]
+            model_state.derive_seeds(self._model, self._config.data.seed, int(found.manifest["step"]), data_rank)
+        takes_sums = same or data_rank == 0
         own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
         if any(own):  # of an epoch that is resumed
             whole = self._exchange.sums_metrics  # then each rank's states are those of all ranks
@@ -260,7 +264,7 @@ class Saver:
 
     def _load(self, found: Found) -> None:
         """Load the state that all ranks have alike."""
-        kinds = (model_state.WEIGHTS,) if self._pieces else (model_state.WEIGHTS, model_state.OPTIMIZER)
+        kinds = tuple(k for k in (model_state.WEIGHTS, model_state.OPTIMIZER) if k not in self._divided)
         model_state.load(self._model, assemble(found.manifest, found.parts, found.url, kinds), kinds, found.url)
         if self._pieces:
             model_state.load_pieces(self._model, found.url, found.manifest, found.own, self._comm)
@@ -303,6 +307,7 @@ class Saver:
             callbacks, arrays = callback_state.save(self._callbacks)
             tensors |= arrays | self._strategy.state()
             document = {
+                **({"grid": self._grid.to_json()} if self._grid.mates > 1 else {}),
                 "in_epoch": in_epoch,
                 "stopped": progress.stopped,
                 "epochs": self._config.data.epochs,
@@ -348,7 +353,7 @@ class Saver:
         self, own: list[str], table_specs: Mapping[str, TensorSpec], tables: Mapping[Piece, NDArray[Any]]
     ) -> Tensors:
         """This rank's share of the common state and of the tables, and its own state of these kinds: no copies."""
-        mine = {piece.name for piece in self._share}
+        mine = {piece.name for piece in self._share} | self._pieces.keys()  # parts may be collectives
         views = model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER, only=mine)
         tensors = {}
         for piece in self._share:
@@ -397,7 +402,7 @@ class Saver:
         if self._audit is None:
             return []
         paths, world = RunPaths(self._config.run), self._context.world
-        url = paths.audit(world.generation, world.rank, step)
+        url = paths.audit(world.generation, self._grid.place(world.rank)[0], step)
         directory, _, name = url.rpartition("/")
         report = write_bytes(directory, name, self._audit.take(step))
         return [{"path": paths.relative(url), "bytes": report["bytes"], "sha256": report["sha256"]}]

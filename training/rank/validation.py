@@ -50,7 +50,7 @@ class Validation:
         callbacks: RunCallbacks,
     ) -> None:
         self._config, self._model = config, joined.to_score()
-        self._comm, self._control, self._callbacks = joined.strategy.communicator, control, callbacks
+        self._comm, self._control, self._callbacks = joined.strategy.data, control, callbacks
         self._signature = labels_of(config, split.encoder.signature)
         self._scored = ScoredModel(
             model=self._model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images

@@ -249,7 +249,7 @@ def _load(audit: str | tuple[str, bytes] | Rows) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Steps first..last of a run's chain, done by the `num_ranks` ranks of one generation."""
+    """Steps first..last of a run's chain, whose rows the ranks of one generation divided into `num_ranks` parts."""
 
     generation: int
     num_ranks: int
@@ -415,7 +415,7 @@ def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Spa
     while ref is not None:
         claim = claims[ref.generation]
         first = claim.parent.step + 1 if claim.parent else 1
-        found.append(Span(ref.generation, claim.num_ranks, first, ref.step, claim.shares))
+        found.append(Span(ref.generation, claim.data_ranks or claim.num_ranks, first, ref.step, claim.shares))
         ref = claim.parent
     return found[::-1]
 

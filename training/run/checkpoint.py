@@ -200,7 +200,14 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     documents.mapping(manifest.get("files"), where=f"{url}: files")
     documents.count(manifest.get("step"), where=f"{url}: step")
     documents.count(manifest.get("num_ranks"), where=f"{url}: num_ranks", least=1)
-    state = documents.obj(manifest.get("state"), STATE_KEYS, where=f"{url}: state")
+    state = dict(documents.mapping(manifest.get("state"), where=f"{url}: state"))
+    grid = state.pop("grid", [manifest["num_ranks"], 1, 1])  # absent where each rank has rows of its own
+    numbers = [
+        documents.count(one, where=f"{url}: grid", least=1) for one in documents.items(grid, where=f"{url}: grid")
+    ]
+    if len(numbers) != 3 or math.prod(numbers) != manifest["num_ranks"]:
+        raise CorruptionError("a checkpoint of another grid than its ranks", file=url, got=f"{numbers}")
+    documents.obj(state, STATE_KEYS, where=f"{url}: state")
     if state["early_stop"] is not None:
         documents.obj(state["early_stop"], EARLY_STOP_KEYS, where=f"{url}: early_stop")
     for document in documents.items(state["callbacks"], where=f"{url}: callbacks"):

@@ -67,6 +67,8 @@ class Claim:
     num_ranks: int
     shares: tuple[int, ...] | None = None
     """The lanes of each rank, if they are not as even as possible."""
+    data_ranks: int | None = None
+    """The parts of a step's rows; None: each rank has its own."""
 
     def to_json(self) -> dict[str, Any]:
         """The claim's file, unsealed."""
@@ -79,6 +81,7 @@ class Claim:
             "epochs": self.epochs,
             "num_ranks": self.num_ranks,
             "shares": None if self.shares is None else list(self.shares),
+            "data_ranks": self.data_ranks,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "claimed_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -125,6 +128,7 @@ def claim_next(
     epochs: int,
     num_ranks: int,
     shares: tuple[int, ...] | None = None,
+    data_ranks: int | None = None,
     after: int | None = None,
 ) -> Claim:
     """Claim the generation after `after`, the newest that this driver knows (None: look it up now).
@@ -141,7 +145,7 @@ def claim_next(
             allowed=f"generations up to {MAX_GENERATION}",
             next_step="Remove the claims that no driver of this run has made, or begin a new run.",
         )
-    claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks, shares)
+    claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks, shares, data_ranks)
     try:
         write_file(fs, paths.claim(generation), seal(claim.to_json()))
     except ExistsError:
@@ -178,6 +182,7 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     document = unseal_as("claim", fs.read_bytes(url), url, version=FORMAT_VERSION)
     try:
         parent, shares = document["parent"], document.get("shares")  # absent before shares could be uneven
+        data_ranks = document.get("data_ranks")  # absent before ranks could have the same rows
         claim = Claim(
             int(document["generation"]),
             str(document["nonce"]),
@@ -185,6 +190,7 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
             int(document["epochs"]),
             int(document["num_ranks"]),
             None if shares is None else tuple(map(int, shares)),
+            None if data_ranks is None else int(data_ranks),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError("not a claim", file=url, got=repr(error), allowed="the fields of a claim") from None

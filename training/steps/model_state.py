@@ -7,7 +7,7 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -25,7 +25,32 @@ from lockstep.training.steps.other_optimizers import others_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 PART = "lockstep_part"
-"""The attribute of a variable that holds this rank's `Part` of a larger one."""
+"""The attribute of a variable that holds this rank's `Held` part of a larger one."""
+
+
+class Held(Protocol):
+    """What a variable has of a tensor of `shape`. Elements are in C order.
+
+    Every rank has such a part of the same variables, in one order; the methods may be collectives.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """Start and stop of the elements that this rank writes to checkpoints: each is one rank's."""
+
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """Start and stop of the elements that this rank reads from checkpoints."""
+
+    def own(self, held: Any) -> Any:
+        """The elements `saved` of the variable's value `held`, flat."""
+
+    def filled(self, held: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+        """The variable's value after the elements `loaded` are `values`, flat; it was `held`."""
 
 
 class Part(NamedTuple):
@@ -40,6 +65,22 @@ class Part(NamedTuple):
     def own(self, held: Any) -> Any:
         """The part itself, of the elements `held` (last - first,)."""
         return held[self.start - self.first : self.stop - self.first]
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """The part, which no other rank has."""
+        return self.start, self.stop
+
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """The part."""
+        return self.start, self.stop
+
+    def filled(self, held: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+        """A copy of `held` (last - first,) whose part is `values`."""
+        found = held.copy()
+        self.own(found)[:] = values
+        return found
 
 
 def show_labels_as_columns(model: keras.Model) -> None:
@@ -138,8 +179,8 @@ def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None
 
 
 def _own(variable: keras.Variable) -> NDArray[Any]:
-    """The values of a variable, or of this rank's part."""
-    part: Part | None = getattr(variable, PART, None)
+    """The values of a variable, or of what this rank writes of a larger one."""
+    part: Held | None = getattr(variable, PART, None)
     return view_of(variable) if part is None else part.own(view_of(variable))
 
 
@@ -149,44 +190,91 @@ def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
 
 
 def pieces_of(model: keras.Model) -> dict[str, Piece]:
-    """Name -> this rank's piece of each variable of the optimizer that is divided over the ranks, also if it has no
-    elements; empty if each rank has all.
+    """Name -> what this rank writes of each variable that is divided over the ranks, also if it has no elements; empty
+    if each rank has all.
     """
-    parts = {name: getattr(variable, PART, None) for name, variable in _named(model, OPTIMIZER).items()}
-    return {name: Piece(name, part.start, part.stop) for name, part in parts.items() if part is not None}
+    parts = {name: getattr(variable, PART, None) for name, variable in _of_checkpoints(model).items()}
+    return {name: Piece(name, *part.saved) for name, part in parts.items() if part is not None}
+
+
+def divided_kinds(model: keras.Model) -> tuple[str, ...]:
+    """The kinds of checkpoints' variables of which some are divided over the ranks."""
+    found = {name.split("/")[0] for name in pieces_of(model)}
+    return tuple(kind for kind in (WEIGHTS, OPTIMIZER) if kind in found)
 
 
 def load_pieces(
     model: keras.Model, url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors], communicator: Communicator
 ) -> None:
-    """Load the optimizer's variables where they are divided: this rank's pieces, and those that all ranks have.
+    """Load the variables of `divided_kinds`: this rank's parts, and what all ranks have.
 
-    `own` is what `read_parts_and_own` has read of the kind OPTIMIZER. A collective, with the errors of `deal`.
+    `own` is what `read_parts_and_own` has read of these kinds. A collective, with the errors of `deal`.
     """
-    variables, pieces = _named(model, OPTIMIZER), pieces_of(model)
-    wanted = {
-        pieces.get(name, Piece(name, 0, math.prod(one.shape))): _own(one).reshape(-1).copy()
-        for name, one in variables.items()
-    }
-    deal(url, manifest, own, communicator, wanted, specs_of(model, OPTIMIZER))
-    for (piece, values), variable in zip(wanted.items(), variables.values(), strict=True):
-        whole = np.array(view_of(variable))
-        if piece.name in pieces:
-            getattr(variable, PART).own(whole)[:] = values
-        variable.assign(whole if piece.name in pieces else values.reshape(whole.shape))
+    kinds = divided_kinds(model)
+    variables = {name: one for kind in kinds for name, one in _named(model, kind).items()}
+    wanted: dict[Piece, NDArray[Any]] = {}
+    for name, one in variables.items():
+        part: Held | None = getattr(one, PART, None)
+        start, stop = (0, math.prod(one.shape)) if part is None else part.loaded
+        wanted[Piece(name, start, stop)] = np.empty(stop - start, view_of(one).dtype)
+    deal(url, manifest, own, communicator, wanted, specs_of(model, *kinds))
+    for values, variable in zip(wanted.values(), variables.values(), strict=True):
+        part = getattr(variable, PART, None)
+        held = view_of(variable)
+        variable.assign(values.reshape(held.shape) if part is None else part.filled(held, values))
 
 
-def whole_optimizer(model: keras.Model, communicator: Communicator) -> Tensors | None:
-    """The whole tensors of the optimizer on rank 0, None on others. A collective."""
-    pieces, specs = pieces_of(model), specs_of(model, OPTIMIZER)
+def whole_state(model: keras.Model, communicator: Communicator, *kinds: str) -> Tensors | None:
+    """The whole tensors of these kinds on rank 0, None on others. A collective."""
+    pieces, specs = pieces_of(model), specs_of(model, *kinds)
     found: Tensors = {}
-    for name, variable in _named(model, OPTIMIZER).items():
+    for name, variable in ((name, one) for kind in kinds for name, one in _named(model, kind).items()):
         value = _own(variable)
         if name in pieces:
-            parts = communicator.all_to_all_ragged([value, *[value[:0]] * (communicator.num_ranks - 1)])
-            value = np.concatenate(parts).reshape(specs[name].shape) if communicator.rank == 0 else value
+            sent = np.ascontiguousarray(value).reshape(-1)
+            parts = communicator.all_to_all_ragged([sent, *[sent[:0]] * (communicator.num_ranks - 1)])
+            starts = communicator.all_gather(np.array([pieces[name].start]))[:, 0]
+            # Ranks without elements have any start.
+            order = sorted((rank for rank, part in enumerate(parts) if part.size), key=lambda rank: int(starts[rank]))
+            if communicator.rank == 0:
+                value = np.concatenate([sent[:0], *(parts[rank] for rank in order)]).reshape(specs[name].shape)
         found[name] = np.array(value)
     return found if communicator.rank == 0 else None
+
+
+def set_value(variable: keras.Variable, value: NDArray[Any], part: Held | None = None) -> None:
+    """Make `variable`, of the same name, hold an array of any shape: a `part` of a tensor, or the whole one (None)."""
+    raw = variable._value
+    variable._value = tf.Variable(value, trainable=raw.trainable, dtype=raw.dtype, name=raw.name.partition(":")[0])
+    variable._shape = tuple(value.shape)
+    if part is not None:
+        setattr(variable, PART, part)
+    elif hasattr(variable, PART):
+        delattr(variable, PART)
+
+
+def build_on_parts(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Build `optimizer` on variables of which some are divided: its own ones are divided likewise."""
+    plain = optimizer.add_variable_from_reference
+
+    def noted(reference_variable: keras.Variable, *args: Any, **options: Any) -> keras.Variable:
+        made = plain(reference_variable, *args, **options)
+        if (part := getattr(reference_variable, PART, None)) is not None:
+            setattr(made, PART, part)
+        return made
+
+    object.__setattr__(optimizer, "add_variable_from_reference", noted)  # bypasses Keras' tracking
+    try:
+        optimizer.build(variables)
+    finally:
+        object.__delattr__(optimizer, "add_variable_from_reference")
+
+
+def make_whole(model: keras.Model, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Give the weights that are divided the whole values in `tensors`."""
+    for name, variable in _named(model, WEIGHTS).items():
+        if hasattr(variable, PART):
+            set_value(variable, tensors[name])
 
 
 def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:
@@ -194,6 +282,9 @@ def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str)
     variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     expected = {name: _spec(variable) for name, variable in variables.items()}
     for variable, value in zip(variables.values(), take(tensors, expected, where), strict=True):
+        part: Held | None = getattr(variable, PART, None)
+        if part is not None:
+            value = part.filled(view_of(variable), value.reshape(-1)[slice(*part.loaded)])
         variable.assign(value)
 
 
@@ -284,9 +375,13 @@ def _named(model: keras.Model, kind: str) -> dict[str, keras.Variable]:
     return {f"{kind}/{i:04d}/{variable.path}": variable for i, variable in enumerate(variables_of(model, kind))}
 
 
+def _of_checkpoints(model: keras.Model) -> dict[str, keras.Variable]:
+    return {name: variable for kind in (WEIGHTS, OPTIMIZER) for name, variable in _named(model, kind).items()}
+
+
 def _spec(variable: keras.Variable) -> TensorSpec:
-    part: Part | None = getattr(variable, PART, None)
-    return TensorSpec(tuple(variable.shape) if part is None else part.shape, str(variable.dtype))
+    part: Held | None = getattr(variable, PART, None)
+    return TensorSpec(tuple(variable.shape) if part is None else tuple(part.shape), str(variable.dtype))
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -11,6 +11,7 @@ from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
+from lockstep.training.exchange.compare_ranks import WeightCheck
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.run.checkpoint import Tensors
 from lockstep.training.ways import way_of
@@ -27,9 +28,15 @@ class EveryStep:
     Every rank makes the same calls after the same steps.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, data: Communicator | None = None) -> None:
         self.communicator = communicator
         """The communicator for collectives between steps."""
+        self.data = communicator if data is None else data
+        """The ranks that divide the rows of a step: all, unless several compute on the same rows."""
+
+    def weight_check(self, model: keras.Model) -> WeightCheck:
+        """The comparison of weights between ranks that have the same ones."""
+        return WeightCheck(self.data, model.weights)
 
     def begin_epoch(self, epoch: int, last: int) -> None:
         """The next step is the first of epoch `epoch`, or of the rest of it that this process trains; `last` is the
@@ -42,6 +49,9 @@ class EveryStep:
     def step_ends(self, agreement: Agreement, *, epoch_ends: bool) -> Agreement:
         """What ranks agree on after a step, of which `agreement` is what its exchange found."""
         return agreement
+
+    def undivide(self, model: keras.Model) -> None:
+        """Make the layers of `model` compute with whole weights, which they have now, on this rank alone."""
 
     def state(self) -> Tensors:
         """What a checkpoint needs besides weights and optimizer, the same on all ranks; called by one of them."""

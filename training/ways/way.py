@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lockstep.training.comm.options import UNAUTHENTICATED
 from lockstep.training.parts import Part, default_of
+from lockstep.training.world import Grid
 
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
@@ -86,12 +87,26 @@ class Way(Part):
         """The processes that this way starts besides so many ranks."""
         return 0
 
+    @property
+    def mates(self) -> tuple[int, int]:
+        """The stages of the model, and the parts of its divided layers."""
+        return 1, 1
+
+    def grid(self, num_ranks: int) -> Grid:
+        """The division of the work over so many ranks, a multiple of those of `mates`."""
+        stages, tensor = self.mates
+        return Grid(num_ranks // (stages * tensor), stages, tensor)
+
     def faults(self, config: TrainConfig) -> Iterator[tuple[str, str]]:
         """What cannot be combined with this way: names of options, each with what it is allowed to be."""
         for refused in self.refuses:
             value = attrgetter(refused.field)(config)
             if refused.wrong(value):
                 yield self.option, f"{self.otherwise} with {refused.flag.format(value)}{refused.why}"
+        stages, tensor = self.mates
+        if config.ranks.num_ranks % (stages * tensor):
+            words = f"a multiple of {stages * tensor} with {self.flag}"
+            yield "num_ranks", f"{words}: that many ranks compute on the same rows"
         yield from self.own_faults(config)
 
     def own_faults(self, config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -85,9 +85,9 @@ def applied(model: Any, comm: Communicator, steps: int = STEPS, *, size: float =
 
 def everything(model: Any, comm: Communicator) -> Tensors | None:
     """Weights and the whole optimizer's state, on rank 0."""
-    from lockstep.training.steps.model_state import WEIGHTS, tensors_of, whole_optimizer
+    from lockstep.training.steps.model_state import OPTIMIZER, WEIGHTS, tensors_of, whole_state
 
-    state = whole_optimizer(model, comm)
+    state = whole_state(model, comm, OPTIMIZER)
     if state is None:
         return None
     # Keras numbers the names of optimizers.
@@ -375,13 +375,13 @@ def test_each_start_holds_what_another_has_saved(
     """A rank of each start compares what it has restored with the files, bit for bit."""
     from lockstep.training.rank.saver import Found, Progress, Saver
     from lockstep.training.run.checkpoint_division import read_whole
-    from lockstep.training.steps.model_state import OPTIMIZER, WEIGHTS, tensors_of, whole_optimizer
+    from lockstep.training.steps.model_state import OPTIMIZER, WEIGHTS, tensors_of, whole_state
 
     restored, compared = Saver.restore, []
 
     def restore(self: Saver, found: Found) -> Progress:
         progress = restored(self, found)
-        state = whole_optimizer(self._model, self._comm)
+        state = whole_state(self._model, self._comm, OPTIMIZER)
         if state is not None:
             stored = read_whole(found.url, found.manifest, (WEIGHTS, OPTIMIZER))
             assert_no_bit(stored, tensors_of(self._model, WEIGHTS) | state)
