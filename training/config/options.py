@@ -61,6 +61,9 @@ class FoldOptions(TypedDict, total=False):
     outer_learning_rate: float
     outer_momentum: float
     zero: int
+    pipeline_stages: int
+    schedule: str
+    cut_after: str
     shard_embeddings: int | None
     compression: str
     precision: Precision

@@ -149,10 +149,10 @@ def reckoned_costs(graph: Graph) -> list[float]:
 
 
 def cuts_of(graph: Graph, stages: int, costs: Sequence[float], after: Sequence[str] = ()) -> list[Place]:
-    """The stages - 1 places that make the longest stage as short as it can be; among nearly such ones fewest bytes cross.
+    """The stages - 1 places that make the longest stage as short as it can be; fewest bytes among nearly such ones.
 
-    `costs` are of the graph's operations. With `after`, the cuts are after these layers. Raises ConfigError if the model
-    cannot be cut there, or into so many stages.
+    `costs` are of the graph's operations. With `after`, the cuts are after these layers. Raises ConfigError if the
+    model cannot be cut there, or into so many stages.
     """
     if after:
         return [_named(graph, name) for name in _in_order(graph, after, stages)]
@@ -197,7 +197,7 @@ def _in_order(graph: Graph, after: Sequence[str], stages: int) -> list[str]:
         raise ConfigError(
             "--cut-after does not name the layers after which the stages of --pipeline-stages end",
             got=", ".join(after),
-            allowed=f"{stages - 1} different layers of the model in their order, such as {', '.join(list(positions)[:20])}",
+            allowed=f"{stages - 1} different layers of the model in order, such as {', '.join(list(positions)[:20])}",
             next_step="Correct the names, or leave out --cut-after.",
         )
     return ordered

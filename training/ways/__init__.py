@@ -19,6 +19,7 @@ from lockstep.training.ways.federated import Federated
 from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
+from lockstep.training.ways.pipeline import Pipeline
 from lockstep.training.ways.way import SUM_IN_EACH_STEP, Refused, Strategy, Way
 from lockstep.training.ways.zero import Zero
 
@@ -36,6 +37,7 @@ __all__ = [
     "MultiWorkerMirrored",
     "OfTensorflow",
     "ParameterServer",
+    "Pipeline",
     "Refused",
     "Strategy",
     "Way",
@@ -54,6 +56,7 @@ WAYS: tuple[type[Way], ...] = (
     MultiWorkerMirrored,
     Delay,
     LocalSteps,
+    Pipeline,
     Zero,
     EveryStep,
 )

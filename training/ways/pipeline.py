@@ -58,12 +58,14 @@ class Pipeline(Way):
         self.check_choices()
 
     @property
+    def mates(self) -> tuple[int, int]:
+        return self.pipeline_stages, 1
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The names in `cut_after`."""
         return tuple(name.strip() for name in self.cut_after.split(",") if name.strip())
 
     def own_faults(self, config: TrainConfig) -> Iterator[tuple[str, str]]:
-        if config.ranks.num_ranks % self.pipeline_stages:
-            yield "num_ranks", f"a multiple of the {self.pipeline_stages} stages of --pipeline-stages"
         if self.layers and len(self.layers) != self.pipeline_stages - 1:
             yield "cut_after", f"names of {self.pipeline_stages - 1} layers, one for each stage but the last"
