@@ -270,7 +270,7 @@ class StageForward:
                 self._model.compute_metrics(x, y, found, sample_weight=weights)
         for variable, total in zip(self._statistics, self._sums, strict=True):
             total.assign_add(variable.value)
-        return [] if self.stage.is_last else list(found), loss, losses
+        return [] if self.stage.is_last else tf.nest.flatten(found), loss, losses
 
     def _part(self, micro: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         rows = values.shape[0] // self._micro_batches
