@@ -444,3 +444,16 @@ def dies_of_a_sample(signature: Signature, options: ModelOptions) -> keras.Model
     model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
     model.compile("sgd", "binary_crossentropy", jit_compile=False)
     return model
+
+
+def stacked(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Dense layers with dropout and penalties, a callback that sets the rate, and a rank that fails when told to."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = keras.layers.Concatenate(name="joined")(list(inputs.values()))
+    for number in range(3):
+        x = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2", name=f"dense_{number}")(x)
+        x = keras.layers.Dropout(0.2, seed=number, name=f"dropout_{number}")(x)
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="last")(x), name="stacked")
+    model.compile("adam", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")], jit_compile=False)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="auc", mode="max", factor=0.5, patience=0, min_delta=0.05)
+    return model, [plateau, FailOnce()]

@@ -62,6 +62,9 @@ class FoldOptions(TypedDict, total=False):
     outer_momentum: float
     tensor_parallel: int
     zero: int
+    pipeline_stages: int
+    schedule: str
+    cut_after: str
     shard_embeddings: int | None
     compression: str
     precision: Precision

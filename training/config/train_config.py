@@ -98,6 +98,11 @@ class TrainConfig:
         return self.reading.bad_images == "skip" or self.exactness.on_bad_record == "skip"
 
     @property
+    def accumulated(self) -> int:
+        """The micro-batches that the optimizer counts in a step; one if a pipeline adds their gradients before."""
+        return 1 if self.way.mates[0] > 1 else self.step.micro_batches
+
+    @property
     def num_servers(self) -> int:
         """The parameter servers that are started."""
         return self.way.num_servers(self.ranks.num_ranks)

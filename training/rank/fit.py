@@ -197,6 +197,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._callbacks.begin()
         if restored is None:
             if (first_weights := self._data.order.first_weights) is not None:
+                self._strategy.complete()
                 load_initial(self._model, first_weights)
             if self._data_comm.num_ranks > 1:
                 derive_seeds(self._model, config.data.seed, 0, self._data_comm.rank)
@@ -358,6 +359,7 @@ class Fit(AbstractContextManager["Fit"]):
         if self._validation is None or not (run_ends or epochs % self._config.validation.validate_every == 0):
             return metrics
         with self._clock.validation():
+            self._strategy.complete()
             self._joined.to_score()  # with the weights of this step
             validated = self._validation.after(step)
         self._checkpoints.step_begins()

@@ -46,8 +46,7 @@ from lockstep.training.steps.other_optimizers import build_others, optimizers_of
 from lockstep.training.steps.rank_step import RankStep
 from lockstep.training.steps.reduction import exchange_for
 from lockstep.training.steps.row_means import Steps, check_row_means, some_rows
-from lockstep.training.strategies.every_step import EveryStep, exchanging
-from lockstep.training.strategies.mirrored import TensorflowStep
+from lockstep.training.strategies.every_step import EveryStep, OwnStep, exchanging
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Prepared:
 
 def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int, groups: int | None) -> Prepared:
     """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for a model that cannot run on ranks."""
-    steps, micro = plan.steps(config.data.epochs), config.step.micro_batches
+    steps, micro, accumulated = plan.steps(config.data.epochs), config.step.micro_batches, config.accumulated
     group_rows = plan.global_batch // groups if groups else None
     options = ModelOptions(
         seed=config.data.seed,
@@ -94,8 +93,8 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
             allowed=f"micro-batches of a multiple of {group_rows} rows",
             next_step="Use fewer --micro-batches, or --batchnorm local.",
         )
-    if micro > 1:
-        _accumulate(model, micro)
+    if accumulated > 1:
+        _accumulate(model, accumulated)
     elif steps_of(without_loss_scale(model.optimizer)) > 1:
         raise ConfigError(
             f"the model {config.model.model} accumulates gradients itself",
@@ -104,14 +103,14 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
             next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
         )
     learning_rate = None
-    if config.step.learning_rate_scaling != "none" or config.step.warm_up_epochs or micro > 1:
+    if config.step.learning_rate_scaling != "none" or config.step.warm_up_epochs or accumulated > 1:
         learning_rate = scale_learning_rate(
             model,
             config.step.learning_rate_scaling,
             global_batch=plan.global_batch,
             base_batch=config.step.base_batch,
             warm_up_steps=round(config.step.warm_up_epochs * plan.total / plan.global_batch),
-            calls_per_step=micro,
+            calls_per_step=accumulated,
         )
     compression = _compression(model.optimizer, config, plan)
     # Others build the optimizer on this rank's parts.
@@ -356,7 +355,7 @@ class RankModel(JoinedModel):
         way.check_callbacks(self.callbacks)
         self._own_step = self.model.train_step
         self._others: list[Exchange] = []  # of optimizers other than that of compile
-        self._step: RankStep | CanonicalStep | TensorflowStep
+        self._step: RankStep | CanonicalStep | OwnStep
         self._of_tensorflow = way.own_step(self.model, self.communicator, non_finite, self.prepared.group_rows)
         if self._of_tensorflow is not None:
             self._step, self.exchange = self._of_tensorflow, self._of_tensorflow.exchange
@@ -387,6 +386,7 @@ class RankModel(JoinedModel):
         parts = parts or config.exactness.canonical or self._of_tensorflow is not None
         if not parts or not self._way.sums_gradients or ready_model(config.model.model) is not None:
             return
+        self.strategy.complete()
         model = self.to_score()  # under a strategy of TensorFlow a copy outside of it
         own_step = self._own_step if model is self.model else model.train_step
         steps = Steps(model, own_step, optimizers_of(model), self._alone, config.data.seed)
@@ -444,7 +444,7 @@ class RankModel(JoinedModel):
         """The model to validate: itself, or under a strategy of TensorFlow a copy outside of it, with its weights now:
         ranks score rows of unequal number, and TensorFlow's metrics would wait for each other.
         """
-        if self._of_tensorflow is None:
+        if not self._way.scores_a_copy:
             return self.model
         if self._copy is None:
             options = ModelOptions(seed=self._config.data.seed, extra=self._config.model.extra)

@@ -31,7 +31,7 @@ RECORDED_PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensor
 FIXED = (
     "model", "batchnorm", "precision", "learning_rate",
     "audit",  # changes no weight, but one with gaps proves nothing, which would show only at the end
-    "learning_rate_scaling", "base_batch", "warm_up_epochs", "micro_batches", "delay", "staleness", "gradient_noise",
+    "learning_rate_scaling", "base_batch", "warm_up_epochs", "delay", "staleness", "gradient_noise",
     "clients", "client_fraction", "local_epochs", "update_clip", "noise_multiplier", "privacy_delta", "sync_every",
     "sync_until_epoch", "outer_learning_rate", "outer_momentum", "compression", "canonical", "augment", "bad_images",
     "init_from", "extra", "shard_embeddings",
@@ -92,6 +92,8 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
         _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
     for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
+    # A pipeline's micro-batches are as free as its stages: they leave no trace in the optimizer.
+    _same(paths, "micro_batches", "micro_batches", begun.accumulated, config.accumulated)
     for name in FIXED:
         _same(paths, name, name, begun.options()[name], config.options()[name])
     if config.data.epochs < epochs_asked(read_claims(fs, paths)):

@@ -220,6 +220,8 @@ def load_pieces(
     deal(url, manifest, own, communicator, wanted, specs_of(model, *kinds))
     for values, variable in zip(wanted.values(), variables.values(), strict=True):
         part = getattr(variable, PART, None)
+        if part is not None and part.loaded[0] == part.loaded[1]:
+            continue  # this rank has nothing of it
         held = view_of(variable)
         variable.assign(values.reshape(held.shape) if part is None else part.filled(held, values))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
@@ -18,8 +18,6 @@ from lockstep.training.ways import way_of
 
 if TYPE_CHECKING:
     import keras
-
-    from lockstep.training.strategies.mirrored import TensorflowStep
 
 
 class EveryStep:
@@ -57,6 +55,9 @@ class EveryStep:
     def undivide(self, model: keras.Model) -> None:
         """Make the layers of `model` compute with whole weights, which they have now, on this rank alone."""
 
+    def complete(self) -> None:
+        """Make the model's weights whole on this rank until the next epoch. A collective."""
+
     def state(self) -> Tensors:
         """What a checkpoint needs besides weights and optimizer, the same on all ranks; called by one of them."""
         return {}
@@ -71,9 +72,29 @@ class EveryStep:
         """The last checkpoint is written; the weights are exported next."""
 
 
+class OwnStep(Protocol):
+    """A step of a way that does not train by Keras' `fit`."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it, if that is not raised."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """What ranks agree on."""
+
+    def install(self, model: keras.Model, communicator: Any) -> None:
+        """Change the model's step, as `RankStep.install` does."""
+
+    def fit(self, dataset: Any, steps: int, callbacks: Any, epoch: int) -> None:
+        """Train `steps` batches of `dataset` as one epoch, with the calls of Keras' `fit`."""
+
+
 class Exchanging:
     """How the code of a way takes part in a rank's model; by default one sum of gradients in each step."""
 
+    scores_a_copy = False
+    """Whether a validation needs a copy of the model."""
     sums_gradients = True
     """Whether all ranks apply the same sums: else a rank's step is its own."""
 
@@ -98,7 +119,7 @@ class Exchanging:
 
     def own_step(
         self, model: keras.Model, communicator: Communicator, non_finite: NonFinitePolicy, group_rows: int | None
-    ) -> TensorflowStep | None:
+    ) -> OwnStep | None:
         """The step, fit and exchange of a model that was built in `scope`; None for the ranks' common ones.
         `group_rows`: rows of a lane group of `ghost` statistics; None: each replica's own.
         """

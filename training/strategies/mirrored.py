@@ -239,6 +239,8 @@ def _is_wrong(grad: Any) -> tf.Tensor:
 class OfTensorflow(Exchanging):
     """The ways of --strategy mirrored and multi-worker-mirrored."""
 
+    scores_a_copy = True
+
     def __init__(self, config: TrainConfig, context: RankContext) -> None:
         super().__init__(config, context)
         context.control.beat(0, "start TensorFlow's strategy")

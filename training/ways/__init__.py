@@ -20,6 +20,7 @@ from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
 from lockstep.training.ways.tensor_parallel import TensorParallel
+from lockstep.training.ways.pipeline import Pipeline
 from lockstep.training.ways.way import SUM_IN_EACH_STEP, Refused, Strategy, Way
 from lockstep.training.ways.zero import Zero
 
@@ -37,6 +38,7 @@ __all__ = [
     "MultiWorkerMirrored",
     "OfTensorflow",
     "ParameterServer",
+    "Pipeline",
     "Refused",
     "Strategy",
     "TensorParallel",
@@ -56,6 +58,7 @@ WAYS: tuple[type[Way], ...] = (
     MultiWorkerMirrored,
     Delay,
     LocalSteps,
+    Pipeline,
     TensorParallel,
     Zero,
     EveryStep,
