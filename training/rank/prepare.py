@@ -25,6 +25,7 @@ from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.models import ModelOptions, build
+from lockstep.training.models.lora import enable_lora
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.lane_count import units_of
@@ -114,7 +115,12 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         )
     compression = _compression(model.optimizer, config, plan)
     divided = isinstance(ways.way_of(config), ways.Zero)  # which builds the optimizer on this rank's parts
-    build_all(model, signature, rows // micro, optimizer=not divided)
+    lora_rank = config.model.lora_rank
+    build_all(model, signature, rows // micro, optimizer=not divided and not lora_rank)
+    if lora_rank:
+        enable_lora(model, lora_rank, config.data.seed)
+        if not divided:
+            model.optimizer.build(model.trainable_variables)
     if len(found := optimizers_of(model)) > 1:
         seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
         _check_others(build_others(model, seen.applied, config.model.model), config)
@@ -150,6 +156,7 @@ def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainCon
         "--canonical": config.exactness.canonical,
         "--micro-batches": config.step.micro_batches > 1,
         "--compression": config.step.compression != "none",
+        "--lora-rank": config.model.lora_rank > 0,
         "--non-finite skip": config.exactness.non_finite == "skip",
         "--learning-rate-scaling or --warm-up-epochs": config.step.learning_rate_scaling != "none"
         or config.step.warm_up_epochs,
