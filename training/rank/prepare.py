@@ -31,7 +31,7 @@ from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.lane_count import units_of
 from lockstep.training.plan.mixture import Plan
 from lockstep.training.rank.callbacks import RunCallbacks
-from lockstep.training.rank.memory import arena_bytes, reckoned_bytes
+from lockstep.training.rank.memory import arena_bytes, optimizer_bytes, reckoned_bytes, variable_bytes
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rules import VALIDATION, StopRule, check_metric
 from lockstep.training.scoring.score_split import DATA_LOSS
@@ -319,7 +319,18 @@ class JoinedModel:
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
-            control.request("memory", config.limits.stall_limit_s, **RankMemory(rank_mib=needed >> 20).to_json())
+            plain = isinstance(config.way, ways.EveryStep)  # others hold less, or more
+            about = (
+                RankMemory(rank_mib=needed >> 20)
+                if not plain
+                else RankMemory(
+                    rank_mib=needed >> 20,
+                    weights_bytes=variable_bytes(self.model.weights),
+                    gradient_bytes=variable_bytes(self.model.trainable_variables),
+                    state_bytes=optimizer_bytes(self.model),
+                )
+            )
+            control.request("memory", config.limits.stall_limit_s, **about.to_json())
         control.beat(0, "join the ranks")
         self._whole = context.communicator(arena_bytes=arena_bytes(self.model))  # of ranks and parameter servers
         self._whole.deadline_s = config.limits.stall_limit_s

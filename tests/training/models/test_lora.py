@@ -125,6 +125,7 @@ def test_what_cannot_be_adapted_is_refused_by_name(base: tuple[str, str, str], t
     assert [one.name for one in model.trainable_variables] == ["lora_kernel_a", "lora_kernel_b"]
     keras.utils.clear_session()
     first, _, run = base
-    for more, named in (({}, "--init-from"), ({"init_from": run, "delay": 1}, "lora_rank")):
+    both: list[tuple[dict[str, Any], str]] = [({}, "--init-from"), ({"init_from": run, "delay": 1}, "lora_rank")]
+    for more, named in both:
         with pytest.raises(ConfigError, match=named):
             train(first, tmp_path / "run", 1, "mlp", lora_rank=2, **more)
