@@ -100,7 +100,7 @@ def measured_size(args: Namespace) -> Size:
     rows = args.rows or DEFAULT_ROWS
     options: dict[str, Any] = {"extra": args.extra, "lora_rank": args.lora_rank, "batchnorm": "local"}
     config = TrainConfig(
-        datasets=args.dataset, run="unused", model=args.model, num_ranks=1, global_batch=rows, epochs=1, **options
+        datasets=args.dataset, run="unused", model=args.model, num_ranks=1, global_batch=rows, epochs=rows, **options
     )
     _, encoder, plan = open_and_plan(config, None)
     found = model_size(config, plan, rows, timed=args.step_seconds is None)
