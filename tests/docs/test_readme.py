@@ -19,6 +19,7 @@ STORIES = {
         "docs/batches.md",
         "docs/guarantees.md",
         "docs/strategies.md",
+        "docs/which-mode.md",
         "docs/compression.md",
         "docs/evaluate.md",
         "docs/performance.md",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.training.comm.options import UNAUTHENTICATED
 from lockstep.training.compression.method import Compression
 from lockstep.training.rules import of_validation
+from lockstep.training.ways import EveryStep, Zero
 
 if TYPE_CHECKING:
     from lockstep.training.config.train_config import TrainConfig
@@ -33,6 +34,10 @@ def check_combinations(config: TrainConfig) -> None:
     for option, allowed in config.way.faults(config):
         config.check(option, False, allowed)
     _check_compression(config)
+    if config.model.lora_rank:
+        adds_up = isinstance(config.way, EveryStep | Zero)
+        config.check("lora_rank", adds_up, f"0 with {config.way.flag}, which averages or serves whole weights")
+        config.check("lora_rank", config.step.shard_embeddings is None, "0 with --shard-embeddings")
     if config.ranks.balance:
         _check_balance(config)
     if config.exactness.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from lockstep.training.parts import Part
+from lockstep.training.parts import MOST, Part
 
 Value = bool | int | float | str
 """A setting of a model."""
@@ -23,12 +23,16 @@ class ModelConfig(Part):
     init_from: Annotated[str | None, "URL"] = None
     """First weights of a new run: a run, a checkpoint, an exported model, a .keras or .weights.h5 file (default: drawn
     by the seed)."""
+    lora_rank: Annotated[int, "R"] = 0
+    """Fine-tune the first weights: keep them, and train two matrices of this rank for each layer (LoRA;
+    docs/which-mode.md). The exported model is plain. 0: train all weights."""
     extra: Annotated[Mapping[str, Value], "NAME=VALUE"] = field(default_factory=dict, hash=False)
     """Settings of the model, such as width=64 decay=1e-4; may be given several times. lockstep models lists those of
     ready models; your own finds them in options.extra."""
 
     def __post_init__(self) -> None:
         self.check("model", bool(self.model), "a model's name or module:function")
+        self.check("lora_rank", 0 <= self.lora_rank < MOST, "an integer from 0 up")
         for name, value in self.extra.items():
             right = name.isidentifier() and isinstance(value, Value)
             finite = not isinstance(value, float) or math.isfinite(value)

@@ -23,6 +23,7 @@ class FoldOptions(TypedDict, total=False):
 
     where: str | None
     init_from: str | None
+    lora_rank: int
     extra: Mapping[str, Value]
     seed: int
     validate: str | None

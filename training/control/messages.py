@@ -40,6 +40,8 @@ class SizeOrder(Message):
     """The plan's identity."""
     rows: int
     """The rows of the largest rank's batch."""
+    timed: bool = False
+    """Whether it also measures steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class ModelSize(Message):
     """What layers keep of a step, without loops; None with sharded tables, whose rows come from other ranks, and with a
     train_step of the model's own."""
     metrics: list[str]
+    step_s: float | None = None
+    """Seconds of a step on one rank with all cores of this host; None if it was not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,11 @@ class RankMemory(Message):
     """What a rank of the built model needs."""
 
     rank_mib: int
+    weights_bytes: int = 0
+    gradient_bytes: int = 0
+    """Of the weights that are trained."""
+    state_bytes: int = 0
+    """What the whole optimizer keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)

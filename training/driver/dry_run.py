@@ -9,8 +9,10 @@ from lockstep.storage.shown import counted
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.control.task import Limits, RankTask
+from lockstep.training.driver.memory_plan import Size, Transformer, smaller
 from lockstep.training.driver.preflight import preflight
-from lockstep.training.driver.train import limits_of, room_for
+from lockstep.training.driver.train import host_bytes, limits_of, room_for
+from lockstep.training.launch.executors import ExecutorMemory
 from lockstep.training.launch.local import run_local
 from lockstep.training.launch.session import Launch, SessionLauncher
 from lockstep.training.plan.epoch_plan import EpochPlan
@@ -18,6 +20,7 @@ from lockstep.training.plan.mixture import MixedPlan, Plan, steps_asked
 from lockstep.training.rules import CheckpointEvery
 from lockstep.training.run.lineage import find_tip
 from lockstep.training.run.paths import RunPaths
+from lockstep.training.ways import EveryStep
 
 ENTRY = "lockstep.training.rank.model_size:main"
 MIB = 1 << 20
@@ -40,26 +43,26 @@ def dry_run(config: TrainConfig, launch: Launch) -> str:
             allowed="runs by an epoch plan",
             next_step="Leave --dry-run out and use --max-steps 1.",
         )
-    room_for(config, launch)
+    room = room_for(config, launch)
     data = config.way.grid(config.ranks.num_ranks).data
     shares = [plan.rows(rank, data, config.step.lane_groups) for rank in range(data)]
-    model = _model(config, plan, max(shares))
+    model = model_size(config, plan, max(shares))
     lines = [
         ("run", _run(config)),
         *(("dataset", _dataset(url, config)) for url in config.data.datasets),
         ("plan", _plan(config, plan)),
         ("ranks", _ranks(config, launch, shares)),
         ("model", _size(config, model)),
-        ("memory", _memory(model)),
+        ("memory", _memory(config, model, room)),
         ("exchange", f"{_size_words(model.gradient_bytes)} of gradients a step and rank"),
         ("checkpoints", _checkpoints(config, plan, model.checkpoint_bytes)),
     ]
     return "\n".join(f"{name:<12}{text}" for name, text in lines)
 
 
-def _model(config: TrainConfig, plan: Plan, rows: int) -> ModelSize:
-    """Build the model in a process of its own, since this one must not load TensorFlow."""
-    order = SizeOrder(config=config, plan=plan.identity(), rows=rows)
+def model_size(config: TrainConfig, plan: Plan, rows: int, *, timed: bool = False) -> ModelSize:
+    """Build the model in another process, since this one must not load TensorFlow; `timed`: also measure its steps."""
+    order = SizeOrder(config=config, plan=plan.identity(), rows=rows, timed=timed)
     (found,) = run_local(RankTask(ENTRY, order.to_json()), 1, limits=limits_of(config, Limits()))
     return ModelSize.from_json(found)
 
@@ -114,9 +117,29 @@ def _size(config: TrainConfig, model: ModelSize) -> str:
     )
 
 
-def _memory(model: ModelSize) -> str:
+def _memory(config: TrainConfig, model: ModelSize, room: ExecutorMemory | None) -> str:
     keeps = "what layers keep" if model.kept_bytes is None else f"{model.kept_bytes // MIB:,} MiB that layers keep"
-    return f"about {model.rank_bytes // MIB:,} MiB a rank, and {keeps} for the backward pass"
+    text = f"about {model.rank_bytes // MIB:,} MiB a rank, and {keeps} for the backward pass"
+    number, needed = config.ranks.num_ranks, model.rank_bytes + (model.kept_bytes or 0)
+    limit = None if room is None else room.rank_limit_mib() << 20
+    if config.ranks.launcher == "local":
+        limit = host_bytes(number)
+    if limit is None or needed <= limit or not isinstance(config.way, EveryStep):
+        return text
+    better = smaller(size_of(model), number, needed, limit) or "more memory, or a smaller model"
+    return f"{text}, of {limit // MIB:,} MiB: does not fit: {better}"
+
+
+def size_of(model: ModelSize, transformer: Transformer | None = None) -> Size:
+    """The size that a model was measured to have."""
+    return Size(
+        weights=model.weights_bytes,
+        gradients=model.gradient_bytes,
+        state=model.checkpoint_bytes - model.weights_bytes,
+        kept=model.kept_bytes or 0.0,
+        transformer=transformer,
+        step_s=model.step_s,
+    )
 
 
 def _checkpoints(config: TrainConfig, plan: Plan, size: int) -> str:

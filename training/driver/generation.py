@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.storage.documents import canonical_bytes
-from lockstep.storage.errors import CommunicationError, LockstepError
+from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.training.control.messages import (
     BestCheckpoint,
@@ -25,6 +25,7 @@ from lockstep.training.control.protocol import Tag
 from lockstep.training.control.server import Handler
 from lockstep.training.driver.balance import Balancer
 from lockstep.training.driver.commit import CommitHandler
+from lockstep.training.driver.memory_plan import Size, smaller
 from lockstep.training.driver.memory_watch import MemoryWatch
 from lockstep.training.driver.status_board import Board
 from lockstep.training.driver.stragglers import Stragglers
@@ -46,14 +47,16 @@ class Watch:
         rows: Sequence[int],
         *,
         memory: ExecutorMemory | None = None,
+        host_bytes: int | None = None,
         balancer: Balancer | None = None,
         bad_records: dict[str, int] | None = None,
     ) -> None:
         """`rows`: how many rows of a global batch each rank has. `memory`: an executor's memory for its ranks, if it is
-        enforced. `balancer` takes the ranks' times. `bad_records` gets the words for what ranks skip, and how many
-        records these are.
+        enforced. `host_bytes`: this host's memory for each rank, if all run here. `balancer` takes the ranks' times.
+        `bad_records` gets the words for what ranks skip, and how many records these are.
         """
         self.memory, self.bad_records = memory, {} if bad_records is None else bad_records
+        self._num_ranks, self._host_bytes = len(rows), host_bytes
         self._stragglers, self._balancer = Stragglers(rows), balancer
         self._memory_watch = MemoryWatch(memory.rank_limit_mib() << 20 if memory else None)
         self._hosts: dict[int, str] = {}
@@ -84,11 +87,25 @@ class Watch:
                 return found.to_row(row["step"], host)
         return None
 
-    def judge(self, rank_mib: int) -> None:
-        """Print a note if an executor's memory is nearly too small for ranks that need `rank_mib` MiB each. Raises
-        ConfigError if it is too small.
+    def judge(self, need: RankMemory) -> None:
+        """Print a note if an executor's memory, or this host's, is too small or nearly so for ranks that need so much.
+        Raises ConfigError if an executor's is too small. Both say which `--zero` would fit, if one would.
         """
-        near = self.memory.judge(rank_mib, "a rank of this model") if self.memory else None
+        limit = self.memory.rank_limit_mib() << 20 if self.memory else self._host_bytes
+        if limit is None:
+            return
+        size = Size(weights=need.weights_bytes, gradients=need.gradient_bytes, state=need.state_bytes)
+        better = smaller(size, self._num_ranks, need.rank_mib << 20, limit)
+        hint = f"does not fit: {better}" if better else "does not fit: more memory, or a smaller model"
+        if self.memory is None:
+            if need.rank_mib << 20 > limit:
+                notes.show([f"a rank needs about {need.rank_mib} MiB of this host's {limit >> 20} for each; {hint}"])
+            return
+        try:
+            near = self.memory.judge(need.rank_mib, "a rank of this model")
+        except ConfigError as error:
+            next_step = f"{hint}. {error.next_step}" if better else error.next_step
+            raise ConfigError(error.what, got=error.got, allowed=error.allowed, next_step=next_step) from error
         if near is not None:
             print(near, file=sys.stderr, flush=True)
 
@@ -195,7 +212,7 @@ class RunHandler(Handler):
             self._take_metrics(MetricRows.from_json(fields).rows)
             return {}
         if kind == "memory":
-            self._watch.judge(RankMemory.from_json(fields).rank_mib)
+            self._watch.judge(RankMemory.from_json(fields))
             return {}
         if kind == "suspect":
             self.suspects[rank] = Suspect.from_json(fields).samples

@@ -18,6 +18,7 @@ from lockstep.training.batches.clients import check_client_field
 from lockstep.training.config import TrainConfig
 from lockstep.training.launch.local import slots_in
 from lockstep.training.models import check_name, scales_learning_rate
+from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
 from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, split_of
 from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
@@ -167,6 +168,13 @@ def preflight(config: TrainConfig) -> CheckedRun:
     finished = finished_result(fs, paths, config, plan) if check_run(fs, paths, config, plan) else None
     if config.model.init_from is not None and not fs.exists(paths.run_json):
         check_weights(config.model.init_from)
+    if config.model.lora_rank and config.model.init_from is None and ready_model(config.model.model) is not None:
+        raise ConfigError(
+            "--lora-rank trains next to weights that a model has learned before",
+            got=f"--lora-rank {config.model.lora_rank} without --init-from, and the ready model {config.model.model}",
+            allowed="--init-from with a run, a checkpoint, an exported model or a Keras file",
+            next_step="Give --init-from, or leave out --lora-rank.",
+        )
     if config.ranks.slots_file is not None:
         slots_in(config.ranks.slots_file)
     return CheckedRun(config, manifest, selection, plan, finished, numbers)

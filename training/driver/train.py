@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
+import psutil
+
 from lockstep.features.schema.schema import Schema
 from lockstep.process.signals import ended_in_order
 from lockstep.storage.dataset.manifest import load_dataset
@@ -51,6 +53,7 @@ from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, steps_asked
 from lockstep.training.plan.privacy import privacy_of
+from lockstep.training.rank.usage import container_memory
 from lockstep.training.run import notes
 from lockstep.training.run.comm_plans import read_plans
 from lockstep.training.run.epochs import epochs_trained, steps_in_epoch
@@ -179,6 +182,12 @@ def room_for(config: TrainConfig, launch: Launch) -> ExecutorMemory | None:
         return None
     others, possible = config.num_servers + config.ranks.spare_executors, config.ranks.possible
     return launch.ready(possible[0] + others, config.limits.start_limit_s, possible[-1] + others)
+
+
+def host_bytes(num_ranks: int) -> int:
+    """The bytes that this host, or this process's container, has for each of so many ranks."""
+    found = container_memory()
+    return (found[1] if found is not None else psutil.virtual_memory().total) // num_ranks
 
 
 def _show_numbers(numbers: dict[int, str | None]) -> None:
@@ -445,7 +454,10 @@ class _Driver:
         if isinstance(plan, EpochPlan | MixedPlan):
             grid = self._config.way.grid(ranks)
             rows = [plan.rows(grid.place(rank)[0], grid.data, groups, claim.shares) for rank in range(ranks)]
-        watch = Watch(rows, memory=self._memory, balancer=self._balancer, bad_records=self._bad_records)
+        here = host_bytes(claim.num_ranks) if self._config.ranks.launcher == "local" else None
+        watch = Watch(
+            rows, memory=self._memory, host_bytes=here, balancer=self._balancer, bad_records=self._bad_records
+        )
         return RunHandler(
             self._paths,
             claim,

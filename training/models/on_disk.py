@@ -33,6 +33,7 @@ from lockstep.training import models
 from lockstep.training.config import TrainConfig
 from lockstep.training.embeddings.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
 from lockstep.training.models import ModelOptions
+from lockstep.training.models.lora import adapters_of, enable_lora, merged_model, plain_variables
 from lockstep.training.models.two_tower import InBatch
 from lockstep.training.plan.datasets import what_differs
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
@@ -225,6 +226,10 @@ def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, whe
     with plain_tables(tensors):
         model = models.build(config.model.model, signature, options).model
     kinds = (model_state.WEIGHTS,)
+    if config.model.lora_rank:
+        enable_lora(model, config.model.lora_rank, config.data.seed)
+        model_state.load(model, tensors, kinds, where)
+        return merged_model(model, config, signature)
     model_state.load(model, plain_weights(tensors, model_state.specs_of(model, *kinds)), kinds, where)
     return model
 
@@ -248,15 +253,17 @@ def load_initial(model: keras.Model, url: str) -> None:
     if source.checkpoint is not None:
         manifest = read_manifest(source.checkpoint)
         tensors = read_whole(source.checkpoint, manifest, (model_state.WEIGHTS,))
-        model_state.load(model, tensors, (model_state.WEIGHTS,), source.checkpoint)
+        model_state.load_weights(plain_variables(model), tensors, source.checkpoint)
         return
     assert source.file is not None
-    before = model.get_weights()
+    before, adapters = model.get_weights(), [(one, one.numpy()) for one in adapters_of(model)]
     with tempfile.TemporaryDirectory() as folder, plain_layers(model):
         path = Path(folder, WEIGHTS_FILE)
         try:
             path.write_bytes(_weights_in(source.file, url))
             model.load_weights(path, objects_to_skip=[model.optimizer])
+            for one, value in adapters:
+                one.assign(value)  # Keras has set them to zero
         # No archive, or a damaged one. RuntimeError: HDF5's names are broken, or an archive has a later version.
         except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             model.set_weights(before)

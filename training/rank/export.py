@@ -14,6 +14,7 @@ from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.embeddings.sharded_embedding import check_fits
+from lockstep.training.models.lora import merged_model
 from lockstep.training.models.on_disk import export, plain_model
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
@@ -46,8 +47,11 @@ def whole_model(
     context: RankContext, config: TrainConfig, joined: JoinedModel, signature: Signature
 ) -> keras.Model | None:
     """The trained model, with Embedding layers in place of tables in shards: then it is on rank 0 only, and None unless
-    it fits there. Divided weights and optimizers are whole on rank 0. A collective.
+    it fits there. Divided weights and optimizers are whole on rank 0. With --lora-rank it is a plain model on rank 0.
+    A collective.
     """
+    if config.model.lora_rank:
+        return merged_model(joined.model, config, signature) if context.world.is_leader else None
     if pieces_of(joined.model):
         context.control.beat(context.control.step, "gather what ranks have parts of")
         whole = whole_state(joined.model, joined.strategy.communicator, *divided_kinds(joined.model))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lockstep.training.batches.augmenting import labels_of
@@ -52,7 +54,22 @@ def main(context: RankContext) -> dict[str, Any]:
         rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
         kept_bytes=kept_bytes(model, signature, order.rows // config.step.micro_batches) if plain else None,
         metrics=list(metric_names(model, config)),
+        step_s=step_s(model, signature, order.rows) if order.timed else None,
     ).to_json()
+
+
+def step_s(model: keras.Model, signature: Signature, rows: int) -> float:
+    """Seconds of a step on a batch of zeros: the median of three, after one that traces."""
+    from lockstep.training.steps.model_state import zeros_of
+
+    batch, seconds = zeros_of(signature, rows), []
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    model.train_on_batch(*batch)
+    for _ in range(3):
+        began = time.perf_counter()
+        model.train_on_batch(*batch)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
 
 
 def kept_bytes(model: keras.Model, signature: Signature, rows: int) -> int:

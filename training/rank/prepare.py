@@ -26,12 +26,13 @@ from lockstep.training.exchange.agreement import Agreement, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.models import ModelOptions, build
+from lockstep.training.models.lora import enable_lora
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.lane_count import units_of
 from lockstep.training.plan.mixture import Plan
 from lockstep.training.rank.callbacks import RunCallbacks
-from lockstep.training.rank.memory import arena_bytes, reckoned_bytes
+from lockstep.training.rank.memory import arena_bytes, optimizer_bytes, reckoned_bytes, variable_bytes
 from lockstep.training.rank.metrics import resident_bytes
 from lockstep.training.rules import VALIDATION, StopRule, check_metric
 from lockstep.training.scoring.score_split import DATA_LOSS
@@ -115,7 +116,12 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
     compression = _compression(model.optimizer, config, plan)
     # Others build the optimizer on this rank's parts.
     whole = not isinstance(way := ways.way_of(config), ways.Zero) and way.mates == (1, 1)
-    build_all(model, signature, rows // micro, optimizer=whole)
+    lora_rank = config.model.lora_rank
+    build_all(model, signature, rows // micro, optimizer=whole and not lora_rank)
+    if lora_rank:
+        enable_lora(model, lora_rank, config.data.seed)
+        if whole:
+            model.optimizer.build(model.trainable_variables)
     if len(found := optimizers_of(model)) > 1:
         seen = Steps(model, model.train_step, found, plain_lookups).see(zeros_of(signature, 2), [0, 1], whole=2)
         _check_others(build_others(model, seen.applied, config.model.model), config)
@@ -151,6 +157,7 @@ def _check_others(others: Sequence[keras.optimizers.Optimizer], config: TrainCon
         "--canonical": config.exactness.canonical,
         "--micro-batches": config.step.micro_batches > 1,
         "--compression": config.step.compression != "none",
+        "--lora-rank": config.model.lora_rank > 0,
         "--non-finite skip": config.exactness.non_finite == "skip",
         "--learning-rate-scaling or --warm-up-epochs": config.step.learning_rate_scaling != "none"
         or config.step.warm_up_epochs,
@@ -313,7 +320,18 @@ class JoinedModel:
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
             needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
-            control.request("memory", config.limits.stall_limit_s, **RankMemory(rank_mib=needed >> 20).to_json())
+            plain = isinstance(config.way, ways.EveryStep)  # others hold less, or more
+            about = (
+                RankMemory(rank_mib=needed >> 20)
+                if not plain
+                else RankMemory(
+                    rank_mib=needed >> 20,
+                    weights_bytes=variable_bytes(self.model.weights),
+                    gradient_bytes=variable_bytes(self.model.trainable_variables),
+                    state_bytes=optimizer_bytes(self.model),
+                )
+            )
+            control.request("memory", config.limits.stall_limit_s, **about.to_json())
         control.beat(0, "join the ranks")
         self._whole = context.communicator(arena_bytes=arena_bytes(self.model))  # of ranks and parameter servers
         self._whole.deadline_s = config.limits.stall_limit_s

@@ -290,6 +290,13 @@ def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str)
         variable.assign(value)
 
 
+def load_weights(variables: Sequence[keras.Variable], tensors: Tensors, where: str) -> None:
+    """Do what `load` does for the weights of a model of which `variables` are all, in their order."""
+    expected = {_name(WEIGHTS, number, one): _spec(one) for number, one in enumerate(variables)}
+    for variable, value in zip(variables, take(tensors, expected, where), strict=True):
+        variable.assign(value)
+
+
 def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, takes_sums: bool) -> None:
     """Set metric states to those that the ranks of `parts` had together, for a run that resumes with other ranks.
 
@@ -374,7 +381,11 @@ def model_identity(model: keras.Model, signature: Signature) -> str:
 
 
 def _named(model: keras.Model, kind: str) -> dict[str, keras.Variable]:
-    return {f"{kind}/{i:04d}/{variable.path}": variable for i, variable in enumerate(variables_of(model, kind))}
+    return {_name(kind, i, variable): variable for i, variable in enumerate(variables_of(model, kind))}
+
+
+def _name(kind: str, number: int, variable: keras.Variable) -> str:
+    return f"{kind}/{number:04d}/{variable.path}"
 
 
 def _of_checkpoints(model: keras.Model) -> dict[str, keras.Variable]:

@@ -129,6 +129,16 @@ def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: 
         assert "warning: an executor's container of 2304 MiB has little room" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="cannot fit"):
             enforced.answer(0, "memory", {"rank_mib": 4000})
+        adam = {"weights_bytes": 1000 << 20, "gradient_bytes": 1000 << 20, "state_bytes": 2000 << 20}
+        two = RunHandler(paths, claim, None, commits, board, Watch([1, 1], memory=ExecutorMemory(4352, 1024, 3328, 1)))
+        with pytest.raises(ConfigError, match="cannot fit") as caught:
+            two.answer(0, "memory", {"rank_mib": 4600, **adam})
+        assert caught.value.next_step.startswith(
+            "does not fit: `--zero 1` on 2 ranks would (3.5 GiB a rank). Give spark"
+        )
+        here = RunHandler(paths, claim, None, commits, board, Watch([1, 1], host_bytes=3400 << 20))
+        assert here.answer(0, "memory", {"rank_mib": 4600, **adam}) == {}
+        assert "3400 for each; does not fit: `--zero 2` on 2 ranks would (3.0 GiB a rank)" in capsys.readouterr().err
         free = RunHandler(paths, claim, None, commits, board, Watch([1]))
         assert free.answer(0, "memory", {"rank_mib": 4000}) == {}
 

@@ -35,6 +35,7 @@ REFUSED: dict[str, Any] = {
     "augment": "crop:2 flip",
     "bad_images": "skip",
     "init_from": "/models/first.keras",
+    "lora_rank": 4,
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,
