@@ -371,6 +371,7 @@ class RankModel(JoinedModel):
         group = self.communicator.group(range(self.communicator.num_ranks))
         group.deadline_s = self._config.limits.stall_limit_s
         self._step.install(self.model, group)
+        self.strategy.install(self.model)
         if self.tables is not None:
             self.tables.install()
 
@@ -387,8 +388,8 @@ class RankModel(JoinedModel):
         own_step = self._own_step if model is self.model else model.train_step
         steps = Steps(model, own_step, optimizers_of(model), plain_lookups, config.data.seed)
         rows = some_rows(batch(), self.communicator.on_host)
-        check_row_means(steps, rows, config.model.model)
-        with plain_lookups(model):
+        with self.strategy.whole_weights(), plain_lookups(model):
+            check_row_means(steps, rows, config.model.model)
             check_metric_sums(model, rows, config.model.model)
 
     def fit(

@@ -156,7 +156,7 @@ class Found:
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
-    """The parts of tables in shards, or of a divided optimizer, in the files that this rank has read; `parts` lacks
+    """The parts of tables in shards, or of divided weights and state, in the files that this rank has read; `parts` lacks
     them."""
     base: Found | None = None
     """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""
@@ -211,7 +211,8 @@ class Saver:
             of_base = read_resumable(base, plan)
             return replace(found, base=Found(base, of_base, *read_parts_and_own(base, of_base, self._comm, TABLES)))
         if self._pieces:
-            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, model_state.OPTIMIZER))
+            kinds = model_state.divided_kinds(self._model)
+            return Found(url, manifest, *read_parts_and_own(url, manifest, self._comm, *kinds))
         return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
@@ -260,7 +261,8 @@ class Saver:
 
     def _load(self, found: Found) -> None:
         """Load the state that all ranks have alike."""
-        kinds = (model_state.WEIGHTS,) if self._pieces else (model_state.WEIGHTS, model_state.OPTIMIZER)
+        divided = model_state.divided_kinds(self._model)
+        kinds = [kind for kind in (model_state.WEIGHTS, model_state.OPTIMIZER) if kind not in divided]
         model_state.load(self._model, assemble(found.manifest, found.parts, found.url, kinds), kinds, found.url)
         if self._pieces:
             model_state.load_pieces(self._model, found.url, found.manifest, found.own, self._comm)

@@ -170,9 +170,9 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
 
 
 def read_parts_and_own(
-    url: str, manifest: Mapping[str, Any], communicator: Communicator, kind: str
+    url: str, manifest: Mapping[str, Any], communicator: Communicator, *kinds: str
 ) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """Return what `read_parts` does without the tensors of `kind`, and the tensors of `kind` in the files that this
+    """Return what `read_parts` does without the tensors of `kinds`, and the tensors of `kinds` in the files that this
     rank has read.
 
     No rank holds more of the latter than its share of the files. A collective, with the errors of `read_parts`.
@@ -183,7 +183,7 @@ def read_parts_and_own(
     common: dict[int, NDArray[np.uint8]] = {}
     for writer in range(communicator.rank, writers, ranks):
         found = read_rank_file(url, writer, manifest)
-        own[writer] = {name: value for name, value in found.items() if name.split("/")[0] == kind}
+        own[writer] = {name: value for name, value in found.items() if name.split("/")[0] in kinds}
         common[writer] = HostBuffer().fill({name: value for name, value in found.items() if name not in own[writer]})
     for writer in range(writers):
         file = common.pop(writer, np.empty(0, np.uint8))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from lockstep.training.run.checkpoint_division import Piece, deal
 from lockstep.training.steps.other_optimizers import others_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+WHOLE: ContextVar[Callable[[keras.Variable], NDArray[Any]] | None] = ContextVar("whole of a part", default=None)
+"""What gets all elements of a divided variable, while a model is saved (lockstep.training.rank.export)."""
 PART = "lockstep_part"
 """The attribute of a variable that holds this rank's `Part` of a larger one."""
 
@@ -149,26 +152,38 @@ def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
 
 
 def pieces_of(model: keras.Model) -> dict[str, Piece]:
-    """Name -> this rank's piece of each variable of the optimizer that is divided over the ranks, also if it has no
-    elements; empty if each rank has all.
+    """Name -> this rank's piece of each variable that is divided over the ranks, also if it has no elements; empty if
+    each rank has all.
     """
-    parts = {name: getattr(variable, PART, None) for name, variable in _named(model, OPTIMIZER).items()}
+    named = _named(model, WEIGHTS) | _named(model, OPTIMIZER)
+    parts = {name: getattr(variable, PART, None) for name, variable in named.items()}
     return {name: Piece(name, part.start, part.stop) for name, part in parts.items() if part is not None}
+
+
+def divided_kinds(model: keras.Model) -> tuple[str, ...]:
+    """The kinds of variables of which some are divided over the ranks."""
+    return tuple(dict.fromkeys(name.split("/")[0] for name in pieces_of(model)))
+
+
+def undivided(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Those variables that each rank has whole."""
+    return [variable for variable in variables if getattr(variable, PART, None) is None]
 
 
 def load_pieces(
     model: keras.Model, url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors], communicator: Communicator
 ) -> None:
-    """Load the optimizer's variables where they are divided: this rank's pieces, and those that all ranks have.
+    """Load the variables of `divided_kinds`: this rank's pieces, and those that all ranks have.
 
-    `own` is what `read_parts_and_own` has read of the kind OPTIMIZER. A collective, with the errors of `deal`.
+    `own` is what `read_parts_and_own` has read of these kinds. A collective, with the errors of `deal`.
     """
-    variables, pieces = _named(model, OPTIMIZER), pieces_of(model)
+    kinds, pieces = divided_kinds(model), pieces_of(model)
+    variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     wanted = {
         pieces.get(name, Piece(name, 0, math.prod(one.shape))): _own(one).reshape(-1).copy()
         for name, one in variables.items()
     }
-    deal(url, manifest, own, communicator, wanted, specs_of(model, OPTIMIZER))
+    deal(url, manifest, own, communicator, wanted, specs_of(model, *kinds))
     for (piece, values), variable in zip(wanted.items(), variables.values(), strict=True):
         whole = np.array(view_of(variable))
         if piece.name in pieces:
@@ -176,17 +191,17 @@ def load_pieces(
         variable.assign(whole if piece.name in pieces else values.reshape(whole.shape))
 
 
-def whole_optimizer(model: keras.Model, communicator: Communicator) -> Tensors | None:
-    """The whole tensors of the optimizer on rank 0, None on others. A collective."""
-    pieces, specs = pieces_of(model), specs_of(model, OPTIMIZER)
-    found: Tensors = {}
-    for name, variable in _named(model, OPTIMIZER).items():
-        value = _own(variable)
-        if name in pieces:
-            parts = communicator.all_to_all_ragged([value, *[value[:0]] * (communicator.num_ranks - 1)])
-            value = np.concatenate(parts).reshape(specs[name].shape) if communicator.rank == 0 else value
-        found[name] = np.array(value)
-    return found if communicator.rank == 0 else None
+def divided_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    """Name -> variable of each variable that is divided over the ranks, in the same order on each."""
+    named = _named(model, WEIGHTS) | _named(model, OPTIMIZER)
+    return {name: one for name, one in named.items() if hasattr(one, PART)}
+
+
+def gathered_on_first(variable: keras.Variable, communicator: Communicator) -> NDArray[Any]:
+    """All elements of a divided variable, of its whole shape, on rank 0; (0,) on others. A collective."""
+    mine = _own(variable)
+    parts = communicator.all_to_all_ragged([mine, *[mine[:0]] * (communicator.num_ranks - 1)])
+    return np.concatenate(parts).reshape(_spec(variable).shape if communicator.rank == 0 else (-1,))
 
 
 def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:

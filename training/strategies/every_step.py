@@ -18,6 +18,7 @@ from lockstep.training.ways import way_of
 if TYPE_CHECKING:
     import keras
 
+    from lockstep.features.schema.signature import Signature
     from lockstep.training.strategies.mirrored import TensorflowStep
 
 
@@ -30,6 +31,16 @@ class EveryStep:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         """The communicator for collectives between steps."""
+
+    def install(self, model: keras.Model) -> None:
+        """Change the step of `model`, which has been installed."""
+
+    def serve(self, model: keras.Model, signature: Signature) -> None:
+        """Take part in tests of ranks that have more batches, after this rank's last one. A collective."""
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """The context in which each rank has all weights. A collective."""
+        return nullcontext()
 
     def begin_epoch(self, epoch: int, last: int) -> None:
         """The next step is the first of epoch `epoch`, or of the rest of it that this process trains; `last` is the

@@ -22,10 +22,10 @@ class Zero(Way):
 
     zero: Annotated[int, "STAGE"] = 0
     """What each rank holds only its part of, for equal weights with less memory: 1 the optimizer's state, 2 the
-    gradients too; 0 nothing (docs/strategies.md)."""
+    gradients too, 3 the weights too; 0 nothing (docs/strategies.md)."""
 
     def __post_init__(self) -> None:
-        self.check("zero", self.zero in (0, 1, 2), "0, 1 or 2")
+        self.check("zero", self.zero in (0, 1, 2, 3), "0, 1, 2 or 3")
 
     def runs(self, num_ranks: int) -> bool:
         return num_ranks > 1
