@@ -87,7 +87,7 @@ MODES = (
     Mode("replicated", True, (), 2),
     Mode("--zero 1", True, ("state",), 2),
     Mode("--zero 2", True, ("state", "gradients"), 2),
-    Mode("ZeRO 3", False, EACH_PART, 3),
+    Mode("--zero 3", True, EACH_PART, 3),
     Mode(TENSOR, False, EACH_PART, None),
     Mode("pipeline", False, EACH_PART, None),
 )

@@ -310,7 +310,7 @@ class JoinedModel:
         check_metrics(prepared.model, config, metric)
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
-            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks, config.way.stage)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
             control.request("memory", config.limits.stall_limit_s, **RankMemory(rank_mib=needed >> 20).to_json())
         control.beat(0, "join the ranks")

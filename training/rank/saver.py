@@ -156,7 +156,7 @@ class Found:
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
     own: dict[int, Tensors] = field(default_factory=dict)
-    """The parts of tables in shards, or of divided weights and state, in the files that this rank has read; `parts` lacks
+    """The parts of tables in shards, or of divided variables, in the files that this rank has read; `parts` lacks
     them."""
     base: Found | None = None
     """The checkpoint of which the tables' parts are the difference; its `parts` are not used."""

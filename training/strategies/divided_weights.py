@@ -20,7 +20,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from numpy.typing import NDArray
-from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from lockstep.features.schema.signature import Signature
@@ -62,7 +61,7 @@ class _Divided(keras.Variable):
         self._value.assign(flat)
         return value
 
-    def __array__(self, dtype: Any = None) -> Array:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if (whole_of := WHOLE.get()) is not None:
             return whole_of(self)
         raise ConfigError(
@@ -113,8 +112,8 @@ class DividedWeights:
         if self._whole is not None:
             return self._checked(number)
         bucket = self._layout.gradients[number].bucket
-        with _home().as_default():
-            trace = self._traces.setdefault(tf.compat.v1.get_default_graph(), _Trace())
+        graph, trace = self._step()
+        with graph.as_default():
             if bucket not in trace.wholes:
                 trace.wholes[bucket] = self._gathered(bucket, trace)
             return trace.wholes[bucket][number]
@@ -157,10 +156,8 @@ class DividedWeights:
 
         Call it after the last gradient was traced, and before operations that wait for other ranks.
         """
-        graph = tf.compat.v1.get_default_graph()
-        trace = self._traces.pop(graph, None)
-        if trace is None:
-            return
+        graph, trace = self._step()
+        self._traces[graph] = _Trace()  # what is read after the update is gathered then
         order = {id(op): place for place, op in enumerate(graph.get_operations())}
         again = []
         for bucket, wholes in trace.wholes.items():
@@ -257,34 +254,63 @@ class DividedWeights:
                 object.__setattr__(layer, "call", partial(self._called, layer))  # bypasses Keras' tracking
 
     def _called(self, layer: keras.layers.Layer, *args: Any, **options: Any) -> Any:
-        if not tf.executing_eagerly():
-            graph = tf.compat.v1.get_default_graph()
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if (trace := self._traces.get(graph) if graph is not None else None) is not None:
             tensors = [one for one in tf.nest.flatten(args) if getattr(one, "graph", None) is graph]
-            if tensors and not isinstance(graph, ControlFlowFuncGraph):
-                self._traces.setdefault(graph, _Trace()).layer_input = tensors[:1]
+            trace.layer_input = tensors[:1] or trace.layer_input
         return type(layer).call(layer, *args, **options)
 
     def install(self, model: keras.Model) -> None:
-        """Make layers say when they need weights, and each batch of a test of `model` begin with a round of `serve`:
-        ranks have unequal numbers of batches.
+        """Let steps of `model` gather weights, and each batch of a test begin with a round of `serve`: ranks have
+        unequal numbers of batches.
         """
         self._watch(model)
-        test_step = model.test_step
+        train_step, test_step = model.train_step, model.test_step
+
+        def train(data: Any) -> Any:
+            self._begin()
+            return train_step(data)
 
         def test(data: Any) -> Any:
-            trace = self._traces.setdefault(tf.compat.v1.get_default_graph(), _Trace())
+            trace = self._begin()
             with tf.control_dependencies(tail()):
                 begun = tf.numpy_function(lambda: np.int32(self._round(active=True)), [], tf.int32, name="round")
             put_last(begun)
             trace.posts = [begun.op]
             return test_step(data)
 
-        object.__setattr__(model, "test_step", test)  # bypasses Keras' tracking
+        object.__setattr__(model, "train_step", train)  # bypasses Keras' tracking
+        object.__setattr__(model, "test_step", test)
+
+    def _begin(self) -> _Trace:
+        graph = tf.compat.v1.get_default_graph()
+        self._traces[graph] = trace = _Trace()
+        return trace
+
+    def _step(self) -> tuple[Any, _Trace]:
+        """The step's graph, also in a loop or a branch of it. Raises ConfigError in a function of its own, or none."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while isinstance(graph, ControlFlowFuncGraph):
+            graph = graph.outer_graph
+        trace = None if graph is None else self._traces.get(graph)
+        if trace is None:
+            raise ConfigError(
+                "--zero 3 gathers weights in the order of the step's graph",
+                got="a layer called in eager mode, or in a tf.function within the step",
+                allowed="layers called in the model's train_step and test_step",
+                next_step="Compile without run_eagerly, call layers outside of nested tf.functions, or use --zero 2.",
+            )
+        return graph, trace
 
     def serve(self, model: keras.Model, signature: Signature) -> None:
         """Take part in the batches of ranks that have more of them, after this rank's last one. A collective."""
         nothing = {name: tf.zeros((0, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
-        step = tf.function(lambda: model(nothing, training=False), autograph=False)
+
+        @tf.function(autograph=False)
+        def step() -> Any:
+            self._begin()
+            return model(nothing, training=False)
+
         while self._round(active=False):
             step()
 
@@ -308,21 +334,6 @@ class _Trace:
         self.posts: list[Any] = []
         self.reached: list[tf.Tensor] = []
         self.layer_input: list[tf.Tensor] = []
-
-
-def _home() -> Any:
-    """The step's graph, also in a loop or a branch of it. Raises ConfigError in a function of its own, or none."""
-    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
-    while isinstance(graph, ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    if graph is None or isinstance(getattr(graph, "outer_graph", None), FuncGraph):
-        raise ConfigError(
-            "--zero 3 gathers weights in the order of the step's graph",
-            got="a layer called in eager mode, or in a tf.function within the step",
-            allowed="layers called in the model's train_step and test_step",
-            next_step="Compile without run_eagerly, call layers outside of nested tf.functions, or use --zero 2.",
-        )
-    return graph
 
 
 def _of_weights_only(wholes: Sequence[tf.Tensor]) -> dict[Any, tf.Tensor]:

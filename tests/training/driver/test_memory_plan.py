@@ -34,7 +34,7 @@ def test_bytes_a_parameter_are_those_of_the_zero_paper(parameters: float, num_ra
         "replicated": 16.0,
         "--zero 1": 8 + 8 / num_ranks,
         "--zero 2": 4 + 12 / num_ranks,
-        "ZeRO 3": 16 / num_ranks,
+        "--zero 3": 16 / num_ranks,
     }
     for name, expected in each.items():
         assert sum(held(size, BY_NAME[name], num_ranks).values()) == pytest.approx(expected * parameters)
@@ -81,9 +81,9 @@ def test_the_fewest_ranks_are_those_of_a_search_one_by_one(
 
 def test_ten_billion_parameters_fit_on_two_devices_only_if_all_parts_are_divided() -> None:
     rows = {row["mode"]: row for row in memory_plan(Size.of(1e10, "adam"), [2], 80 * GIB)}
-    assert {name for name, row in rows.items() if row["fits"]} == {"ZeRO 3", "tensor parallel", "pipeline"}
+    assert {name for name, row in rows.items() if row["fits"]} == {"--zero 3", "tensor parallel", "pipeline"}
     assert rows["--zero 2"]["sent"] == rows["replicated"]["sent"] == 4e10
-    assert rows["ZeRO 3"]["sent"] == 6e10
+    assert rows["--zero 3"]["sent"] == 6e10
     assert advice(list(rows.values()), 80 * GIB) == "does not fit into 80.0 GiB: --zero 2 on 3 ranks would"
 
 
