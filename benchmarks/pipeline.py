@@ -57,7 +57,11 @@ def contestants(args: argparse.Namespace, layers: int, micro: int) -> list[Conte
     found = []
     for schedule in SCHEDULES:
         words = [schedule, str(layers), str(micro), "RANK"]
-        found.append(Contestant(f"lockstep {schedule}", [sys.executable, "-m", "benchmarks.pipeline", "worker", *words], {}, True))
+        found.append(
+            Contestant(
+                f"lockstep {schedule}", [sys.executable, "-m", "benchmarks.pipeline", "worker", *words], {}, True
+            )
+        )
         if args.torch_python:
             script = [args.torch_python, "benchmarks/peers/pipeline_torch.py", *words]
             found.append(Contestant(f"torch {schedule}", script, {"OMP_NUM_THREADS": "1"}, True))

@@ -1,17 +1,19 @@
 """What --zero saves of a rank's memory, what it sends and how long its steps take, next to PyTorch's ZeRO.
 
-    python -m benchmarks.zero memory [--layers 8 16 32]
+    python -m benchmarks.zero memory [--layers 4 8 12]
     python -m benchmarks.zero seconds [--layers 8] [--rounds 9] [--steps 6] [--torch-python .venv-torch/bin/python]
 
-Two ranks over TCP, one thread and one core each, train dense layers of 1,024 units (1.05 M parameters each) with Adam.
+Two ranks over TCP, one thread and one core each, train dense layers with Adam.
 
-`memory`: bytes a parameter. Held are weights, the optimizer's variables and the exchange's buffers; resident memory is
-the slope, by least squares, over the sizes of --layers, after the last of three steps. Large blocks are returned to the
-system when they are freed. Sent are the bytes of a step, by those of the weights.
+`memory`: bytes a parameter, layers of 3,072 units (9.4 M parameters each) and batches of 16 rows a rank. Resident
+memory is the slope, by least squares, over the sizes of --layers, in the third step, when a rank has its gradients'
+sums and not yet applied them. Large blocks are returned to the system when they are freed. Sent are the bytes of a
+step, by those of the weights.
 
-`seconds`: contestants make steps in turns; a figure is that of the slower rank by that of one sum in each step in the
-same round: median (lowest to highest). PyTorch's are DistributedDataParallel over gloo with Adam, and with Adam in
-ZeroRedundancyOptimizer, by the first of the two.
+`seconds`: layers of 1,024 units (1.05 M parameters each), batches of 128 rows a rank. Contestants make steps in turns;
+a figure is that of the slower rank by that of one sum in each step in the same round: median (lowest to highest).
+PyTorch's are DistributedDataParallel over gloo with Adam, that with Adam in ZeroRedundancyOptimizer, and fully_shard
+of each layer, all by the first of them.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ import numpy as np
 from benchmarks.shared.step_worker import KEY, Control, clock, hear, say  # sets the threads
 from benchmarks.train_step import RANKS, Contestant
 
-UNITS, ROWS, CLASSES = 1024, 128, 10
-STAGES = {"one sum a step": 0, "--zero 1": 1, "--zero 2": 2}
-EXPECTED = {0: 16.0, 1: 8 + 8 / RANKS, 2: 4 + 8 / RANKS}
-"""Bytes a parameter between two steps: weights, Adam's two numbers, and without stage 2 buffers of gradients."""
+CLASSES = 10
+SHAPES = {"memory": (3072, 16), "seconds": (1024, 128)}
+"""Units of a layer, rows of a batch."""
+STAGES = {"one sum a step": 0, "--zero 1": 1, "--zero 2": 2, "--zero 3": 3}
+EXPECTED = {0: 16.0, 1: 8 + 8 / RANKS, 2: 4 + 12 / RANKS, 3: 16 / RANKS}
+"""Bytes a parameter: weights, gradients, and Adam's two numbers."""
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -46,37 +50,36 @@ def main() -> None:
     parser.add_argument("--torch-python")
     args = parser.parse_args()
     print(
-        f"{RANKS} ranks over TCP, batches of {ROWS} rows a rank, {os.cpu_count()} cores, "
+        f"{RANKS} ranks over TCP, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, "
         f"TensorFlow {version('tensorflow')}, Keras {version('keras')}"
     )
     {"memory": memory, "seconds": seconds}[args.what](args)
 
 
-def contestant(name: str, layers: int, environment: dict[str, str]) -> Contestant:
-    """Ranks that train so many layers by one of STAGES."""
-    command = [sys.executable, "-m", "benchmarks.zero", "worker", str(STAGES[name]), str(layers), "RANK"]
+def contestant(name: str, what: str, layers: int, environment: dict[str, str]) -> Contestant:
+    """Ranks that train so many layers of SHAPES[what] by one of STAGES."""
+    units, rows = SHAPES[what]
+    numbers = map(str, (STAGES[name], units, rows, layers))
+    command = [sys.executable, "-m", "benchmarks.zero", "worker", *numbers, "RANK"]
     return Contestant(name, command, environment, needs_places=True)
 
 
 def memory(args: argparse.Namespace) -> None:
     """The table of bytes a parameter."""
-    sizes = args.layers or [8, 16, 32]
+    sizes = args.layers or [4, 8, 12]
     for name, stage in STAGES.items():
         found = []
         for layers in sizes:
-            ranks = contestant(name, layers, RETURNED)
+            ranks = contestant(name, "memory", layers, RETURNED)
             found.append(ranks.about)
             ranks.close()
         parameters = [one["parameters"] for one in found]
         slope = float(np.polyfit(parameters, [one["resident"] for one in found], 1)[0])
-        last = found[-1]
-        held = {what: last[what] / parameters[-1] for what in ("weights", "state", "buffers")}
-        shown = ", ".join(f"{what} {value:.2f}" for what, value in held.items())
-        sent = last["sent"] / (4 * parameters[-1])
+        sent = found[-1]["sent"] / (4 * parameters[-1])
         print(
-            f"{name:<16}held {sum(held.values()):.2f} of {EXPECTED[stage]:.2f} ({shown}), resident {slope:.2f}, "
-            f"sent {sent:.3f} of the weights",
+            f"{name:<16}resident {slope:.2f} of {EXPECTED[stage]:.2f} bytes a parameter "
+            f"({slope / EXPECTED[stage] - 1:+.1%}), sent {sent:.3f} of the weights",
             flush=True,
         )
 
@@ -84,9 +87,9 @@ def memory(args: argparse.Namespace) -> None:
 def seconds(args: argparse.Namespace) -> None:
     """The table of ratios."""
     (layers,) = args.layers or [8]
-    racing = [contestant(name, layers, {}) for name in STAGES]
+    racing = [contestant(name, "seconds", layers, {}) for name in STAGES]
     if args.torch_python:
-        for name in ("DDP, Adam", "DDP, ZeRO"):
+        for name in ("DDP, Adam", "DDP, ZeRO", "fully_shard"):
             command = [
                 args.torch_python,
                 "benchmarks/peers/zero_torch.py",
@@ -105,7 +108,7 @@ def seconds(args: argparse.Namespace) -> None:
                 taken[one.name].append(took)
     print(f"{racing[0].about['parameters'] / 1e6:.1f} M parameters, {args.rounds} rounds of {args.steps} steps")
     for one in racing:
-        base = taken["DDP, Adam" if one.name.startswith("DDP") else "one sum a step"]
+        base = taken["one sum a step" if one.name in STAGES else "DDP, Adam"]
         ratios = [mine / other for mine, other in zip(taken[one.name], base, strict=True)]
         print(
             f"{one.name:<16}{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
@@ -115,7 +118,7 @@ def seconds(args: argparse.Namespace) -> None:
         one.close()
 
 
-def worker(stage: int, layers: int, rank: int, ranks: int) -> None:
+def worker(stage: int, units: int, batch_rows: int, layers: int, rank: int, ranks: int) -> None:
     """One rank: build, three steps, then answer as benchmarks.shared.step_worker until stdin ends."""
     import keras
     import psutil
@@ -124,14 +127,15 @@ def worker(stage: int, layers: int, rank: int, ranks: int) -> None:
     from lockstep.training.comm import connect
     from lockstep.training.comm.options import CommOptions
     from lockstep.training.steps.distribute import distribute, exchange_of
+    from lockstep.training.steps.patching import swapped
     from lockstep.training.steps.rank_step import RankStep
     from lockstep.training.strategies.zero import ZeroExchange
     from lockstep.training.world import World
 
     keras.utils.set_random_seed(0)
-    inputs = x = keras.Input((UNITS,))
+    inputs = x = keras.Input((units,))
     for _ in range(layers):
-        x = keras.layers.Dense(UNITS, activation="relu")(x)
+        x = keras.layers.Dense(units, activation="relu")(x)
     model = keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
@@ -145,24 +149,29 @@ def worker(stage: int, layers: int, rank: int, ranks: int) -> None:
     else:
         model.optimizer.build(model.trainable_variables)
     RankStep(1.0 / ranks).install(model, comm.group(range(ranks)))
+    if stage == 3:
+        exchange.weights.install(model)
     rng = np.random.default_rng(rank)
-    batch = rng.standard_normal((ROWS, UNITS), dtype=np.float32), rng.integers(0, CLASSES, ROWS)
+    batch = rng.standard_normal((batch_rows, units), dtype=np.float32), rng.integers(0, CLASSES, batch_rows)
     settings = tf.data.Options()
     settings.autotune.enabled = False
     data = tf.data.Dataset.from_tensors(batch).repeat().with_options(settings)
     model.fit(data, steps_per_epoch=2, verbose=0)
-    before = exchange.sent_bytes
-    model.fit(data, steps_per_epoch=1, verbose=0)
-    pools = [one.data.nbytes for pool in exchange._pools for one in pool]
-    memory = getattr(exchange, "_memory", {}).values()
+    before, resident, finish = exchange.sent_bytes, [], exchange.finish
+
+    def watched(*inputs: Any) -> Any:
+        sums = finish(*inputs)
+        resident.append(psutil.Process().memory_info().rss)
+        return sums
+
+    with swapped(exchange, "finish", watched):
+        model.fit(data, steps_per_epoch=1, verbose=0)
     say(
         {
             "ready": stage,
             "parameters": int(model.count_params()),
-            "weights": sum(one.value.numpy().nbytes for one in model.weights),
             "state": sum(one.value.numpy().nbytes for one in model.optimizer.variables),
-            "buffers": sum([*pools, *(one.nbytes for one in memory)]),
-            "resident": psutil.Process().memory_info().rss,
+            "resident": resident[-1],
             "sent": exchange.sent_bytes - before,
         }
     )
@@ -176,6 +185,6 @@ def worker(stage: int, layers: int, rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(*map(int, sys.argv[2:6]))
+        worker(*map(int, sys.argv[2:8]))
     else:
         main()

@@ -1,6 +1,6 @@
-"""PyTorch's Adam on two ranks, whole or in ZeroRedundancyOptimizer, as a process that benchmarks.zero starts.
+"""PyTorch's Adam on two ranks: whole, in parts or with fully_shard, as a process that benchmarks.zero starts.
 
-    PYTHON_WITH_TORCH benchmarks/peers/zero_torch.py Adam|ZeRO LAYERS RANK RANKS
+    PYTHON_WITH_TORCH benchmarks/peers/zero_torch.py Adam|ZeRO|fully_shard LAYERS RANK RANKS
 
 The protocol is that of benchmarks/shared/step_worker.py; the model is that of benchmarks/zero.py.
 """
@@ -15,6 +15,7 @@ import time
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 UNITS, ROWS, CLASSES = 1024, 128, 10
@@ -33,7 +34,15 @@ def main() -> None:
     torch.manual_seed(rank)
     x, y = torch.randn(ROWS, UNITS), torch.randint(0, CLASSES, (ROWS,))
     hidden = [part for _ in range(layers) for part in (nn.Linear(UNITS, UNITS), nn.ReLU())]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(UNITS, CLASSES)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*hidden, nn.Linear(UNITS, CLASSES))
+    if how == "fully_shard":
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
     if how == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-4)
     else:
@@ -53,6 +62,7 @@ def main() -> None:
     train(3)
     inner = optimizer.optim if how == "ZeRO" else optimizer
     held = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    held = [value.to_local() if hasattr(value, "to_local") else value for value in held]
     state = sum(value.numel() * value.element_size() for value in held)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(json.dumps({"ready": how, "parameters": parameters, "state": state, "torch": torch.__version__}), flush=True)

@@ -150,7 +150,7 @@ class WeightCheck:
 
         A collective. Raises DivergedError on every rank.
         """
-        if self._comm.num_ranks == 1 or self._compared == step:
+        if self._comm.num_ranks == 1 or self._compared == step or not self._variables:
             return
         self._compared = step
         sums = checksums(self._variables)

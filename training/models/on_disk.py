@@ -7,7 +7,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.images.intake import Pixels
@@ -32,6 +33,7 @@ from lockstep.storage.urls import join, parent
 from lockstep.training import models
 from lockstep.training.config import TrainConfig
 from lockstep.training.embeddings.sharded_embedding import TABLES, check_fits, plain_tables, plain_weights, with_base
+from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.lora import adapters_of, enable_lora, merged_model, plain_variables
 from lockstep.training.models.two_tower import InBatch
@@ -243,6 +245,11 @@ def _other_data(what: str, got: str) -> ConfigError:
     )
 
 
+def _assign(values: Sequence[tuple[keras.Variable, NDArray[Any]]]) -> None:
+    for variable, value in values:
+        variable.assign(value)
+
+
 def load_initial(model: keras.Model, url: str) -> None:
     """Load the weights at `url` (lockstep.training.run.weights_source) into a built model; all of them or none.
 
@@ -256,7 +263,8 @@ def load_initial(model: keras.Model, url: str) -> None:
         model_state.load_weights(plain_variables(model), tensors, source.checkpoint)
         return
     assert source.file is not None
-    before, adapters = model.get_weights(), [(one, one.numpy()) for one in adapters_of(model)]
+    before = [(one, np.array(view_of(one))) for one in model.weights]
+    adapters = [(one, one.numpy()) for one in adapters_of(model)]
     with tempfile.TemporaryDirectory() as folder, plain_layers(model):
         path = Path(folder, WEIGHTS_FILE)
         try:
@@ -266,11 +274,11 @@ def load_initial(model: keras.Model, url: str) -> None:
                 one.assign(value)  # Keras has set them to zero
         # No archive, or a damaged one. RuntimeError: HDF5's names are broken, or an archive has a later version.
         except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            model.set_weights(before)
+            _assign(before)
             got = (str(error) or repr(error)).splitlines()[0]
             raise CorruptionError("a model's file cannot be read", file=url, got=got) from error
         except ValueError as error:
-            model.set_weights(before)  # Keras may have loaded some of them
+            _assign(before)  # Keras may have loaded some of them
             raise ConfigError(
                 f"the weights in {url} are another model's",
                 got=" ".join(str(error).split())[:500],

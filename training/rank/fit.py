@@ -25,7 +25,7 @@ from lockstep.training.rank.checkpointing import Checkpoints
 from lockstep.training.rank.class_counts import ClassCounts
 from lockstep.training.rank.client_rounds import ClientRounds
 from lockstep.training.rank.early_stop import EarlyStop
-from lockstep.training.rank.export import export_model, whole_model
+from lockstep.training.rank.export import export_model, pieces_for_first, whole_model
 from lockstep.training.rank.metrics import StepClock, StepReports, reading_row
 from lockstep.training.rank.opening import RankData
 from lockstep.training.rank.planned_epochs import PlannedEpochs
@@ -223,7 +223,7 @@ class Fit(AbstractContextManager["Fit"]):
             },
         )
         for optimizer in (self._model.optimizer, *others_of(self._model)):
-            compare_start(self._data_comm, self._epochs.share, optimizer, self._model.weights)
+            compare_start(self._data_comm, self._epochs.share, optimizer, self._strategy.alike(self._model))
 
     def _train_epoch(self) -> None:
         epoch = self._plan.epoch_of_step(self._progress.step)
@@ -247,12 +247,13 @@ class Fit(AbstractContextManager["Fit"]):
             control.beat(step, "restore the best checkpoint")
             self._saver.restore_best()
         exported = whole_model(self._context, config, self._joined, data.signature)
-        if self._reports is None:
-            return []
-        self._reports.flush()
         control.beat(step, "export")
-        if exported is not None:
-            export_model(self._context, config, data.training, exported, data.signature, self._saver.staging)
+        with pieces_for_first(config, self._model, self._comm):
+            if self._reports is None:
+                return []
+            self._reports.flush()
+            if exported is not None:
+                export_model(self._context, config, data.training, exported, data.signature, self._saver.staging)
         return self._epochs.left_over(step)
 
     def _samples_per_s(self, step: int) -> float | None:

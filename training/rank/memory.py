@@ -40,15 +40,25 @@ def arena_bytes(model: keras.Model) -> int:
     return ARENA_BYTES + 4 * variable_bytes(model.weights)
 
 
-def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int) -> int:
+def reckoned_bytes(before_bytes: int, model: keras.Model, num_ranks: int, zero: int = 0) -> int:
     """The most resident memory of a rank that had `before_bytes` before the compiled `model` was built.
 
     It counts weights and optimizer state, gradients, the shared buffers that add them (the rank's own and its part of
     the others'), its share of a checkpoint's copy, and on rank 0 the copy of the file that Keras saves at the end. It
-    does not count what layers keep for the backward pass, which depends on the batch. A divided optimizer is counted
-    whole: rank 0 gathers it at the end.
+    does not count what layers keep for the backward pass, which depends on the batch. With `zero`, the stage of --zero,
+    a rank counts its part of what is divided. Rank 0 saves such a model one tensor after another.
     """
     gradients = variable_bytes(model.trainable_variables)
     state = variable_bytes(model.weights) + optimizer_bytes(model)
     shared = variable_bytes(model.weights) * (2 - 1 / num_ranks) if num_ranks > 1 else 0
+    if zero and num_ranks > 1:
+        part, largest = 1 / num_ranks, max(variable_bytes([one]) for one in model.weights)
+        held = state - optimizer_bytes(model) * (1 - part)
+        if zero == 1:
+            held += gradients + shared
+        elif zero == 2:
+            held += gradients * (1 + part)  # TensorFlow holds those that a slow network has not taken
+        else:  # a model is built whole, before its parts are taken
+            held = max(variable_bytes(model.weights), held - gradients * (1 - 2 * part))
+        return int(before_bytes + STEP_BYTES + held + state * part + 2 * largest)
     return int(before_bytes + STEP_BYTES + gradients + shared + state * (1 + 1 / num_ranks + SAVED))

@@ -51,7 +51,7 @@ def main(context: RankContext) -> dict[str, Any]:
         weights_bytes=variable_bytes(model.weights),
         gradient_bytes=variable_bytes(model.trainable_variables),
         checkpoint_bytes=state,
-        rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks),
+        rank_bytes=reckoned_bytes(before_bytes, model, config.ranks.num_ranks, config.way.stage),
         kept_bytes=kept_bytes(model, signature, order.rows // config.step.micro_batches) if plain else None,
         metrics=list(metric_names(model, config)),
         step_s=step_s(model, signature, order.rows) if order.timed else None,

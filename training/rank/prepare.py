@@ -318,7 +318,7 @@ class JoinedModel:
         check_metrics(prepared.model, config, metric)
         self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
         if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
-            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks)
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks, config.way.stage)
             needed += 2 * table_bytes(self.model) // world.num_ranks  # its rows, and a checkpoint's copy of them
             plain = isinstance(config.way, ways.EveryStep)  # others hold less, or more
             about = (
@@ -392,6 +392,7 @@ class RankModel(JoinedModel):
         group = data.group(range(data.num_ranks))
         group.deadline_s = self._config.limits.stall_limit_s
         self._step.install(self.model, group)
+        self.strategy.install(self.model)
         if self.tables is not None:
             self.tables.install()
 
@@ -409,9 +410,10 @@ class RankModel(JoinedModel):
         own_step = self._own_step if model is self.model else model.train_step
         steps = Steps(model, own_step, optimizers_of(model), self._alone, config.data.seed)
         rows = some_rows(batch(), self.strategy.data.on_host)
-        check_row_means(steps, rows, config.model.model)
-        with self._alone(model):
-            check_metric_sums(model, rows, config.model.model)
+        with self.strategy.whole_weights():
+            check_row_means(steps, rows, config.model.model)
+            with self._alone(model):
+                check_metric_sums(model, rows, config.model.model)
 
     @contextmanager
     def _alone(self, model: keras.Model) -> Iterator[None]:

@@ -56,7 +56,7 @@ class Validation:
             model=self._model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
         )
         self._outputs = Outputs(self._model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
-        self._tables = joined.tables
+        self._tables, self._strategy = joined.tables, joined.strategy
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
         """Seconds of all validations since this process began."""
@@ -92,6 +92,7 @@ class Validation:
         )
 
     def _serve(self) -> None:
+        self._strategy.serve(self._model, self._signature)
         if self._tables is not None:
             self._tables.serve(self._signature)
 

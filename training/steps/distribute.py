@@ -25,6 +25,7 @@ from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.exchange.sparse import ROWS_FROM_BYTES
 from lockstep.training.steps import fused
 from lockstep.training.steps.distribute_checks import check_step, check_wish, compare_start
+from lockstep.training.steps.model_state import WHOLE
 from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import put_last, tail
 from lockstep.training.steps.over_ranks import check_reached
@@ -397,7 +398,12 @@ class _Distributed:
 
     def save_own_variables(self, store: Any) -> None:
         """Do what Keras does, to save the optimizer. Raises ConfigError if this rank has a part of the state only."""
-        if _state(self).reduction.exchange.divides:
+        divides = _state(self).reduction.exchange.divides
+        if divides and (whole_of := WHOLE.get()) is not None:
+            for number, variable in enumerate(cast(keras.optimizers.Optimizer, self).variables):
+                store[str(number)] = whole_of(variable)
+            return
+        if divides:
             raise ConfigError(
                 "a rank cannot save an optimizer whose state is divided over the ranks",
                 got="a callback, or a call, that saves the whole model of a run with --zero",

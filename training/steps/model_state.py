@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,8 @@ from lockstep.training.run.checkpoint_division import Piece, deal
 from lockstep.training.steps.other_optimizers import others_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+WHOLE: ContextVar[Callable[[keras.Variable], NDArray[Any]] | None] = ContextVar("whole of a part", default=None)
+"""What gets all elements of a divided variable, while a model is saved (lockstep.training.rank.export)."""
 PART = "lockstep_part"
 """The attribute of a variable that holds this rank's `Held` part of a larger one."""
 
@@ -198,9 +201,8 @@ def pieces_of(model: keras.Model) -> dict[str, Piece]:
 
 
 def divided_kinds(model: keras.Model) -> tuple[str, ...]:
-    """The kinds of checkpoints' variables of which some are divided over the ranks."""
-    found = {name.split("/")[0] for name in pieces_of(model)}
-    return tuple(kind for kind in (WEIGHTS, OPTIMIZER) if kind in found)
+    """The kinds of variables of which some are divided over the ranks."""
+    return tuple(dict.fromkeys(name.split("/")[0] for name in pieces_of(model)))
 
 
 def load_pieces(
@@ -226,21 +228,31 @@ def load_pieces(
         variable.assign(values.reshape(held.shape) if part is None else part.filled(held, values))
 
 
+def divided_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    """Name -> variable of each variable that is divided over the ranks, in the same order on each."""
+    return {name: one for name, one in _of_checkpoints(model).items() if hasattr(one, PART)}
+
+
+def gathered_on_first(variable: keras.Variable, communicator: Communicator) -> NDArray[Any]:
+    """All elements of a divided variable, of its whole shape, on rank 0; (0,) on others. A collective."""
+    part: Held = getattr(variable, PART)
+    sent = np.ascontiguousarray(_own(variable)).reshape(-1)
+    parts = communicator.all_to_all_ragged([sent, *[sent[:0]] * (communicator.num_ranks - 1)])
+    starts = communicator.all_gather(np.array([part.saved[0]]))[:, 0]
+    if communicator.rank:
+        return sent[:0]
+    # Ranks without elements have any start.
+    order = sorted((rank for rank, one in enumerate(parts) if one.size), key=lambda rank: int(starts[rank]))
+    return np.concatenate([sent[:0], *(parts[rank] for rank in order)]).reshape(part.shape)
+
+
 def whole_state(model: keras.Model, communicator: Communicator, *kinds: str) -> Tensors | None:
     """The whole tensors of these kinds on rank 0, None on others. A collective."""
-    pieces, specs = pieces_of(model), specs_of(model, *kinds)
-    found: Tensors = {}
-    for name, variable in ((name, one) for kind in kinds for name, one in _named(model, kind).items()):
-        value = _own(variable)
-        if name in pieces:
-            sent = np.ascontiguousarray(value).reshape(-1)
-            parts = communicator.all_to_all_ragged([sent, *[sent[:0]] * (communicator.num_ranks - 1)])
-            starts = communicator.all_gather(np.array([pieces[name].start]))[:, 0]
-            # Ranks without elements have any start.
-            order = sorted((rank for rank, part in enumerate(parts) if part.size), key=lambda rank: int(starts[rank]))
-            if communicator.rank == 0:
-                value = np.concatenate([sent[:0], *(parts[rank] for rank in order)]).reshape(specs[name].shape)
-        found[name] = np.array(value)
+    named = {name: one for kind in kinds for name, one in _named(model, kind).items()}
+    found = {
+        name: gathered_on_first(one, communicator) if hasattr(one, PART) else np.array(_own(one))
+        for name, one in named.items()
+    }
     return found if communicator.rank == 0 else None
 
 
@@ -284,17 +296,22 @@ def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str)
     variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     expected = {name: _spec(variable) for name, variable in variables.items()}
     for variable, value in zip(variables.values(), take(tensors, expected, where), strict=True):
-        part: Held | None = getattr(variable, PART, None)
-        if part is not None:
-            value = part.filled(view_of(variable), value.reshape(-1)[slice(*part.loaded)])
-        variable.assign(value)
+        _fill(variable, value)
 
 
 def load_weights(variables: Sequence[keras.Variable], tensors: Tensors, where: str) -> None:
     """Do what `load` does for the weights of a model of which `variables` are all, in their order."""
     expected = {_name(WEIGHTS, number, one): _spec(one) for number, one in enumerate(variables)}
     for variable, value in zip(variables, take(tensors, expected, where), strict=True):
-        variable.assign(value)
+        _fill(variable, value)
+
+
+def _fill(variable: keras.Variable, value: NDArray[Any]) -> None:
+    """Assign the whole `value`, or this rank's part of it."""
+    part: Held | None = getattr(variable, PART, None)
+    if part is not None:
+        value = part.filled(view_of(variable), value.reshape(-1)[slice(*part.loaded)])
+    variable.assign(value)
 
 
 def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, takes_sums: bool) -> None:

@@ -19,6 +19,8 @@ from lockstep.training.ways import way_of
 if TYPE_CHECKING:
     import keras
 
+    from lockstep.features.schema.signature import Signature
+
 
 class EveryStep:
     """One sum of gradients in each step, applied in that step. Other ways change what they need to.
@@ -34,7 +36,21 @@ class EveryStep:
 
     def weight_check(self, model: keras.Model) -> WeightCheck:
         """The comparison of weights between ranks that have the same ones."""
-        return WeightCheck(self.data, model.weights)
+        return WeightCheck(self.data, self.alike(model))
+
+    def alike(self, model: keras.Model) -> list[keras.Variable]:
+        """The weights that the ranks of `data` have alike."""
+        return list(model.weights)
+
+    def install(self, model: keras.Model) -> None:
+        """Change the step of `model`, which has been installed."""
+
+    def serve(self, model: keras.Model, signature: Signature) -> None:
+        """Take part in tests of ranks that have more batches, after this rank's last one. A collective."""
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """The context in which each rank has all weights. A collective."""
+        return nullcontext()
 
     def begin_epoch(self, epoch: int, last: int) -> None:
         """The next step is the first of epoch `epoch`, or of the rest of it that this process trains; `last` is the

@@ -1,16 +1,18 @@
-"""--zero: each rank holds its part of the optimizer's state, and with stage 2 of the gradients, and updates that part.
+"""--zero: each rank holds its part of the optimizer's state, of gradients from stage 2 on, and of weights in stage 3.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), stages 1 and 2.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020).
 Buckets are those of one sum in each step. A bucket's sum is scattered, with the bits of an all-reduce; Keras' own
 optimizer updates this rank's elements, as flat variables; then ranks gather the bucket's weights, while they update the
-next one's. So weights are those of one sum in each step, bit for bit, if the update is elementwise.
-docs/decisions/082-zero.md.
+next one's. So weights are those of one sum in each step, bit for bit, if the update is elementwise. In stage 3 the
+optimizer updates the parts that the model holds, and layers gather weights (divided_weights.py).
+docs/decisions/082-zero.md, 085-divided-weights.md.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
 from lockstep.training import ways
 from lockstep.training.comm.base import Communicator, part_bounds
@@ -28,6 +31,7 @@ from lockstep.training.exchange.sparse import Table
 from lockstep.training.steps.distribute import layout_of, own_class
 from lockstep.training.steps.model_state import PART, Part
 from lockstep.training.steps.optimizers import CorrectedSGD
+from lockstep.training.strategies.divided_weights import DividedWeights
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 
 BUFFERS = 3  # of buckets in stage 2: one is filled, one is on its way, one waits for its turn
@@ -59,7 +63,7 @@ class ZeroExchange(Exchange):
         scaled_loss: bool,
         non_finite: NonFinitePolicy,
     ) -> None:
-        """`stage` is 1 or 2; with 2 only BUFFERS buckets of gradients are in memory, and this rank's part of all."""
+        """`stage` is 1, 2 or 3; from 2 on only some buckets of gradients are in memory, and this rank's part of all."""
         super().__init__(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
         self._stage = stage
         self._clip_norm: float | None = None
@@ -71,6 +75,9 @@ class ZeroExchange(Exchange):
         self._own: dict[int, Array] = {}
         self._memory: dict[int, Array] = {}
         self._collected = 0
+        self._spare: list[Array] = []
+        self.weights: DividedWeights | None = None
+        """The weights in parts, in stage 3."""
 
     def divide(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
         """Build `optimizer` on this rank's parts of all trainable `variables`, in their order."""
@@ -84,6 +91,12 @@ class ZeroExchange(Exchange):
                 start = stop = 0
             self.parts.append(Part(_down(start), start, stop, min(_up(stop), slot.size), slot.shape))
         self._pieces = [_piece(one, part) for one, part in zip(variables, self.parts, strict=True)]
+        if self._stage == 3:
+            group = self.communicator.group(range(self.communicator.num_ranks))
+            group.deadline_s = self.communicator.deadline_s
+            self.weights = DividedWeights(group, layout, self._variables, self.parts, self._fail)
+            for piece, variable in zip(self._pieces, self._variables, strict=True):
+                piece._value = variable._value  # the optimizer updates the model's own memory
         numbers = {id(piece): number for number, piece in enumerate(self._pieces)}
         self._state_of = [[] for _ in self._pieces]
         plain = optimizer.add_variable_from_reference
@@ -116,6 +129,13 @@ class ZeroExchange(Exchange):
                 next_step="Set trainable=False for layers that the loss does not use, or leave out --zero.",
             )
         super().use(layout, names, tables)
+        if self.weights is not None and not tf.executing_eagerly():
+            self.weights.gather_again()
+
+    def close(self, reason: BaseException | None = None) -> None:
+        super().close(reason)
+        if self.weights is not None:
+            self.weights.close()
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
         """Finish the step as `Exchange.finish` does, with this rank's part (n,) of each gradient's sum."""
@@ -142,7 +162,10 @@ class ZeroExchange(Exchange):
             )
         optimizer.global_clipnorm = None  # `_summed` has clipped: here Keras would take the norm of a part
         try:
-            self._update_buckets(optimizer, sums)
+            if self.weights is not None:
+                optimizer._backend_apply_gradients(list(sums), self._pieces)
+            else:
+                self._update_buckets(optimizer, sums)
         finally:
             optimizer.global_clipnorm = self._clip_norm
         optimizer._iterations.assign_add(1)
@@ -237,9 +260,11 @@ class ZeroExchange(Exchange):
             rest = max((slot.start + slot.size for slot in slots), default=0)
             own_rest = flat[max(first, rest) : max(last, rest)]
             flat[rest:] = np.concatenate(self.communicator.all_gather_ragged(own_rest))
-        elif self._stage == 2:
+        elif self._stage > 1:
             mine = mine.copy()  # another bucket takes the buffer
         self._own[bucket] = mine
+        if self._stage == 3 and bucket < layout.first_tail:
+            self._spare.append(self._memory.pop(bucket))
         return True
 
     def _summed(self, layout: Layout) -> list[Array]:
@@ -299,6 +324,11 @@ class ZeroExchange(Exchange):
         layout = self._of_layout()
         nbytes = [size * dtype.itemsize for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)]
         place, needed = bucket, nbytes[bucket]
+        if self._stage == 3 and bucket < layout.first_tail and bucket not in self._memory:
+            # No wait for a buffer: a rank that waits here might keep others from gathering weights.
+            needed = max(nbytes[: layout.first_tail])
+            if self._spare:
+                self._memory[bucket] = self._spare.pop()
         if self._shares(bucket):
             place, needed = bucket % BUFFERS - BUFFERS, max(nbytes[bucket % BUFFERS : layout.first_tail : BUFFERS])
         if place not in self._memory:
@@ -362,7 +392,28 @@ class Divided(Exchanging):
         assert isinstance(exchange, ZeroExchange)
         check_optimizer(model)
         exchange.divide(model.optimizer, model.trainable_variables)
-        return EveryStep(exchange.communicator)
+        return EveryStep(exchange.communicator) if exchange.weights is None else WithParts(exchange)
+
+
+class WithParts(EveryStep):
+    """What a run does between steps whose weights are divided."""
+
+    def __init__(self, exchange: ZeroExchange) -> None:
+        super().__init__(exchange.communicator)
+        assert exchange.weights is not None
+        self._weights = exchange.weights
+
+    def alike(self, model: keras.Model) -> list[keras.Variable]:
+        return [one for one in model.weights if not hasattr(one, PART)]
+
+    def install(self, model: keras.Model) -> None:
+        self._weights.install(model)
+
+    def serve(self, model: keras.Model, signature: Signature) -> None:
+        self._weights.serve(model, signature)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return self._weights.gathered()
 
 
 WAY = Divided

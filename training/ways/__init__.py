@@ -19,8 +19,8 @@ from lockstep.training.ways.federated import Federated
 from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
-from lockstep.training.ways.tensor_parallel import TensorParallel
 from lockstep.training.ways.pipeline import Pipeline
+from lockstep.training.ways.tensor_parallel import TensorParallel
 from lockstep.training.ways.way import SUM_IN_EACH_STEP, Refused, Strategy, Way
 from lockstep.training.ways.zero import Zero
 

@@ -79,6 +79,11 @@ class Way(Part):
         usual = {field.name: default_of(field) for field in fields(cls)}
         return cls.option == "strategy" or options.get(cls.option, usual[cls.option]) != usual[cls.option]
 
+    @property
+    def stage(self) -> int:
+        """The stage of --zero: what each rank has only its part of."""
+        return 0
+
     def runs(self, num_ranks: int) -> bool:
         """Whether so many ranks exchange in this way; else they add their gradients in each step."""
         return True

@@ -90,9 +90,7 @@ PATH: tuple[tuple[int, dict[str, Any]], ...] = (
 """Ranks and options of one start after another."""
 
 
-def test_each_start_holds_what_another_has_saved(
-    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_start_holds_what_another_has_saved(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start compares what its ranks have restored with the files, bit for bit; the last exports a plain model."""
     import keras
 
@@ -119,7 +117,10 @@ def test_each_start_holds_what_another_has_saved(
     exported = keras.models.load_model(next((tmp_path / "run").rglob("g0007/model.keras")))
     mine = final_tensors(str(tmp_path / "run"))
     for number, one in enumerate([*exported.weights]):
-        assert next(v for n, v in mine.items() if n.startswith(f"weights/{number:04d}/")).tobytes() == one.numpy().tobytes()
+        assert (
+            next(v for n, v in mine.items() if n.startswith(f"weights/{number:04d}/")).tobytes()
+            == one.numpy().tobytes()
+        )
     assert [int(exported.optimizer.iterations)] == [len(PATH)]
 
 
