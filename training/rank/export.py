@@ -15,6 +15,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.embeddings.sharded_embedding import check_fits
 from lockstep.training.models.on_disk import export, plain_model
+from lockstep.training.models.policy import Policy
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
 from lockstep.training.steps.distribute import own_class
@@ -48,6 +49,8 @@ def whole_model(
             joined.model.optimizer.build(joined.model.trainable_variables)
             load(joined.model, whole_state, (OPTIMIZER,), "the trained model")
         return joined.model
+    if isinstance(joined.model, Policy):
+        return joined.model.deployed()
     if (tables := joined.tables) is None:
         return joined.model
     context.control.beat(context.control.step, "gather the tables")
