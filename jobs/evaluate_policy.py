@@ -1,6 +1,6 @@
 """Estimate what a run's policy would have earned, from decisions that were logged: `lockstep evaluate_policy`.
 
-IPS, SNIPS and DR with intervals, beside the mean reward as logged. The label of the dataset is the action.
+IPS, SNIPS and DR with intervals, and the mean reward as logged. The label of the dataset is the action.
 """
 
 from __future__ import annotations

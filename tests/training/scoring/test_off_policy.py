@@ -10,7 +10,7 @@ import pytest
 from lockstep.training.scoring.off_policy import Decisions, policy_value
 
 # What obp 0.4.1 computes of `the_log(7)`: values by estimate_policy_value, and its bootstrap's 95 % intervals of 20,000
-# draws (estimate_interval, random_state=1). Of SNIPS it draws terms that the sum of all weights has divided, not ratios.
+# draws (estimate_interval, random_state=1); of SNIPS it draws terms that the whole sum has divided, not ratios.
 OBP = {"ips": 1.4402013854880527, "snips": 1.5379534496342981, "dr": 1.4565082805804526}
 BOOTSTRAP = {"ips": (1.22208, 1.67722), "dr": (1.28090, 1.63386)}
 
