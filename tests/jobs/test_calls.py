@@ -34,6 +34,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "etl_logs",
         "etl_table",
         "evaluate",
+        "evaluate_policy",
         "export",
         "fill_cache",
         "index",

@@ -94,7 +94,7 @@ def run_threads(
     from lockstep.training.profiling.profile import ProfileOrder
     from lockstep.training.profiling.profile_rank import ProfileRank
     from lockstep.training.rank.fit import Fit
-    from lockstep.training.results import evaluate_rank, export_run, predict_rank
+    from lockstep.training.results import evaluate_rank, export_run, policy_rank, predict_rank
     from lockstep.training.strategies.server_process import Server
 
     about = task.payload if "config" in task.payload else task.payload["members"][0]
@@ -124,6 +124,7 @@ def run_threads(
                 return Server(comm, len(contexts), config.options()["staleness"] or 0, lambda step, phase: None).run()
             if not fits:
                 others = {"lockstep.training.results.export_run:main": export_run.run, PREDICT: predict_rank.run}
+                others["lockstep.training.results.policy_value:main"] = policy_rank.run
                 return others.get(task.entry, evaluate_rank.run)(contexts[comm.rank])
             with fits[comm.rank] as fit:
                 return fit.run()

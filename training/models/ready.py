@@ -137,6 +137,25 @@ READY: dict[str, Ready] = {
             "dropout": Setting(0.4, DROPOUT.help, below=1),
         },
     ),
+    "policy": Ready(
+        function="policy:policy",
+        help="probabilities of actions, from logged decisions; label classes (the action that was taken)",
+        settings={
+            "loss": Setting(
+                "ips",
+                "less the reward by inverse propensities, the same divided by their sum, or doubly robust",
+                choices=("ips", "snips", "dr"),
+            ),
+            "reward": Setting("", "the column of what the action earned"),
+            "propensity": Setting("", "the column of the probability with which the action was taken"),
+            "least_propensity": Setting(0.001, "smaller propensities count as this one"),
+            "layers": LAYERS,
+            "width": WIDTH,
+            "dropout": DROPOUT,
+            "embedding": EMBEDDING,
+            "decay": DECAY,
+        },
+    ),
     RESNET: Ready(
         function="resnet:resnet",
         help="the CIFAR ResNet: resnet8, resnet14, resnet20, ...; one image, label classes",

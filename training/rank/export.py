@@ -22,6 +22,7 @@ from lockstep.training.embeddings.sharded_embedding import check_fits
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.models.lora import merged_model
 from lockstep.training.models.on_disk import export, plain_model
+from lockstep.training.models.policy import Policy
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
 from lockstep.training.steps.distribute import own_class
@@ -113,6 +114,8 @@ def whole_model(
             of_optimizer = {name: value for name, value in whole.items() if name.split("/")[0] == OPTIMIZER}
             load(joined.model, of_optimizer, (OPTIMIZER,), "the trained model")
         return joined.model
+    if isinstance(joined.model, Policy):
+        return joined.model.deployed()
     if (tables := joined.tables) is None:
         return joined.model
     context.control.beat(context.control.step, "gather the tables")

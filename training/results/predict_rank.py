@@ -61,7 +61,7 @@ def run(context: RankContext) -> dict[str, Any]:
     steps, encoder = 0, split.encoder
     if config.skips_bad_images and encoder.can_skip_images:
         encoder = encoder.skipping_bad_images()
-    encoder = _Carrying(encoder, request.columns)
+    encoder = Carrying(encoder, request.columns)
     files_of = None
     if has_files(split.manifest):
         files_of = FilesOf(request.dataset, split.manifest, request.split)
@@ -142,7 +142,7 @@ class Carried(Encoded):
     stored: pa.RecordBatch
 
 
-class _Carrying(Encoder):
+class Carrying(Encoder):
     """An encoder whose rows are Carried."""
 
     def __init__(self, inner: Encoder, columns: Sequence[str]) -> None:
