@@ -251,6 +251,13 @@ def load_initial(model: keras.Model, url: str) -> None:
         model_state.load(model, tensors, (model_state.WEIGHTS,), source.checkpoint)
         return
     assert source.file is not None
+    if model_state.WEIGHTS in model_state.divided_kinds(model):
+        raise ConfigError(
+            "the weights of a file cannot be loaded into parts of layers",
+            got=f"--init-from {url} with --tensor-parallel",
+            allowed="a checkpoint, RUN/checkpoints/NAME, whose tensors each rank reads its part of",
+            next_step="Name a checkpoint, or train a step without --tensor-parallel and resume that run with it.",
+        )
     before = model.get_weights()
     with tempfile.TemporaryDirectory() as folder, plain_layers(model):
         path = Path(folder, WEIGHTS_FILE)
