@@ -263,6 +263,14 @@ def load_initial(model: keras.Model, url: str) -> None:
         model_state.load_weights(plain_variables(model), tensors, source.checkpoint)
         return
     assert source.file is not None
+    # What --zero divides takes its part of an assigned value by itself.
+    if any(not isinstance(getattr(one, model_state.PART, None), model_state.Part | None) for one in model.weights):
+        raise ConfigError(
+            "the weights of a file cannot be loaded into parts of layers",
+            got=f"--init-from {url} with --tensor-parallel",
+            allowed="a checkpoint, RUN/checkpoints/NAME, whose tensors each rank reads its part of",
+            next_step="Name a checkpoint, or train a step without --tensor-parallel and resume that run with it.",
+        )
     before = [(one, np.array(view_of(one))) for one in model.weights]
     adapters = [(one, one.numpy()) for one in adapters_of(model)]
     with tempfile.TemporaryDirectory() as folder, plain_layers(model):

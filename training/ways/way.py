@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lockstep.training.comm.options import UNAUTHENTICATED
 from lockstep.training.parts import Part, default_of
-from lockstep.training.world import Grid
 
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
+    from lockstep.training.world import Grid
 
 Strategy = Literal["sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored"]
 
@@ -99,6 +99,8 @@ class Way(Part):
 
     def grid(self, num_ranks: int) -> Grid:
         """The division of the work over so many ranks, a multiple of those of `mates`."""
+        from lockstep.training.world import Grid  # not for the --help of each command
+
         stages, tensor = self.mates
         return Grid(num_ranks // (stages * tensor), stages, tensor)
 

@@ -92,6 +92,26 @@ def test_a_restart_changes_no_bit_and_the_export_is_plain(sequences: str, tmp_pa
             assert np.array_equal(one.numpy(), stored[name]), name
 
 
+@pytest.mark.soak
+def test_first_weights_come_from_a_checkpoint_but_not_from_a_file(
+    sequences: str, alone: dict[str, tuple[str, Any]], tmp_path: Path
+) -> None:
+    from lockstep.storage.fs import filesystem
+    from lockstep.training.run.lineage import find_tip
+    from lockstep.training.run.paths import RunPaths
+
+    url, _ = alone["pair"]
+    tip = find_tip(filesystem(url), RunPaths(url))
+    assert tip is not None
+    more = {**IN_FULL, "epochs": 1, "validate_every": 1}
+    for tensor in (1, 2):
+        train(sequences, tmp_path / f"{tensor}", tensor, PAIR, init_from=tip.url, tensor_parallel=tensor, **more)
+    assert_same(*(final_tensors(str(tmp_path / f"{tensor}")) for tensor in (1, 2)))
+    file = str(next(Path(url).rglob("model.keras")))
+    with pytest.raises(ConfigError, match="cannot be loaded into parts"):
+        train(sequences, tmp_path / "file", 2, PAIR, init_from=file, tensor_parallel=2, **more)
+
+
 STARTS = ((2, 2, 0), (1, 2, 1), (3, 3, 0), (1, 1, 0))
 MORE_STARTS = (
     (2, 2, 0),
