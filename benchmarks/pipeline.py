@@ -5,7 +5,7 @@
 
 Two ranks over TCP, one thread and one core each, are the two stages.
 
-`bubble`: each stage has one layer that sleeps 80 ms in a forward and 160 ms in a backward pass of a micro-batch, so the
+`bubble`: each stage has one layer that sleeps 200 ms in a forward and 400 ms in a backward pass of a micro-batch, so the
 stages are calibrated whatever else the machine does. The bubble is the part of a step in which a stage does not sleep:
 1 - m (forward + backward) / step, beside (p - 1) / (m + p - 1).
 
@@ -31,7 +31,7 @@ from benchmarks.shared.step_worker import KEY, Control, hear, say  # sets the th
 from benchmarks.train_step import RANKS, Contestant
 
 UNITS, ROWS = 1024, 128
-FORWARD_S, BACKWARD_S = 0.08, 0.16
+FORWARD_S, BACKWARD_S = 0.2, 0.4
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -57,7 +57,11 @@ def contestants(args: argparse.Namespace, layers: int, micro: int) -> list[Conte
     found = []
     for schedule in SCHEDULES:
         words = [schedule, str(layers), str(micro), "RANK"]
-        found.append(Contestant(f"lockstep {schedule}", [sys.executable, "-m", "benchmarks.pipeline", "worker", *words], {}, True))
+        found.append(
+            Contestant(
+                f"lockstep {schedule}", [sys.executable, "-m", "benchmarks.pipeline", "worker", *words], {}, True
+            )
+        )
         if args.torch_python:
             script = [args.torch_python, "benchmarks/peers/pipeline_torch.py", *words]
             found.append(Contestant(f"torch {schedule}", script, {"OMP_NUM_THREADS": "1"}, True))
@@ -165,9 +169,10 @@ def worker(schedule: str, layers: int, micro: int, rank: int, ranks: int) -> Non
     rng = np.random.default_rng(0)
     batch = tuple(tf.constant(rng.standard_normal((rows, units), dtype=np.float32)) for _ in range(2))
     model.evaluate(*batch, verbose=0)  # builds losses and metrics
-    step: Any = pipeline_step(
-        model, comm, Grid(1, ranks, 1), rows=rows, global_batch=rows, schedule=schedule, micro_batches=micro
-    )  # type: ignore[arg-type]
+    how: Any = schedule
+    step = pipeline_step(
+        model, comm, Grid(1, ranks, 1), rows=rows, global_batch=rows, schedule=how, micro_batches=micro
+    )
     step.train(batch)
     step.train(batch)
     say({"ready": schedule, "held": step.most_held})

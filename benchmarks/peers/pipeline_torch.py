@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 UNITS, ROWS = 1024, 128
-FORWARD_S, BACKWARD_S = 0.08, 0.16
+FORWARD_S, BACKWARD_S = 0.2, 0.4
 
 
 class Slow(torch.autograd.Function):
@@ -57,7 +57,11 @@ def main() -> None:
     torch.manual_seed(0)
     units, rows = (UNITS, ROWS) if layers else (8, 4 * micro)
     mine = layers // ranks
-    parts = [part for _ in range(mine) for part in (nn.Linear(units, units), nn.ReLU())] if layers else [Sleeps(units, units)]
+    parts = (
+        [part for _ in range(mine) for part in (nn.Linear(units, units), nn.ReLU())]
+        if layers
+        else [Sleeps(units, units)]
+    )
     model = nn.Sequential(*parts)
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
     schedule: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[how](stage, micro, loss_fn=nn.functional.mse_loss)

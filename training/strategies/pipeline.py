@@ -61,7 +61,9 @@ class OfStage:
     def of(cls, shape: Sequence[int], ranks: int, rank: int, *, mine: bool) -> OfStage:
         """The part of `rank`, of the `ranks` of its stage."""
         size = math.prod(shape)
-        return cls(tuple(shape), part_bounds(size, ranks)[rank], (0, size)) if mine else cls(tuple(shape), (0, 0), (0, 0))
+        return (
+            cls(tuple(shape), part_bounds(size, ranks)[rank], (0, size)) if mine else cls(tuple(shape), (0, 0), (0, 0))
+        )
 
     def own(self, held: Any) -> Any:
         """The elements that this rank writes, flat."""
@@ -512,7 +514,9 @@ def check_model(model: keras.Model) -> None:
         raise _refused("an optimizer that is built already", own_class(optimizer).__name__)
     wrong = [name for name in ("use_ema", "global_clipnorm") if getattr(optimizer, name, None)]
     if wrong:
-        raise _refused("an optimizer that needs all weights at once", f"{own_class(optimizer).__name__} with {wrong[0]}")
+        raise _refused(
+            "an optimizer that needs all weights at once", f"{own_class(optimizer).__name__} with {wrong[0]}"
+        )
     odd = [one.path for one in variables_of(model, METRICS) if one.aggregation != "sum"]
     if odd:
         raise _refused("a metric whose states are no sums over rows", odd[0])

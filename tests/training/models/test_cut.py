@@ -137,5 +137,3 @@ def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     masked = keras.layers.Embedding(5, 4, mask_zero=True, name="masked")(ids)
     graph = Graph(keras.Model(ids, keras.layers.Dense(1)(keras.layers.GRU(3, name="gru")(masked))))
     assert "mask" in graph.places[0].fault and not graph.places[1].fault
-
-
