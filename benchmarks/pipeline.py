@@ -5,9 +5,9 @@
 
 Two ranks over TCP, one thread and one core each, are the two stages.
 
-`bubble`: each stage has one layer that sleeps 200 ms in a forward and 400 ms in a backward pass of a micro-batch, so the
-stages are calibrated whatever else the machine does. The bubble is the part of a step in which a stage does not sleep:
-1 - m (forward + backward) / step, beside (p - 1) / (m + p - 1).
+`bubble`: each stage has one layer that sleeps 200 ms in a forward and 400 ms in a backward pass of a micro-batch, so
+the stages are calibrated whatever else the machine does. The bubble is the part of a step in which a stage does not
+sleep: 1 - m (forward + backward) / step, beside (p - 1) / (m + p - 1).
 
 `seconds`: dense layers of 1,024 units, 128 rows a step, SGD. Contestants make steps in turns; a figure is the median of
 the slower rank's milliseconds a step, and its ratio to PyTorch's with the same schedule in the same round: median

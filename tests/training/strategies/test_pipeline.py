@@ -12,8 +12,8 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.comm import Communicator
 from lockstep.training.results.audit import check_run_audit
 from tests.training._ring import run_ring
-from tests.training._tiny import write_images
 from tests.training._threads import final_tensors
+from tests.training._tiny import write_images
 from tests.training.rank.test_fit import assert_no_bit_differs, assert_same, assert_same_result, train
 
 pytestmark = pytest.mark.slow
