@@ -7,7 +7,7 @@ Two ranks over TCP, one thread and one core each, are the two stages.
 
 `bubble`: each stage has one layer that sleeps 200 ms in a forward and 400 ms in a backward pass of a micro-batch, so
 the stages are calibrated whatever else the machine does. The bubble is the part of a step in which a stage does not
-sleep: 1 - m (forward + backward) / step, beside (p - 1) / (m + p - 1).
+sleep, 1 - m (forward + backward) / step; (p - 1) / (m + p - 1) is expected.
 
 `seconds`: dense layers of 1,024 units, 128 rows a step, SGD. Contestants make steps in turns; a figure is the median of
 the slower rank's milliseconds a step, and its ratio to PyTorch's with the same schedule in the same round: median
@@ -108,7 +108,7 @@ def seconds(args: argparse.Namespace) -> None:
             print(
                 f"{one.name:<16}{args.layers} layers, {micro} micro-batches: "
                 f"{statistics.median(found[one.name]) * 1e3:.0f} ms a step, {statistics.median(ratios):.3f} "
-                f"({min(ratios):.3f} to {max(ratios):.3f}) of torch's, most held {one.about['held']}",
+                f"({min(ratios):.3f} to {max(ratios):.3f}) of torch's, {one.cpu_s_a_step * 1e3:.0f} ms of CPU, most held {one.about['held']}",
                 flush=True,
             )
             one.close()
