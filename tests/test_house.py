@@ -134,7 +134,7 @@ def test_help_loads_what_a_command_line_needs() -> None:
     assert len(loaded) == len(JOBS) and all(f"lockstep.jobs.{name}" in modules for name, modules in loaded.items())
     assert {name: sorted(heavy & {*modules}) for name, modules in loaded.items() if heavy & {*modules}} == {}
     ours = {name: sum(module.startswith("lockstep") for module in modules) for name, modules in loaded.items()}
-    most = 57 + len(list((ROOT / "training/ways").glob("[a-z]*.py")))
+    most = 58 + len(list((ROOT / "training/ways").glob("[a-z]*.py")))
     assert {name: number for name, number in ours.items() if number > most} == {}
 
 

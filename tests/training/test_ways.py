@@ -27,6 +27,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "--delay": {"delay": 1},
     "--sync-every": {"sync_every": 4},
     "--tensor-parallel": {"tensor_parallel": 2},
+    "--pipeline-stages": {"pipeline_stages": 2},
     "--zero": {"zero": 2},
     "--strategy async": {"strategy": "async", "staleness": 2},
     "--strategy parameter-server": {"strategy": "parameter-server", "staleness": 2, "servers": 1},
@@ -53,7 +54,7 @@ OPTIONS: dict[str, Any] = {
     "clients": "page", "client_fraction": 0.5, "local_epochs": 3, "update_clip": 1.5, "noise_multiplier": 0.5,
     "privacy_delta": 0.01, "staleness": 3, "servers": 2, "gradient_noise": 0.1, "devices": 2, "delay": 3,
     "sync_every": 2, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9,
-    "zero": 1, "tensor_parallel": 2,
+    "pipeline_stages": 2, "schedule": "gpipe", "cut_after": "layer", "zero": 1, "tensor_parallel": 2,
 }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def _named(graph: Graph, name: str) -> Place:
         raise ConfigError(
             f"the model {graph.model.name} cannot be cut after {name}",
             got=place.fault,
-            allowed=f"a place where up to {MOST_TENSORS} tensors of floats without a mask cross, and no layer is shared",
+            allowed=f"a place where up to {MOST_TENSORS} tensors of floats without a mask cross; no layer is shared",
             next_step="Name another layer, or leave out --cut-after.",
         )
     return place
@@ -219,7 +219,7 @@ def _uncut(graph: Graph, stages: int) -> ConfigError:
     faults = [f"after {place.after}: {place.fault}" for place in graph.places if place.fault]
     return ConfigError(
         f"the model {graph.model.name} cannot be cut into {stages} stages with trained weights in each",
-        got=f"{len(graph.nodes)} operations, {len(graph.places) - len(faults)} places for a cut; {'; '.join(faults[:5])}",
+        got=f"{len(graph.nodes)} operations, {len(graph.places) - len(faults)} places; {'; '.join(faults[:5])}",
         allowed=f"{stages - 1} places where up to {MOST_TENSORS} tensors of floats without a mask cross",
         next_step="Use fewer --pipeline-stages, or a model whose layers follow each other.",
     )

@@ -43,6 +43,7 @@ from lockstep.training.strategies.schedule import Pass, Schedule, passes_of
 from lockstep.training.world import Grid
 
 FLAG = "--pipeline-stages"
+OF_ALL_WEIGHTS = ("save", "save_weights", "load_weights", "get_weights", "set_weights")
 LOSS_BYTES = 8  # of a message forward: the losses of the stages before, float64
 
 
@@ -118,6 +119,13 @@ class Shares:
         """Give up the memory of other stages' weights, which `collect` may have filled."""
         for one in self.others:
             _put(one, np.zeros(0, view_of(one).dtype))
+        for name in OF_ALL_WEIGHTS:
+            object.__setattr__(self._model, name, _needs_all(name))  # bypasses Keras' tracking
+
+    def allow(self) -> None:
+        """Let callers take all weights of the model again, which are there now."""
+        for name in OF_ALL_WEIGHTS:
+            vars(self._model).pop(name, None)
 
     def collect(self, stages: Communicator) -> None:
         """Fill other stages' weights from the ranks of all `stages`, in their order. A collective of these."""
@@ -128,6 +136,19 @@ class Shares:
                 stages.broadcast(value.reshape(-1).view(np.uint8), root)
                 if not mine:
                     _put(one, value)
+        self.allow()
+
+
+def _needs_all(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            f"a rank cannot take all weights of a model with {FLAG}",
+            got=f"a call of model.{name}, by a callback such as EarlyStopping(restore_best_weights=True)",
+            allowed="callbacks that do not need the weights; the run's checkpoints and its model have all of them",
+            next_step=f"Use --keep-best in place of the callback, or leave out {FLAG}.",
+        )
+
+    return refuse
 
 
 def _put(variable: keras.Variable, value: NDArray[Any]) -> None:
@@ -415,6 +436,9 @@ class PipelineSteps(EveryStep):
 
     def complete(self) -> None:
         self._shares.collect(self._mates)
+
+    def undivide(self, model: keras.Model) -> None:
+        self._shares.allow()
 
     def end(self) -> None:
         self._links.close()

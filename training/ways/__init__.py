@@ -92,5 +92,7 @@ def table() -> list[tuple[str, str]]:
     rows: list[tuple[str, tuple[Refused, ...]]] = [("each of these", SUM_IN_EACH_STEP)]
     for way in WAYS:
         if way is not EveryStep:
-            rows.append((f"`{way.flag}`", tuple(each for each in way.refuses if each not in SUM_IN_EACH_STEP)))
+            takes = [each.flag for each in SUM_IN_EACH_STEP if each not in way.refuses]
+            name = f"`{way.flag}`" + "".join(f", which takes `{flag}`" for flag in takes)
+            rows.append((name, tuple(each for each in way.refuses if each not in SUM_IN_EACH_STEP)))
     return [(name, ", ".join(f"`{each.flag.replace('{}', 'X')}`" for each in refused) or "-") for name, refused in rows]

@@ -71,6 +71,7 @@ def test_outputs_and_gradients_of_the_stages_are_those_of_the_whole(make: Any, c
     expected = tape.gradient(loss, [one.value for one in model.trainable_variables])
     with tf.GradientTape() as tape:
         crossing: list[Any] = []
+        found: Any = None
         for stage in stages:
             found = stage.model([*(given[i] for i in stage.inputs), *crossing])
             crossing = keras.tree.flatten(found)
@@ -91,7 +92,9 @@ def test_what_inputs_alone_decide_does_not_cross() -> None:
         for place in graph.places
     }
     assert crossing["first"] == ["multiply", "first"], "the skip connection crosses too"
-    assert crossing["third"] == ["add", "third"] and not any("cast" in name for name in sum(crossing.values(), []))
+    assert crossing["third"] == ["add", "third"] and not any(
+        "cast" in name for names in crossing.values() for name in names
+    )
     (early,) = (place for place in graph.places if place.after == "first")
     assert early.row_bytes == 2 * 6 * 4 * 4
 
@@ -137,3 +140,23 @@ def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     masked = keras.layers.Embedding(5, 4, mask_zero=True, name="masked")(ids)
     graph = Graph(keras.Model(ids, keras.layers.Dense(1)(keras.layers.GRU(3, name="gru")(masked))))
     assert "mask" in graph.places[0].fault and not graph.places[1].fault
+
+
+@pytest.mark.parametrize(("name", "most"), [("resnet8", 2), ("transformer", 3)])
+def test_ready_models_can_be_cut(name: str, most: int) -> None:
+    """Skip connections of the ResNet and the embedding of the transformer, which its end uses, cross too."""
+    from lockstep.features.schema.signature import Signature, TensorSpec
+    from lockstep.training.models import ModelOptions, build
+    from lockstep.training.models.cut import Graph, costs_of_stages, cuts_of, reckoned_costs
+
+    features = {
+        "resnet8": {"image": TensorSpec(shape=(8, 8, 3), dtype="uint8")},
+        "transformer": {"pages": TensorSpec(shape=(6,), dtype="int64", ids=12)},
+    }[name]
+    signature = Signature(features=features, label=TensorSpec(shape=(), dtype="int64"), num_classes=12)
+    graph = Graph(build(name, signature, ModelOptions(seed=1)).model)
+    costs = reckoned_costs(graph)
+    for stages in (2, 3):
+        cuts = cuts_of(graph, stages, costs)
+        assert max(len(place.tensors) for place in cuts) <= most
+        assert max(costs_of_stages(graph, cuts, costs)) < sum(costs) * (0.7 if stages == 2 else 0.55)

@@ -85,7 +85,10 @@ FREE: dict[str, Any] = {
     "max_restarts": 9,
     "zero": 2,  # which changes no bit
     "tensor_parallel": 2,  # which changes rounding alone
+    "pipeline_stages": 2,  # which changes a result by rounding, as other ranks do
 }
+OF_STAGES: dict[str, Any] = {"schedule": "gpipe", "cut_after": "layer", "micro_batches": 2}
+"""Free with --pipeline-stages."""
 OF_MEETINGS = {"sync_every": 4, "sync_until_epoch": 1, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 OF_ASYNC = {"staleness": 3, "gradient_noise": 0.1}
 OF_CLIENTS = {
@@ -101,7 +104,13 @@ OF_CLIENTS = {
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = set(option_names())
     several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
-    ways = OF_MEETINGS.keys() | OF_ASYNC.keys() | OF_CLIENTS.keys() | {"strategy", "servers", "devices", "balance"}
+    ways = (
+        OF_MEETINGS.keys()
+        | OF_ASYNC.keys()
+        | OF_CLIENTS.keys()
+        | OF_STAGES.keys()
+        | {"strategy", "servers", "devices", "balance"}
+    )
     answered = REFUSED.keys() | FREE.keys() | ways
     assert named - several == answered, "a new field: may a later call change it?"
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
@@ -174,6 +183,10 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="begun with another"):
         goes_on(served.but(strategy="async", servers=None))
     assert goes_on(served.but(servers=3, num_ranks=3)), "servers keep nothing"
+    stages = given.but(run=str(tmp_path / "stages"), pipeline_stages=2)
+    run_json.open_run(fs, RunPaths(stages.run), stages, manifest, plan_for(manifest, stages))
+    for name, value in OF_STAGES.items():
+        assert goes_on(stages.but(**{name: value})), name
     for name, value in FREE.items():
         assert goes_on(given.but(**{name: value})), name
 

@@ -12,8 +12,9 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training.comm import Communicator
 from lockstep.training.results.audit import check_run_audit
 from tests.training._ring import run_ring
+from tests.training._threads import final_tensors
 from tests.training._tiny import write_images
-from tests.training.rank.test_fit import assert_no_bit_differs, assert_same, assert_same_result, final_tensors, train
+from tests.training.rank.test_fit import assert_no_bit_differs, assert_same, assert_same_result, train
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -90,7 +91,10 @@ PATH: tuple[tuple[int, dict[str, Any]], ...] = (
 """Ranks and options of one start after another."""
 
 
-def test_each_start_holds_what_another_has_saved(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [PATH[:4], pytest.param(PATH, marks=pytest.mark.soak)], ids=["some", "all"])
+def test_each_start_holds_what_another_has_saved(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
+) -> None:
     """Each start compares what its ranks have restored with the files, bit for bit; the last exports a plain model."""
     import keras
 
@@ -111,17 +115,17 @@ def test_each_start_holds_what_another_has_saved(table: str, tmp_path: Path, mon
         return progress
 
     monkeypatch.setattr(Saver, "restore", restore)
-    for step, (ranks, more) in enumerate(PATH, 1):
+    for step, (ranks, more) in enumerate(path, 1):
         train(table, tmp_path / "run", ranks, f"{OWN}:stacked", max_steps=step, epochs=1, audit=True, **more)
-    assert len(compared) == len(PATH) - 1 and min(compared) > 8
-    exported = keras.models.load_model(next((tmp_path / "run").rglob("g0007/model.keras")))
+    assert len(compared) == len(path) - 1 and min(compared) > 8
+    exported = keras.models.load_model(next((tmp_path / "run").rglob(f"g{len(path):04d}/model.keras")))
     mine = final_tensors(str(tmp_path / "run"))
     for number, one in enumerate([*exported.weights]):
         assert (
             next(v for n, v in mine.items() if n.startswith(f"weights/{number:04d}/")).tobytes()
             == one.numpy().tobytes()
         )
-    assert [int(exported.optimizer.iterations)] == [len(PATH)]
+    assert [int(exported.optimizer.iterations)] == [len(path)]
 
 
 def test_a_rank_holds_its_stage_only_and_at_most_as_many_micro_batches_as_stages() -> None:

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, as lists: they end with messages that wait for their receivers, wait and hold what they may."""
+"""Schedules of a pipeline, as lists: they end, with messages that wait for their receivers, and hold what they may."""
 
 from __future__ import annotations
 
