@@ -19,8 +19,8 @@ from importlib.metadata import version
 from itertools import pairwise
 from statistics import median
 
-from lockstep.jobs.plan_memory import measured_size
-from lockstep.jobs.plan_memory import parser as plan_parser
+from lockstep.jobs._train import setting
+from lockstep.training.driver.dry_run import measured_size
 from lockstep.training.driver.memory_plan import MIB, Mode, held
 from lockstep.training.run.metrics import read_history
 
@@ -40,7 +40,7 @@ def main() -> None:
         f"Python {platform.python_version()}, TensorFlow {version('tensorflow')}, Keras {version('keras')}"
     )
     model = ["--model", "transformer", "--dataset", args.dataset, "--set", *args.settings]
-    size = measured_size(plan_parser().parse([*model, "--rows", str(ROWS)]))
+    size = measured_size(args.dataset, "transformer", dict(map(setting, args.settings)), ROWS)
     print(f"{size.weights / 4e6:.1f} M parameters, {size.step_s:.2f} s a step of one rank with all cores", flush=True)
     for stage in args.zero:
         with tempfile.TemporaryDirectory() as folder:

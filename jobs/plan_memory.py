@@ -6,20 +6,16 @@ The model is given by its numbers (--parameters, and of a transformer its shape)
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from lockstep.jobs._cli import JobParser, print_result, refuse_idle, run_job, size
 from lockstep.jobs._train import Settings, setting
 from lockstep.storage.errors import require
 
-if TYPE_CHECKING:
-    from lockstep.training.comm.cost import LinkCosts
-    from lockstep.training.driver.memory_plan import Size
-
 DEFAULT_BYTES, DEFAULT_ROWS, DEFAULT_LATENCY_S = 16 << 30, 32, 5e-5
 SHAPE = ("layers", "hidden", "heads", "sequence", "rows")
+IDLE_WITH_MODEL, IDLE_WITHOUT = (*SHAPE[:-1], "optimizer"), ("dataset", "extra", "lora_rank")
+NAMED = {"extra": "set", "lora_rank": "lora-rank"}
 
 
 def parser() -> JobParser:
@@ -56,73 +52,33 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     args = parser().parse(argv)
-    from lockstep.training.driver.memory_plan import advice, memory_plan, table
+    from lockstep.training.comm.cost import LinkCosts
+    from lockstep.training.driver.dry_run import measured_size
+    from lockstep.training.driver.memory_plan import Size, Transformer, advice, memory_plan, table
 
-    one = (args.parameters is None) != (args.model is None)
-    require(one, "the size of a model", f"{args.parameters=}, {args.model=}", "one of --parameters and --model")
-    measured = measured_size(args) if args.model is not None else size_by_numbers(args)
-    rows = memory_plan(measured, args.num_ranks, args.memory, links_of(args))
+    built, numbers = args.model is not None, args.parameters is not None
+    got = "both of them" if built else "none of them"
+    require(built != numbers, "the size of a model", got, "one of --parameters and --model")
+    for name in IDLE_WITH_MODEL if built else IDLE_WITHOUT:
+        refuse_idle(f"--{NAMED.get(name, name)}", bool(getattr(args, name)), "--parameters" if built else "--model")
+    if built:
+        require(args.dataset is not None, "--model", f"{args.model} without --dataset", "both")
+        rows, step_s = args.rows or DEFAULT_ROWS, args.step_seconds
+        model = measured_size(args.dataset, args.model, args.extra, rows, lora_rank=args.lora_rank, step_s=step_s)
+    else:
+        given = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
+        flags = " ".join(f"--{name}" for name in SHAPE)
+        require(len(given) in (0, len(SHAPE)), "the shape of a transformer", f"only --{' --'.join(given)}", flags)
+        shape = Transformer(**given) if given else None
+        model = Size.of(args.parameters, args.optimizer or "adam", shape, step_s=args.step_seconds)
+    links = None
+    if args.bandwidth is not None:
+        require(args.bandwidth > 0, "--bandwidth", f"{args.bandwidth}", "bytes a second above 0")
+        links = LinkCosts(alpha_s=args.latency, beta_s_per_byte=1 / args.bandwidth, gamma_s_per_byte=0.0)
+    rows = memory_plan(model, args.num_ranks, args.memory, links)
     missing = "" if all(row["runs"] for row in rows) else "* not in Lockstep\n"
     print_result(f"{table(rows)}\n{missing}{advice(rows, args.memory)}", rows, args.json)
     return 0
-
-
-def size_by_numbers(args: Namespace) -> Size:
-    """The size of a model of --parameters."""
-    from dataclasses import replace
-
-    from lockstep.training.driver.memory_plan import Size, Transformer
-
-    for name in ("dataset", "extra", "lora_rank"):
-        refuse_idle(f"--{name.replace('_', '-').replace('extra', 'set')}", bool(getattr(args, name)), "--model")
-    given = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
-    flags = " ".join(f"--{name}" for name in SHAPE)
-    require(len(given) in (0, len(SHAPE)), "the shape of a transformer", f"only --{' --'.join(given)}", flags)
-    found = Size.of(args.parameters, args.optimizer or "adam", Transformer(**given) if given else None)
-    return replace(found, step_s=args.step_seconds)
-
-
-def measured_size(args: Namespace) -> Size:
-    """The size of --model, built for --dataset as a rank of a run would, and the seconds of its step."""
-    from dataclasses import replace
-
-    from lockstep.training.config import TrainConfig
-    from lockstep.training.driver.dry_run import model_size, size_of
-    from lockstep.training.driver.memory_plan import Transformer
-    from lockstep.training.driver.preflight import open_and_plan
-    from lockstep.training.models import check_name
-    from lockstep.training.models.ready import settings_of
-
-    require(args.dataset is not None, "--model", f"{args.model} without --dataset", "both")
-    for name in (*SHAPE[:-1], "optimizer"):
-        refuse_idle(f"--{name}", getattr(args, name) is not None, "--parameters")
-    check_name(args.model, args.extra)
-    rows = args.rows or DEFAULT_ROWS
-    options: dict[str, Any] = {"extra": args.extra, "lora_rank": args.lora_rank, "batchnorm": "local"}
-    config = TrainConfig(
-        datasets=args.dataset, run="unused", model=args.model, num_ranks=1, global_batch=rows, epochs=rows, **options
-    )
-    _, encoder, plan = open_and_plan(config, None)
-    found = model_size(config, plan, rows, timed=args.step_seconds is None)
-    shape = None
-    if args.model == "transformer":
-        chosen = settings_of(args.model, args.extra)
-        ids = [one.shape for one in encoder.signature.features.values() if one.dtype == "int64" and one.shape != (1,)]
-        shape = Transformer(
-            layers=chosen["layers"], hidden=chosen["width"], heads=chosen["heads"], sequence=ids[0][0], rows=rows
-        )
-    measured = size_of(found, shape)
-    return measured if args.step_seconds is None else replace(measured, step_s=args.step_seconds)
-
-
-def links_of(args: Namespace) -> LinkCosts | None:
-    """The costs of --bandwidth and --latency; None without them."""
-    from lockstep.training.comm.cost import LinkCosts
-
-    if args.bandwidth is None:
-        return None
-    require(args.bandwidth > 0, "--bandwidth", f"{args.bandwidth}", "bytes a second above 0")
-    return LinkCosts(alpha_s=args.latency, beta_s_per_byte=1 / args.bandwidth, gamma_s_per_byte=0.0)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class RankMemory(Message):
     rank_mib: int
     weights_bytes: int = 0
     gradient_bytes: int = 0
-    """Of the weights that are trained."""
+    """The bytes of all gradients."""
     state_bytes: int = 0
     """What the whole optimizer keeps."""
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.shown import counted
-from lockstep.training.config import TrainConfig
+from lockstep.training.config import TrainConfig, Value
 from lockstep.training.control.messages import ModelSize, SizeOrder
 from lockstep.training.control.task import Limits, RankTask
 from lockstep.training.driver.memory_plan import Size, Transformer, smaller
-from lockstep.training.driver.preflight import preflight
+from lockstep.training.driver.preflight import open_and_plan, preflight
 from lockstep.training.driver.train import host_bytes, limits_of, room_for
 from lockstep.training.launch.executors import ExecutorMemory
 from lockstep.training.launch.local import run_local
 from lockstep.training.launch.session import Launch, SessionLauncher
+from lockstep.training.models import check_name
+from lockstep.training.models.ready import settings_of
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, Plan, steps_asked
 from lockstep.training.rules import CheckpointEvery
@@ -140,6 +145,36 @@ def size_of(model: ModelSize, transformer: Transformer | None = None) -> Size:
         transformer=transformer,
         step_s=model.step_s,
     )
+
+
+def measured_size(
+    dataset: str,
+    model: str,
+    extra: Mapping[str, Value],
+    rows: int,
+    *,
+    lora_rank: int = 0,
+    step_s: float | None = None,
+) -> Size:
+    """The size of a model that is built for `rows` rows of `dataset`, and the seconds of its step, unless given.
+
+    Raises what `dry_run` raises for a model and a dataset that do not fit together.
+    """
+    check_name(model, extra)
+    config = TrainConfig(
+        datasets=dataset, run="unused", model=model, num_ranks=1, global_batch=rows, epochs=rows, extra=extra,
+        lora_rank=lora_rank, batchnorm="local",
+    )  # fmt: skip
+    _, encoder, plan = open_and_plan(config, None)
+    shape = None
+    if model == "transformer":
+        chosen = settings_of(model, extra)
+        lengths = [one.shape[0] for one in encoder.signature.features.values() if one.dtype == "int64"]
+        shape = Transformer(
+            layers=chosen["layers"], hidden=chosen["width"], heads=chosen["heads"], sequence=max(lengths), rows=rows
+        )
+    found = size_of(model_size(config, plan, rows, timed=step_s is None), shape)
+    return found if step_s is None else replace(found, step_s=step_s)
 
 
 def _checkpoints(config: TrainConfig, plan: Plan, size: int) -> str:

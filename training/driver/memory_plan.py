@@ -68,7 +68,7 @@ class Size:
 
     weights: float
     gradients: float
-    """Of trained weights."""
+    """The bytes of gradients: of the weights that are trained."""
     state: float
     """What the optimizer keeps."""
     kept: float = 0.0
@@ -78,13 +78,16 @@ class Size:
     """What one rank computes for a step of its rows."""
 
     @classmethod
-    def of(cls, parameters: float, optimizer: str, transformer: Transformer | None = None) -> Size:
+    def of(
+        cls, parameters: float, optimizer: str, transformer: Transformer | None = None, *, step_s: float | None = None
+    ) -> Size:
         """A model of so many float32 parameters, all trained. Raises ConfigError for another optimizer than SLOTS'."""
         require(1 <= parameters < 1e18, "--parameters", f"{parameters:g}", "1 up to 1e18")
         require(optimizer in SLOTS, "--optimizer", optimizer, ", ".join(SLOTS))
         one = parameters * FLOAT_BYTES
         kept = 0.0 if transformer is None else transformer.kept_bytes()
-        return cls(weights=one, gradients=one, state=one * SLOTS[optimizer], kept=kept, transformer=transformer)
+        state = one * SLOTS[optimizer]
+        return cls(weights=one, gradients=one, state=state, kept=kept, transformer=transformer, step_s=step_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +253,13 @@ def memory_plan(
     rows = []
     for mode in (one for number in num_ranks for one in modes(number, size.transformer)):
         parts = held(size, mode)
-        row = {"mode": mode.name, "runs": mode.runs, "ranks": mode.ranks, **parts, "held": sum(parts.values())}
+        row: dict[str, Any] = {
+            "mode": mode.name,
+            "runs": mode.runs,
+            "ranks": mode.ranks,
+            **parts,
+            "held": sum(parts.values()),
+        }
         row |= {"sent": sent(size, mode), "step_s": step_s(size, mode, links)}
         rows.append(
             {**row, "fits": fits(size, mode, limit_bytes), "fewest_ranks": fewest_ranks(size, mode, limit_bytes)}
