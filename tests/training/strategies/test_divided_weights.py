@@ -97,7 +97,8 @@ def stepped(make: Any, ranks: int, stage: int) -> list[tuple[list[np.ndarray], f
             from lockstep.features.schema.signature import Signature, TensorSpec
 
             weights.serve(
-                Served(model), Signature({"x": TensorSpec(shape=(9,), dtype="int32")}, label=None, num_classes=None)
+                Served(model),
+                Signature(features={"x": TensorSpec(shape=(9,), dtype="int32")}, label=None, num_classes=None),
             )
             with weights.gathered():
                 found = list(weights._whole)
