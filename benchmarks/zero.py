@@ -7,8 +7,8 @@ Two ranks over TCP, one thread and one core each, train dense layers with Adam.
 
 `memory`: bytes a parameter, layers of 2,048 units (4.2 M parameters each) and batches of 16 rows a rank. Resident
 memory is the slope, by least squares, over the sizes of --layers, in the third step, when a rank has its gradients'
-sums and not yet applied them. Large blocks are returned to the system when they are freed. Sent are the bytes of a
-step, by those of the weights.
+sums and not yet applied them. Large blocks are returned to the system when they are freed, for which oneDNN is off:
+else TensorFlow keeps a pool. Sent are the bytes of a step, by those of the weights.
 
 `seconds`: layers of 1,024 units (1.05 M parameters each), batches of 128 rows a rank. Contestants make steps in turns;
 a figure is that of the slower rank by that of one sum in each step in the same round: median (lowest to highest).
@@ -37,7 +37,8 @@ SHAPES = {"memory": (2048, 16), "seconds": (1024, 128)}
 STAGES = {"one sum a step": 0, "--zero 1": 1, "--zero 2": 2, "--zero 3": 3}
 EXPECTED = {0: 16.0, 1: 8 + 8 / RANKS, 2: 4 + 12 / RANKS, 3: 16 / RANKS}
 """Bytes a parameter: weights, gradients, and Adam's two numbers."""
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
+"""With oneDNN TensorFlow keeps freed memory in a pool of its own."""
 
 
 def main() -> None:
