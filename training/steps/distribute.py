@@ -25,7 +25,7 @@ from lockstep.training.exchange.exchange import Exchange
 from lockstep.training.exchange.sparse import ROWS_FROM_BYTES
 from lockstep.training.steps import fused
 from lockstep.training.steps.distribute_checks import check_step, check_wish, compare_start
-from lockstep.training.steps.model_state import WHOLE
+from lockstep.training.steps.model_state import WHOLE, undivided
 from lockstep.training.steps.optimizers import without_loss_scale
 from lockstep.training.steps.ordered import put_last, tail
 from lockstep.training.steps.over_ranks import check_reached
@@ -360,7 +360,8 @@ class _Distributed:
             loss = tf.cast(loss, tf.float32)
         check_step(variables, state.reduction.exchange.communicator.num_ranks)
         if state.compares:
-            compare_start(state.reduction.exchange.communicator, state.reduction.exchange.scale, me, variables)
+            exchange = state.reduction.exchange
+            compare_start(exchange.communicator, exchange.scale, me, undivided(variables))
             state.compares = False
         if not state.reduction.exchange.alone:
             check_reached()

@@ -96,7 +96,10 @@ def stepped(make: Any, ranks: int, stage: int) -> list[tuple[list[np.ndarray], f
         else:
             from lockstep.features.schema.signature import Signature, TensorSpec
 
-            weights.serve(Served(model), Signature({"x": TensorSpec((9,), "int32")}, None, None))
+            weights.serve(
+                Served(model),
+                Signature(features={"x": TensorSpec(shape=(9,), dtype="int32")}, label=None, num_classes=None),
+            )
             with weights.gathered():
                 found = list(weights._whole)
             with pytest.raises(ConfigError, match="only a part"):
@@ -126,7 +129,7 @@ class Served:
     ("make", "ranks"),
     [
         (attention, 2),
-        (shared, 3),
+        *(pytest.param(shared, ranks, marks=pytest.mark.soak) for ranks in (2, 3, 4)),
         *(pytest.param(recurrent, ranks, marks=pytest.mark.soak) for ranks in (2, 4)),
         *(pytest.param(attention, ranks, marks=pytest.mark.soak) for ranks in (3, 4)),
     ],
