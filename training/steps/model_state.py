@@ -205,6 +205,11 @@ def divided_kinds(model: keras.Model) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.split("/")[0] for name in pieces_of(model)))
 
 
+def undivided(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Those variables that each rank has whole."""
+    return [variable for variable in variables if getattr(variable, PART, None) is None]
+
+
 def load_pieces(
     model: keras.Model, url: str, manifest: Mapping[str, Any], own: Mapping[int, Tensors], communicator: Communicator
 ) -> None:

@@ -29,7 +29,7 @@ from lockstep.training.exchange.buckets import Layout
 from lockstep.training.exchange.exchange import Array, Exchange, LentBuffer
 from lockstep.training.exchange.sparse import Table
 from lockstep.training.steps.distribute import layout_of, own_class
-from lockstep.training.steps.model_state import PART, Part
+from lockstep.training.steps.model_state import PART, Part, undivided
 from lockstep.training.steps.optimizers import CorrectedSGD
 from lockstep.training.strategies.divided_weights import DividedWeights
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
@@ -404,7 +404,7 @@ class WithParts(EveryStep):
         self._weights = exchange.weights
 
     def alike(self, model: keras.Model) -> list[keras.Variable]:
-        return [one for one in model.weights if not hasattr(one, PART)]
+        return undivided(model.weights)
 
     def install(self, model: keras.Model) -> None:
         self._weights.install(model)
