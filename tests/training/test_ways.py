@@ -34,6 +34,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "--strategy federated": {"strategy": "federated", "clients": "user"},
     "--strategy mirrored": {"strategy": "mirrored", "num_ranks": 1},
     "--strategy multi-worker-mirrored": {"strategy": "multi-worker-mirrored", "trust_network": "lo"},
+    "--strategy layers": {"strategy": "layers"},
     "--strategy sync": {},
 }
 WRONG: dict[str, dict[str, Any]] = {

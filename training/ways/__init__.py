@@ -16,6 +16,7 @@ from lockstep.training.ways.asynchronous import Asynchronous
 from lockstep.training.ways.delay import Delay
 from lockstep.training.ways.every_step import EveryStep
 from lockstep.training.ways.federated import Federated
+from lockstep.training.ways.layers import Layers
 from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
@@ -33,6 +34,7 @@ __all__ = [
     "Delay",
     "EveryStep",
     "Federated",
+    "Layers",
     "LocalSteps",
     "Mirrored",
     "MultiWorkerMirrored",
@@ -56,6 +58,7 @@ WAYS: tuple[type[Way], ...] = (
     Asynchronous,
     Mirrored,
     MultiWorkerMirrored,
+    Layers,
     Delay,
     LocalSteps,
     Pipeline,

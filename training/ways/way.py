@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
     from lockstep.training.world import Grid
 
-Strategy = Literal["sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored"]
+Strategy = Literal["sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
