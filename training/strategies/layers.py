@@ -58,7 +58,7 @@ def slots_of(model: keras.Model) -> list[tuple[keras.Variable, keras.Variable]]:
 
 
 class LayerSteps(LocalSteps):
-    """Between meetings, trained weights and slots of other ranks' blocks stay; at a meeting each block is its owner's."""
+    """Between meetings, trained weights and slots of others' blocks stay; at a meeting each block is its owner's."""
 
     def __init__(self, model: keras.Model, exchange: LocalExchange, *, every: int) -> None:
         super().__init__(model, exchange, every=every)

@@ -40,8 +40,6 @@ class Layers(Way):
     )
 
     sync_every: Annotated[int, "K"] = 1
-    """Steps after which ranks meet: 1 adds gradients in each step; K averages the models of ranks that trained by
-    themselves for K steps; 0 averages once, at the end of the run (docs/strategies.md)."""
 
     def __post_init__(self) -> None:
         self.check("sync_every", 1 <= self.sync_every < 2**31, "steps from 1 up with --strategy layers")

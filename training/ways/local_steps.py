@@ -25,7 +25,8 @@ class LocalSteps(Way):
 
     sync_every: Annotated[int, "K"] = 1
     """Steps after which ranks meet: 1 adds gradients in each step; K averages the models of ranks that trained by
-    themselves for K steps; 0 averages once, at the end of the run (docs/strategies.md)."""
+    themselves for K steps; 0 averages once, at the end of the run (docs/strategies.md). With --strategy layers ranks
+    swap their blocks."""
     sync_until_epoch: Annotated[int, "E"] = 0
     """Epochs that add gradients in each step before --sync-every begins."""
     outer_learning_rate: float = 1.0
