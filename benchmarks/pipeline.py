@@ -108,7 +108,8 @@ def seconds(args: argparse.Namespace) -> None:
             print(
                 f"{one.name:<16}{args.layers} layers, {micro} micro-batches: "
                 f"{statistics.median(found[one.name]) * 1e3:.0f} ms a step, {statistics.median(ratios):.3f} "
-                f"({min(ratios):.3f} to {max(ratios):.3f}) of torch's, {one.cpu_s_a_step * 1e3:.0f} ms of CPU, most held {one.about['held']}",
+                f"({min(ratios):.3f} to {max(ratios):.3f}) of torch's, "
+                f"{one.cpu_s_a_step * 1e3:.0f} ms of CPU, most held {one.about['held']}",
                 flush=True,
             )
             one.close()

@@ -30,7 +30,6 @@ from lockstep.training.exchange.agreement import STOPS, NonFinitePolicy
 from lockstep.training.exchange.compare_ranks import WeightCheck, view_of
 from lockstep.training.exchange.exchange import Exchange, Reducer
 from lockstep.training.exchange.grid_exchange import GridExchange
-from lockstep.training.models.cut import Graph, Stage, cuts_of, reckoned_costs, variables_of_stages
 from lockstep.training.steps.batchnorm import batchnorm_as, statistics_of
 from lockstep.training.steps.distribute import distribute, exchange_of, own_class
 from lockstep.training.steps.draws import drawn_from, draws_of_step, step_of
@@ -38,6 +37,7 @@ from lockstep.training.steps.losses import Denominators, weigh_tests, weighed_by
 from lockstep.training.steps.model_state import METRICS, PART, SEEDS, variables_of
 from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
 from lockstep.training.steps.patching import swapped
+from lockstep.training.strategies.cut import Graph, Stage, cuts_of, reckoned_costs, variables_of_stages
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 from lockstep.training.strategies.schedule import Pass, Schedule, passes_of
 from lockstep.training.world import Grid

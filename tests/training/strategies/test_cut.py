@@ -50,7 +50,7 @@ def rows(model: Any) -> list[Any]:
 
 
 def stages_of(model: Any, count: int, after: tuple[str, ...] = ()) -> list[Any]:
-    from lockstep.training.models.cut import Graph, cuts_of, reckoned_costs
+    from lockstep.training.strategies.cut import Graph, cuts_of, reckoned_costs
 
     graph = Graph(model)
     cuts = cuts_of(graph, count, reckoned_costs(graph), after)
@@ -84,7 +84,7 @@ def test_outputs_and_gradients_of_the_stages_are_those_of_the_whole(make: Any, c
 
 
 def test_what_inputs_alone_decide_does_not_cross() -> None:
-    from lockstep.training.models.cut import Graph
+    from lockstep.training.strategies.cut import Graph
 
     graph = Graph(with_a_skip())
     crossing = {
@@ -100,7 +100,7 @@ def test_what_inputs_alone_decide_does_not_cross() -> None:
 
 
 def test_the_longest_stage_is_as_short_as_it_can_be_and_among_such_cuts_fewest_bytes_cross() -> None:
-    from lockstep.training.models.cut import Graph, costs_of_stages, cuts_of
+    from lockstep.training.strategies.cut import Graph, costs_of_stages, cuts_of
 
     graph = Graph(chained())
     cuts = cuts_of(graph, 2, [1.0, 1.0, 1.0, 5.0])
@@ -115,7 +115,7 @@ def test_the_longest_stage_is_as_short_as_it_can_be_and_among_such_cuts_fewest_b
 def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     import keras
 
-    from lockstep.training.models.cut import Graph, cuts_of, reckoned_costs
+    from lockstep.training.strategies.cut import Graph, cuts_of, reckoned_costs
 
     class Own(keras.Model):
         def call(self, x: Any) -> Any:
@@ -147,7 +147,7 @@ def test_ready_models_can_be_cut(name: str, most: int) -> None:
     """Skip connections of the ResNet and the embedding of the transformer, which its end uses, cross too."""
     from lockstep.features.schema.signature import Signature, TensorSpec
     from lockstep.training.models import ModelOptions, build
-    from lockstep.training.models.cut import Graph, costs_of_stages, cuts_of, reckoned_costs
+    from lockstep.training.strategies.cut import Graph, costs_of_stages, cuts_of, reckoned_costs
 
     features = {
         "resnet8": {"image": TensorSpec(shape=(8, 8, 3), dtype="uint8")},
