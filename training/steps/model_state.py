@@ -206,7 +206,7 @@ def divided_kinds(model: keras.Model) -> tuple[str, ...]:
 
 
 def undivided(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """Those variables that each rank has whole."""
+    """The ones of `variables` that each rank has whole."""
     return [variable for variable in variables if getattr(variable, PART, None) is None]
 
 
