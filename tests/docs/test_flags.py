@@ -27,7 +27,6 @@ OTHERS = {  # the first two lines are spark-submit's
     "--keytab", "--principal",  # spark-submit's, under Kerberos
     "--hdfs",  # lockstep doctor
     "--version",  # lockstep alone
-    "--pipeline-stages", "--tensor-parallel",  # plan_memory reckons with them whether or not train has them
     "--conn-extra", "--conn-host", "--conn-type", "--dag-id", "--from-date", "--to-date", "--max-active-runs",
     "--reprocess-behavior", "--state",  # airflow
 }  # fmt: skip
