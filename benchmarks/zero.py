@@ -1,11 +1,11 @@
 """What --zero saves of a rank's memory, what it sends and how long its steps take, next to PyTorch's ZeRO.
 
-    python -m benchmarks.zero memory [--layers 8 16 24]
+    python -m benchmarks.zero memory [--layers 3 6 9]
     python -m benchmarks.zero seconds [--layers 8] [--rounds 9] [--steps 6] [--torch-python .venv-torch/bin/python]
 
 Two ranks over TCP, one thread and one core each, train dense layers with Adam.
 
-`memory`: bytes a parameter, layers of 2,048 units (4.2 M parameters each) and batches of 16 rows a rank. Resident
+`memory`: bytes a parameter, layers of 4,096 units (16.8 M parameters each) and batches of 16 rows a rank. Resident
 memory is the slope, by least squares, over the sizes of --layers, in the third step, when a rank has its gradients'
 sums and not yet applied them. Large blocks are returned to the system when they are freed, for which oneDNN is off:
 else TensorFlow keeps a pool. Sent are the bytes of a step, by those of the weights.
@@ -32,7 +32,7 @@ from benchmarks.shared.step_worker import KEY, Control, clock, hear, say  # sets
 from benchmarks.train_step import RANKS, Contestant
 
 CLASSES = 10
-SHAPES = {"memory": (2048, 16), "seconds": (1024, 128)}
+SHAPES = {"memory": (4096, 16), "seconds": (1024, 128)}
 """Units of a layer, rows of a batch."""
 STAGES = {"one sum a step": 0, "--zero 1": 1, "--zero 2": 2, "--zero 3": 3}
 EXPECTED = {0: 16.0, 1: 8 + 8 / RANKS, 2: 4 + 12 / RANKS, 3: 16 / RANKS}
@@ -68,7 +68,7 @@ def contestant(name: str, what: str, layers: int, environment: dict[str, str]) -
 
 def memory(args: argparse.Namespace) -> None:
     """The table of bytes a parameter."""
-    sizes = args.layers or [8, 16, 24]
+    sizes = args.layers or [3, 6, 9]
     for name, stage in STAGES.items():
         found = []
         for layers in sizes:

@@ -264,7 +264,9 @@ class ZeroExchange(Exchange):
             mine = mine.copy()  # another bucket takes the buffer
         self._own[bucket] = mine
         if self._stage == 3 and bucket < layout.first_tail:
-            self._spare.append(self._memory.pop(bucket))
+            buffer = self._memory.pop(bucket)
+            if len(self._spare) < BUFFERS:
+                self._spare.append(buffer)
         return True
 
     def _summed(self, layout: Layout) -> list[Array]:

@@ -56,7 +56,7 @@ def stepped(make: Any, ranks: int, stage: int) -> list[tuple[list[np.ndarray], f
 
     from lockstep.training.steps.distribute import distribute, exchange_of
     from lockstep.training.steps.rank_step import RankStep
-    from lockstep.training.strategies.zero import ZeroExchange
+    from lockstep.training.strategies.zero import BUFFERS, ZeroExchange
 
     models = []
     for _ in range(ranks):
@@ -102,6 +102,7 @@ def stepped(make: Any, ranks: int, stage: int) -> list[tuple[list[np.ndarray], f
             )
             with weights.gathered():
                 found = list(weights._whole)
+            assert isinstance(exchange, ZeroExchange) and len(exchange._spare) <= BUFFERS < len(exchange._bounds)
             with pytest.raises(ConfigError, match="only a part"):
                 model.get_weights()
         exchange.close()
