@@ -19,6 +19,7 @@ from lockstep.training.models import ModelOptions
 from lockstep.training.models.inputs import column_of, dense_layers, embedded, ids_of, inputs_of
 from lockstep.training.models.outputs import CLASSES, label_of, output_of, units_of
 from lockstep.training.models.ready import settings_of
+from lockstep.training.steps.distribute import own_class
 from lockstep.training.steps.over_ranks import gather_from
 
 LEARNING_RATE = 0.001
@@ -69,7 +70,7 @@ class Policy(keras.Model):
         new state, and no loss.
         """
         plain = keras.Model(self.input, self.output, name=self.name)
-        plain.compile(type(self.optimizer).from_config(self.optimizer.get_config()), jit_compile=False)
+        plain.compile(own_class(self.optimizer).from_config(self.optimizer.get_config()), jit_compile=False)
         plain.optimizer.build(plain.trainable_variables)
         return plain
 

@@ -49,6 +49,8 @@ def export_model(
     context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
 ) -> None:
     """Upload the final model and have the driver publish it; only on rank 0."""
+    if isinstance(model, Policy):
+        model = model.deployed()
     files: list[dict[str, Any]] = export(
         model, staged_model(staging), config.data.datasets[0], data.manifest, signature
     )
@@ -114,8 +116,6 @@ def whole_model(
             of_optimizer = {name: value for name, value in whole.items() if name.split("/")[0] == OPTIMIZER}
             load(joined.model, of_optimizer, (OPTIMIZER,), "the trained model")
         return joined.model
-    if isinstance(joined.model, Policy):
-        return joined.model.deployed()
     if (tables := joined.tables) is None:
         return joined.model
     context.control.beat(context.control.step, "gather the tables")
