@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from lockstep.jobs._cli import JobParser, check_master, print_result, run_job
 from lockstep.jobs._launch import add_launch_flags, check_runs, launch_of
+from lockstep.storage.errors import require
 
 
 def parser() -> JobParser:
@@ -20,6 +21,8 @@ def parser() -> JobParser:
     add("--dataset", required=True, metavar="URL", help="evaluate on this dataset and all that it continues")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--metric", required=True, metavar="METRIC:max", help="what decides: METRIC:max or METRIC:min, as auc:max")
+    text = "refuse a better model that is worse by more than X on the rows of one of these datasets (default: any)"
+    add("--max-drop", type=float, metavar="X", help=text)
     add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512)")
     add_launch_flags(job)
     job.add_json_flag()
@@ -33,10 +36,12 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.training.results.evaluate import EvaluateRequest
 
     check_master(args)
+    given = args.max_drop is None or 0 <= args.max_drop < float("inf")
+    require(given, "--max-drop", str(args.max_drop), "a number from 0 up")
     check_runs(args.launcher, args.run)
     request = EvaluateRequest((args.run,), args.dataset, args.split, num_ranks=args.num_ranks, batch=args.batch)
     with launch_of(args.launcher, "publish", args.master, args.code) as launch:
-        found = publish_if_better(request, args.models, args.metric, launch)
+        found = publish_if_better(request, args.models, args.metric, launch, max_drop=args.max_drop)
     text = f"{'published' if found['published'] else 'not published'} in {args.models}: {found['reason']}"
     print_result(text, found, args.json)
     return 0

@@ -35,6 +35,8 @@ def predict(runs: Runs, dataset: str, split: str, output: str, launch: Launch, *
     return prediction.predict(request, launch)
 
 
-def publish(run: str, models: str, dataset: str, split: str, metric: str, launch: Launch) -> dict[str, Any]:
+def publish(
+    run: str, models: str, dataset: str, split: str, metric: str, launch: Launch, **options: Any
+) -> dict[str, Any]:
     """lockstep.training.results.better_model.publish_if_better."""
-    return better_model.publish_if_better(EvaluateRequest((run,), dataset, split), models, metric, launch)
+    return better_model.publish_if_better(EvaluateRequest((run,), dataset, split), models, metric, launch, **options)

@@ -24,18 +24,20 @@ from lockstep.training.run.result import find_model
 FORMAT_VERSION = 1
 
 
-def publish_if_better(request: EvaluateRequest, models: str, metric: str, launch: Launch) -> dict[str, Any]:
+def publish_if_better(
+    request: EvaluateRequest, models: str, metric: str, launch: Launch, *, max_drop: float | None = None
+) -> dict[str, Any]:
     """Publish the model of the request's one finished run in the folder `models` if none is published there, or if its
     metric on the rows of the request, and of all datasets that its dataset continues, is better.
 
-    `metric` is METRIC:max or METRIC:min. Both models are evaluated on the same rows; a published run that is not there
-    any more is replaced. `_current.json` is replaced atomically; a worse or equal model leaves it and is noted in
-    `_refused/`. A run that is published already is not evaluated again. Returns the document that was written, or that
-    is there: {published, reason, run, model, model_sha256 (of the model's manifest), metric, value, dataset,
-    dataset_digest, earlier, split, samples, chosen_on (as `evaluate` has it, of this model), at, replaces (None, or
-    run, model and value of the one before)}. Raises
-    NotFoundError for an unfinished run, ConfigError for an unknown metric, ExistsError if another process publishes
-    there meanwhile.
+    `metric` is METRIC:max or METRIC:min. With `max_drop`, a better model is refused too if it is worse by more than
+    that on the rows of one of these datasets: it has forgotten them. Both models are evaluated on the same rows; a
+    published run that is not there any more is replaced. `_current.json` is replaced atomically; a worse or equal model
+    leaves it and is noted in `_refused/`. A run that is published already is not evaluated again. Returns the document
+    that was written, or that is there: {published, reason, run, model, model_sha256 (of the model's manifest), metric,
+    value, dataset, dataset_digest, earlier, split, samples, chosen_on (as `evaluate` has it, of this model), at,
+    replaces (None, or run, model and value of the one before)}. Raises NotFoundError for an unfinished run, ConfigError
+    for an unknown metric, ExistsError if another process publishes there meanwhile.
     """
     require(BEST.fullmatch(metric) is not None, "--metric", metric, BEST_ALLOWED)
     request, models = replace(request, earlier=True), absolute(models)
@@ -56,19 +58,34 @@ def publish_if_better(request: EvaluateRequest, models: str, metric: str, launch
         return _write(fs, models, current, {**document, "reason": reason, "replaces": None})
     value, before = document["value"], _value(theirs, metric)
     better = value < before if metric.endswith(":min") else value > before
+    fallen = None if max_drop is None else _fallen(result, theirs, metric, max_drop)
     said = f"{metric} {value:.6g}, and {before:.6g} of {current['run']}, on {result['samples']} rows"
     for whose, each in (("this", result), ("the published", theirs)):
         if each["chosen_on"]:
             said += f"; {whose} model was {chosen_words(each['chosen_on'])}"
     other = {"run": current["run"], "model": current["model"], "value": before}
-    if better:
+    if better and fallen is None:
         return _write(fs, models, current, {**document, "reason": f"better: {said}", "replaces": other})
-    document |= {"published": False, "reason": f"not better: {said}", "replaces": None, "kept": other}
+    reason = f"better, but {fallen}: {said}" if better else f"not better: {said}"
+    document |= {"published": False, "reason": reason, "replaces": None, "kept": other}
     run = request.runs[0]
     refused = join(models, REFUSED, f"{basename(run)}-{sha256_hex(run.encode())[:8]}.json")
     fs.mkdirs(join(models, REFUSED))
     write_file(fs, refused, seal(document), exclusive=False)
     return document
+
+
+def _fallen(result: dict[str, Any], theirs: dict[str, Any], metric: str, most: float) -> str | None:
+    """Which dataset's rows the published model was better for by more than `most`; None if there is none."""
+    sign = -1.0 if metric.endswith(":min") else 1.0
+    drops = [
+        (sign * (_value(before, metric) - _value(now, metric)), now["dataset"])
+        for now, before in zip(result["by_dataset"], theirs["by_dataset"], strict=True)
+    ]
+    drop, dataset = max(drops)
+    if drop <= most:
+        return None
+    return f"worse by {drop:.6g} on {basename(dataset)}, of which --max-drop allows {most:g}"
 
 
 def _document(request: EvaluateRequest, metric: str, result: dict[str, Any]) -> dict[str, Any]:

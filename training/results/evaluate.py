@@ -151,9 +151,10 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     {value, interval}}), compared_by (the metric that decides, None without a baseline), calibration, roc, confusion
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
     lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
-    asked for: the datasets that this one continues, nearest first)}; of several runs, run and model are lists,
-    `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean (`mean`)
-    and the best run,
+    asked for: the datasets that this one continues, nearest first), by_dataset (then of one run without a condition:
+    {dataset, samples, metrics, intervals} of each dataset alone, this one first)}; of several runs, run and model are
+    lists, `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean
+    (`mean`) and the best run,
     and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
     error. Raises ConfigError and NotFoundError, where possible before any rank is started.
     """
@@ -331,6 +332,9 @@ def summary(result: Mapping[str, Any]) -> str:
         _confusion(result["confusion"]),
     ]
     parts += [aligned(slice_table(name, slices)) for name, slices in result["slices"].items()]
+    if len(days := result.get("by_dataset", [])) > 1:
+        named = [{"value": PurePosixPath(day["dataset"]).name, **day} for day in days]
+        parts.append(aligned(slice_table("dataset", named)))
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,9 @@ def run(context: RankContext) -> dict[str, Any]:
                 batch=request.batch, names=details.class_names, skip_bad_images=first.skip_bad_images,
             )  # fmt: skip
             found[0] |= {"misjudged": wrong} if wrong else {}
+        if request.earlier and order.selection is None:
+            each = _by_dataset(order, first, scorer, outputs[0])
+            found[0] |= {"by_dataset": each} if found[0] else {}
         return found[0]
     each = [one.model for one in models]
     together = ensemble_of(each, list(map(takes_logits, each)), first.signature)
@@ -97,20 +101,44 @@ def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | Nu
     return baseline
 
 
-def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
-    config = member.config
-    context.control.beat(0, OPENING)
+def _by_dataset(order: EvaluateOrder, model: ScoredModel, scorer: Scorer, outputs: Outputs) -> list[dict[str, Any]]:
+    """Compute {dataset, samples, metrics, intervals} of each dataset alone, on rank 0. A collective."""
+    scorer = replace(scorer, baseline=None, details=Details(clusters=order.request.clusters))
+    schema, found = model.split.manifest.schema, []
+    for url in order.datasets:
+        split = _split(order, [url], order.request.split, order.members[0].config, schema)
+        if scored := scorer.score(replace(model, split=split), outputs):
+            found.append({"dataset": url, **{name: scored[name] for name in ("samples", "metrics", "intervals")}})
+    return found
+
+
+def _split(
+    order: EvaluateOrder,
+    datasets: Sequence[str],
+    name: str,
+    config: TrainConfig,
+    schema: Mapping[str, Any] | None = None,
+) -> OpenSplit:
+    """The rows of `datasets` that are evaluated, with the stored columns that the request needs."""
     request = order.request
-    schema = Schema.from_json(load_dataset(order.datasets[0]).schema)
-    also = [*(by.column for by in slices_of(request.slices, schema)), request.clusters, _column_of(request.baseline)]
-    image = image_field(schema.fields) if request.pictures else None
+    fields = Schema.from_json(load_dataset(datasets[0]).schema if schema is None else schema)
+    also = [*(by.column for by in slices_of(request.slices, fields)), request.clusters, _column_of(request.baseline)]
+    image = image_field(fields.fields) if request.pictures else None
     also += [None if image is None else image.name]
     selection = None if order.selection is None else Selection.from_json(order.selection, "the driver's order")
     split = OpenSplit.at(
-        order.datasets, split_name, as_trained_on=config.data.split, selection=selection, also=list(filter(None, also))
-    )
+        datasets, name, as_trained_on=config.data.split, selection=selection, schema=schema,
+        also=list(filter(None, also)),
+    )  # fmt: skip
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
+    return split
+
+
+def _opened(context: RankContext, order: EvaluateOrder, member: StoredModel, split_name: str) -> ScoredModel:
+    config = member.config
+    context.control.beat(0, OPENING)
+    split = _split(order, order.datasets, split_name, config)
     context.control.beat(0, "load the model")
     model = member.load(split.manifest, split.encoder.signature)
     model.jit_compile = False
