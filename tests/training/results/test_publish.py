@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lockstep.features.sample_id import sample_id
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.training.config import TrainConfig
 from lockstep.training.results.evaluate import summary
 from lockstep.training.run.weights_source import located
 from tests.builders.evaluations import evaluate, publish
 from tests.training._threads import run, run_threads
-from tests.training._tiny import TABLE_SCHEMA, sample_id, write_rows, write_table
+from tests.training._tiny import TABLE_SCHEMA, write_rows, write_table
 
 pytestmark = pytest.mark.slow
 
