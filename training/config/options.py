@@ -16,6 +16,7 @@ from lockstep.training.config.ranks import Launcher, Switch
 from lockstep.training.config.reading import BadImages, Verify
 from lockstep.training.config.step import BatchNorm, Precision, ScalingRule
 from lockstep.training.ways import Strategy
+from lockstep.training.ways.pipeline import Schedule
 
 
 class FoldOptions(TypedDict, total=False):
@@ -64,7 +65,7 @@ class FoldOptions(TypedDict, total=False):
     tensor_parallel: int
     zero: int
     pipeline_stages: int
-    schedule: str
+    schedule: Schedule
     cut_after: str
     shard_embeddings: int | None
     compression: str

@@ -8,9 +8,9 @@ stage waits (p - 1) / (m + p - 1) of a step, with p stages that take equal times
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Schedule = Literal["1f1b", "gpipe"]
+from lockstep.training.ways.pipeline import Schedule
 
 
 class Pass(NamedTuple):

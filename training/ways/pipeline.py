@@ -23,6 +23,8 @@ from lockstep.training.ways.zero import BALANCE
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
 
+Schedule = Literal["1f1b", "gpipe"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline(Way):
@@ -47,7 +49,7 @@ class Pipeline(Way):
     pipeline_stages: Annotated[int, "P"] = 1
     """Stages of layers that the model is cut into, each on ranks of its own, which pass --micro-batches on to each
     other (docs/strategies.md)."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """With --pipeline-stages, the order of passes: 1f1b holds at most P micro-batches on a rank, gpipe all of them."""
     cut_after: Annotated[str, "LAYERS"] = ""
     """With --pipeline-stages, names of the layers after which stages end, by commas (default: stages of equal reckoned

@@ -33,6 +33,7 @@ from lockstep.training.profiling.bench_comm import BenchConfig, Row, RowDone
 from lockstep.training.profiling.profile import ProfileOrder, RankProfile, RoundDone
 from lockstep.training.results.evaluate import EvaluateOrder, EvaluateRequest
 from lockstep.training.results.export_run import ExportOrder, MadeModel
+from lockstep.training.results.policy_value import PolicyOrder, PolicyRequest
 from lockstep.training.results.predict import PartFile, PredictOrder, PredictRequest, RankPredictions
 from lockstep.training.results.stored_model import StoredModel
 
@@ -66,6 +67,10 @@ EVALUATION = st.builds(
     EvaluateRequest, several(URLS), URLS, TEXT, num_ranks=COUNTS, batch=COUNTS, baseline=st.none() | TEXT,
     slices=several(TEXT), clusters=st.none() | TEXT, checkpoint=st.none() | NUMBERS | URLS, earlier=FLAGS,
     more=several(URLS), pictures=FLAGS, where=st.none() | st.just("n > 3"),
+)  # fmt: skip
+POLICY = st.builds(
+    PolicyRequest, URLS, URLS, TEXT, reward=TEXT, propensity=TEXT, num_ranks=COUNTS, batch=COUNTS,
+    clusters=st.none() | TEXT, checkpoint=st.none() | NUMBERS | st.sampled_from(["last", "best"]),
 )  # fmt: skip
 PREDICTION = st.builds(
     PredictRequest, several(URLS, 1), URLS, TEXT, URLS, num_ranks=COUNTS, batch=COUNTS,
@@ -115,6 +120,8 @@ MESSAGES: list[st.SearchStrategy[Message]] = [
         EvaluateOrder, request=EVALUATION, members=st.lists(STORED, max_size=2), datasets=several(URLS),
         pooled=st.none() | several(TEXT), selection=st.none() | MAPS,
     ),
+    POLICY,
+    st.builds(PolicyOrder, request=POLICY, members=st.lists(STORED, max_size=2)),
     PREDICTION,
     st.builds(
         PredictOrder, request=PREDICTION, members=st.lists(STORED, max_size=2), parts=NUMBERS, directory=URLS
