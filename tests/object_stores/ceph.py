@@ -59,6 +59,7 @@ osd pool default pg num = 1
 osd pool default pgp num = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
+osd class update on start = false
 mon allow pool size one = true
 mon max pg per osd = 1000
 mon data avail warn = 1
