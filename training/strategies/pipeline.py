@@ -39,7 +39,8 @@ from lockstep.training.steps.over_ranks import StepOverRanks, step_over_ranks
 from lockstep.training.steps.patching import swapped
 from lockstep.training.strategies.cut import Graph, Stage, cuts_of, reckoned_costs, variables_of_stages
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
-from lockstep.training.strategies.schedule import Pass, Schedule, passes_of
+from lockstep.training.strategies.schedule import Pass, passes_of
+from lockstep.training.ways.pipeline import Schedule
 from lockstep.training.world import Grid
 
 FLAG = "--pipeline-stages"
