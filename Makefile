@@ -14,7 +14,7 @@ help: ## this list
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m lockstep pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
-test: venv airflow-venv torch-venv stores-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (30 to 45 minutes)
+test: venv airflow-venv torch-venv stores-venv jars ## all checks, and all tests but the soak ones, on a real HDFS and YARN too (40 to 60 minutes)
 	@scripts/setup.sh servers
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
