@@ -58,7 +58,7 @@ def test_between_meetings_a_rank_trains_its_block_only(table: str, tmp_path: Pat
     options: dict[str, Any] = {"precision": "float64", "epochs": 1, "max_steps": 2}
     results = {}
     for name, ranks, build in (("both", 2, noted), ("0", 1, frozen(0)), ("1", 1, frozen(1))):
-        _models.with_dropout = build  # type: ignore[assignment]
+        _models.with_dropout = build  # type: ignore[assignment] # the name that ranks import
         try:
             extra: dict[str, Any] = {"strategy": "layers", "sync_every": 2} if ranks == 2 else {}
             train(table, tmp_path / name, ranks, f"{OWN}:with_dropout", **options, **extra)
