@@ -60,6 +60,7 @@ osd pool default pgp num = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 osd class update on start = false
+osd crush update on start = false
 mon allow pool size one = true
 mon max pg per osd = 1000
 mon data avail warn = 1
@@ -158,10 +159,17 @@ def serving_ceph(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
         assert done.returncode == 0, f"{call}: {done.stdout}{done.stderr}"
 
     with ExitStack() as ends:
+        daemons = []
 
         def start(name: str, *options: str) -> None:
             process = spawn(name, command(name, *options, "-f"), environment, folder / f"{name}.out", keep=False)
             ends.callback(process.end)
+            daemons.append(process)
+
+        def answers() -> bool:
+            ended = [process.name for process in daemons if not process.alive]
+            assert not ended, f"{ended} ended: {_last_words(folder)}"
+            return _answers(endpoint)
 
         once(command("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"v1:127.0.0.1:{mon_port}", "monmap"))
         once(command("osdmaptool", "--createsimple", "1", "osdmap"))  # so that no `ceph osd new` is needed
@@ -171,7 +179,7 @@ def serving_ceph(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
         start("ceph-osd", "-i", "0")
         start("radosgw", "-n", "client.rgw")
         endpoint = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(endpoint), STEP_LIMIT_S)
+        until(answers, STEP_LIMIT_S)
         once(
             command(
                 "radosgw-admin", "-n", "client.rgw", "user", "create", "--uid", "tests", "--display-name", "tests",
@@ -180,6 +188,12 @@ def serving_ceph(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
         )  # fmt: skip
         _create_bucket(endpoint)
         yield ObjectServer(endpoint, log, environment_of(endpoint))
+
+
+def _last_words(folder: Path) -> str:
+    """The last line of each daemon's log."""
+    logs = {log.name: log.read_text(errors="replace").splitlines() for log in folder.glob("*.log")}
+    return "; ".join(f"{name}: {lines[-1]}" for name, lines in sorted(logs.items()) if lines)
 
 
 def _answers(endpoint: str) -> bool:
