@@ -54,6 +54,14 @@ lint: venv ## ruff and its format, mypy, import-linter
 package: venv .package/packages/.stamp ## dist/: the code as a zip, Python with all packages as archives for YARN (URL=hdfs://... uploads them)
 	@PATH="$(CURDIR)/.package/packages/bin:$$PATH" PYTHONPATH=.package/packages $(PYTHON_VENV) -m lockstep package $(if $(URL),--upload $(URL)) $(if $(ARCHIVES),--archives $(ARCHIVES))
 
+.PHONY: site
+site: venv ## .site/html: the pages as a site with a search and a reference; a dead link or heading fails
+	@$(WITH_JAVA) $(PYTHON_VENV) -m scripts.site
+
+.PHONY: release
+release: venv ## dist/: wheel and sdist of a clean commit, tried in an empty environment, release notes, a tag; uploads nothing
+	@$(WITH_JAVA) $(PYTHON_VENV) -m scripts.release
+
 cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and print how to use them
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up
 

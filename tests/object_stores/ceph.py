@@ -9,12 +9,8 @@ from __future__ import annotations
 import base64
 import email.utils
 import hmac
-import os
-import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,11 +19,10 @@ from pathlib import Path
 
 from lockstep.storage.errors import ConfigError
 from tests.cluster.process import spawn
+from tests.debian import Unpacked
 from tests.object_stores.server import BUCKET, KEY, SECRET, ObjectServer, environment_of, free_port
 from tests.waiting import until
 
-PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
-PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "osdmaptool")
 MEMORY_MIB = 2048
 STEP_LIMIT_S = 60.0
 CONF = """[global]
@@ -73,73 +68,21 @@ rgw enable usage log = false
 """
 
 
-def cache_folder() -> Path:
-    """Where Ceph's programs are unpacked."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "ceph-of-debian"
-
-
-def programs() -> Path | None:
-    """The root below which `usr/bin` holds Ceph's programs: of this machine, or of the cache; None without any."""
-    for root in (Path("/"), cache_folder()):
-        if all((root / "usr" / "bin" / name).exists() for name in PROGRAMS):
-            return root
-    return None
-
-
-def fetch() -> None:
-    """Unpack the programs and the libraries that this machine lacks. Raises ConfigError where apt cannot fetch them."""
-    if programs() is not None:
-        return
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise _cannot("no apt-get")
-    if not (packages := _missing_packages()) and os.geteuid() == 0:
-        _run(["apt-get", "-qq", "update"])
-        packages = _missing_packages()
-    if not packages:
-        raise _cannot(f"no package {PACKAGES[0]}")
-    folder = cache_folder()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="_fetch-") as temporary:
-        _run(["apt-get", "-qq", "download", "-o", "APT::Sandbox::User=root", *packages], Path(temporary))
-        staging = Path(temporary) / "root"
-        for archive in sorted(Path(temporary).glob("*.deb")):
-            _run(["dpkg", "-x", str(archive), str(staging)])
-        staging.rename(folder)
-
-
-def _missing_packages() -> list[str]:
-    """The packages that apt would install for Ceph: its own, and libraries."""
-    command = ["apt-get", "-s", "install", "--no-install-recommends", *PACKAGES]
-    plan = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
-    return re.findall(r"^Inst ((?:ceph|radosgw|lib)\S*)", plan, re.MULTILINE)
-
-
-def _run(command: Sequence[str], folder: Path | None = None) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise _cannot(f"{' '.join(command)[:80]}: {done.stderr.strip()[-300:]}")
-
-
-def _cannot(got: str) -> ConfigError:
-    return ConfigError(
-        "Ceph's programs cannot be fetched",
-        got=got,
-        allowed="a Debian whose packages apt can download",
-        next_step="Leave its tests out, or install ceph-mon, ceph-osd and radosgw.",
-    )
+CEPH = Unpacked(
+    "ceph-of-debian",
+    packages=("ceph-mon", "ceph-osd", "ceph-common", "radosgw"),
+    programs=("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "osdmaptool"),
+    wanted="ceph|radosgw|lib",
+)
 
 
 @contextmanager
 def serving_ceph(folder: Path, port: int = 0) -> Iterator[ObjectServer]:
     """Start a cluster of one disk in memory with its S3 gateway, and end it afterwards."""
-    root = programs()
+    root, environment = CEPH.root(), CEPH.environment()
     assert root is not None, "run `scripts/setup.sh servers` first"
     folder, port = folder.resolve(), free_port(port)
     libraries = root / "usr" / "lib" / "x86_64-linux-gnu"
-    paths = [libraries, libraries / "ceph", root / "lib" / "x86_64-linux-gnu"]
-    environment = dict(os.environ)
-    if root != Path("/"):
-        environment["LD_LIBRARY_PATH"] = ":".join(map(str, paths))
     for name in ("run", "mon", "osd", "rgw"):
         (folder / name).mkdir()
     fsid, mon_port = str(uuid.uuid4()), free_port()
@@ -215,6 +158,6 @@ def _create_bucket(endpoint: str) -> None:
 
 if __name__ == "__main__":
     try:
-        fetch()
+        CEPH.fetch()
     except ConfigError as error:
         sys.exit(str(error))

@@ -18,7 +18,7 @@ SERVERS: dict[str, Callable[[Path, int], AbstractContextManager[ObjectServer]]] 
 
 def why_not(name: str) -> str | None:
     """What this machine lacks for a server, if anything."""
-    there = {"moto": PYTHON.exists, "ceph": ceph.programs, "azure": azure.program().exists}[name]()
+    there = {"moto": PYTHON.exists, "ceph": ceph.CEPH.root, "azure": azure.program().exists}[name]()
     return (
         None if there else f"no {name} here: `scripts/setup.sh {'stores' if name == 'moto' else 'servers'}` fetches it"
     )

@@ -1,0 +1,63 @@
+"""Pictures of the pages, of real runs in a real browser: `python -m tests.docs.pictures` writes docs/pictures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.debian import Unpacked
+from tests.docs.steps import ROOT, project_in, run_steps, steps_of
+
+FOLDER = ROOT / "docs" / "pictures"
+CHROMIUM = Unpacked(
+    "chromium-of-debian",
+    packages=("chromium",),
+    programs=("chromium",),
+    wanted="chromium|lib",
+)
+LIMIT_S = 120
+REPORT = "lockstep evaluate --run .demo/first/run --dataset .demo/first/dataset --baseline rate:page --report"
+
+
+def photograph(page: Path, picture: Path, width: int = 1000, height: int = 800) -> None:
+    """Write what a browser shows of a page, in pixels, as PNG. Raises AssertionError for an empty picture."""
+    root = CHROMIUM.root()
+    assert root is not None, "no chromium"
+    command = [
+        str(root / "usr" / "lib" / "chromium" / "chromium"), "--headless", "--no-sandbox", "--disable-gpu",
+        "--hide-scrollbars", f"--window-size={width},{height}", "--virtual-time-budget=4000",
+        f"--screenshot={picture}", page.resolve().as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, env=CHROMIUM.environment(), capture_output=True, timeout=LIMIT_S, check=True)
+    Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)
+    assert (share := filled(picture)) > 0.02, f"{picture.name}: {share:.1%} of the picture is not background"
+
+
+def filled(picture: Path) -> float:
+    """The share of a picture's pixels that have another colour than the most frequent one."""
+    pixels = np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3)  # (pixels, 3) uint8
+    counts = np.unique(pixels, axis=0, return_counts=True)[1]
+    return float(1 - counts.max() / len(pixels))
+
+
+def take(folder: Path) -> None:
+    """Run the README's first commands, and write a picture of the report."""
+    first = steps_of((ROOT / "README.md").read_text(encoding="utf-8"))[:2]
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as temporary, project_in(Path(temporary)) as project:
+        run_steps(first, project)
+        command = f"source .venv/bin/activate && {REPORT}"
+        subprocess.run(["bash", "-c", command], cwd=project, capture_output=True, timeout=600, check=True)
+        (report,) = (project / ".demo" / "first" / "run" / "reports").glob("*.html")
+        photograph(report, folder / "report.png")
+
+
+if __name__ == "__main__":
+    CHROMIUM.fetch()
+    FOLDER.mkdir(exist_ok=True)
+    take(FOLDER)
+    sys.exit(0)
