@@ -13,7 +13,8 @@ gradient's mean and the number of steps, nothing else. All rates fall along half
 The base rate of each optimizer is first chosen at a batch of 64 from RATES, by the accuracy on the next 5,000 pictures
 of the training set with another seed, never on the test pictures. Each run adds a line to FOLDER/results.jsonl; a call
 makes what is not there yet, seed by seed, then prints the table and draws FOLDER/scaling_rules.svg. A run that meets a
-number that is not finite has no accuracy, and is drawn at 0.1, that of guessing.
+number that is not finite has no accuracy, and is drawn at 0.1, that of guessing. Memory grows by some 50 MB a run: stop
+the call where that is too much, and make it again.
 """
 
 from __future__ import annotations
