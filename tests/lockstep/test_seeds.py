@@ -9,10 +9,11 @@ import gzip
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,9 @@ from lockstep.training.run.paths import RunPaths
 from tests.horovod.test_horovod_torch import run_torch
 from tests.training._threads import LEAVE_AFTER, run, run_threads
 from tests.training._tiny import write_rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +88,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ranks of `lockstep.train`, and of a pipeline on this host, be threads of this process."""
     monkeypatch.setattr("lockstep.training.launch.local.run_local", threads)
     monkeypatch.setattr("lockstep.jobs._pipeline.run_local", threads)
+
+
+@pytest.fixture
+def few_partitions(spark: SparkSession) -> Iterator[SparkSession]:
+    """The session, whose shuffles of small data take two tasks."""
+    before = str(spark.conf.get("spark.sql.shuffle.partitions"))
+    spark.conf.set("spark.sql.shuffle.partitions", "2")
+    yield spark
+    spark.conf.set("spark.sql.shuffle.partitions", before)
 
 
 def script(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -162,7 +175,7 @@ def test_ranks_come_and_leave_and_no_sample_is_lost(garments: str, tmp_path: Pat
 
 
 def test_visits_become_a_sample_a_visitor_and_a_regression(
-    spark: object, in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_partitions: SparkSession, in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     requests: dict[bytes, int] = {}
@@ -171,7 +184,7 @@ def test_visits_become_a_sample_a_visitor_and_a_regression(
             if b'"GET /' in line and line.split()[-2] in (b"200", b"304"):
                 visitor = line.split()[0]
                 requests[visitor] = requests.get(visitor, 0) + 1
-    outcome = Pipeline.load(str(SEEDS / "visits.toml"), str(tmp_path)).run(spark)  # type: ignore[arg-type] # a session
+    outcome = Pipeline.load(str(SEEDS / "visits.toml"), str(tmp_path)).run(few_partitions)
     assert outcome.manifest.counts.written == sum(count >= 5 for count in requests.values())
     assert outcome.metric == "r2" and outcome.value > 0.2 > outcome.evaluation["baseline"]["metrics"]["r2"]
 
