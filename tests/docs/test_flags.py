@@ -20,6 +20,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--deploy-mode", "--driver-memory", "--num-executors", "--packages", "--py-files",
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
+    "--data", "--namenode", "--way",  # examples/seeds
     "--cores", "--host", "--memory", "--port", "--total-executor-cores", "--work-dir",  # Spark's standalone master
     "--pid", "--logdir",  # py-spy, tensorboard
     "--properties-file",  # spark-submit's

@@ -31,6 +31,7 @@ STORIES = {
     "models": ["docs/ready-models.md", "docs/logged-decisions.md"],
     "scripts": ["docs/models.md", "examples/README.md"],
     "pytorch": ["docs/pytorch.md"],
+    "seeds": ["docs/seeds.md"],
     "cluster": ["docs/cluster.md"],
     "airflow": ["docs/airflow.md"],
     "kubernetes": ["docs/kubernetes.md"],

@@ -106,6 +106,7 @@ def whole_model(
         return merged_model(joined.model, config, signature) if context.world.is_leader else None
     if (kinds := divided_kinds(joined.model)) and not isinstance(config.way, Zero):
         context.control.beat(context.control.step, "gather what ranks have parts of")
+        kinds = tuple(dict.fromkeys((*kinds, OPTIMIZER)))  # an SGD without momentum has no state that is divided
         whole = whole_state(joined.model, joined.strategy.communicator, *kinds)
         if whole is not None:
             make_whole(joined.model, whole)
