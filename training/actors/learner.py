@@ -73,6 +73,10 @@ class Progress(Message):
         last = [one for _, one in self.returns[-LAST:]]
         return sum(last) / len(last) if last else None
 
+    def resumed(self) -> Progress:
+        """The progress of a run that continues from here: what was under way is lost."""
+        return replace(self, lost=self.lost + self.under_way, under_way=0)
+
     def with_parts(self, parts: Sequence[Progress]) -> Progress:
         """Add what learners have done since this; `updates` and `steps` are the sum's own."""
         every = [self, *parts]
@@ -152,8 +156,7 @@ def opened(context: RankContext, order: LearnerOrder, comm: Communicator) -> Lea
     if order.checkpoint is not None:
         manifest = read_manifest(order.checkpoint)
         updates.load(read_whole(order.checkpoint, manifest, KINDS))
-        stored = Progress.from_json(manifest["state"]["agent"])
-        began = replace(stored, lost=stored.lost + stored.under_way, under_way=0)
+        began = Progress.from_json(manifest["state"]["agent"]).resumed()
     return Learner(context, order, comm, updates, began)
 
 

@@ -45,6 +45,12 @@ def make_model(shape: Shape, widths: Sequence[int], seed: int) -> tuple[keras.Mo
     return model, [variable for layer in (*layers, *heads) for variable in layer.trainable_variables]
 
 
+def columns_of(batch: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The parts of trajectories that an update uses, side by side: (steps, envs of all)."""
+    names = ("observations", "actions", "log_mu", "rewards", "what")
+    return {name: np.concatenate([record[name][0] for record in batch], axis=1) for name in names}
+
+
 class Updates:
     """The model, its optimizer, and how trajectories change them; equal on all learners bit for bit."""
 
@@ -69,11 +75,7 @@ class Updates:
         `progress` is the done share of the run, from 0 to 1; the rate falls to 0 with it. Returns the sums over all
         learners of `words`, small integers. A collective.
         """
-        columns = {
-            name: np.concatenate([record[name][0] for record in batch], axis=1)
-            for name in ("observations", "actions", "log_mu", "rewards", "what")
-        }
-        gradient = self._gradient(columns).numpy()
+        gradient = self._gradient(columns_of(batch)).numpy()
         buffer = np.concatenate([gradient, np.asarray(words, np.float32)])  # whole numbers below 2^24 are exact
         self._comm.all_reduce(buffer)
         self._optimizer.learning_rate.assign(self._config.learning_rate * max(0.0, 1.0 - progress))
@@ -118,7 +120,9 @@ class Updates:
             targets = vtrace(
                 ops.stop_gradient(ratios * played), columns["rewards"], ops.stop_gradient(values), discounts
             )
-            size = ops.sqrt(ops.sum(ops.square(targets.advantages)) / ops.maximum(ops.sum(played), 1.0))
+            # The size that advantages have without rho: else those of a batch that no policy of today plays would grow.
+            weight = ops.sum(ops.square(ops.minimum(ratios * played, 1.0)))
+            size = ops.stop_gradient(ops.sqrt(ops.sum(ops.square(targets.advantages)) / (weight + 1e-6)))
             policy = -ops.sum(targets.advantages / (size + 1e-6) * log_taken * played)
             value = ops.sum(ops.square((targets.values - values[:-1]) / self._horizon) * played)
             entropy = -ops.sum(ops.sum(ops.exp(log_pi) * log_pi, axis=-1) * played)
