@@ -53,7 +53,11 @@ def found(*arrays: Any, **bars: float) -> tuple[Array, Array]:
 def test_it_equals_the_sums_of_the_paper(seed: int, steps: int, envs: int, rho_bar: float, c_bar: float) -> None:
     arrays = drawn(seed, steps, envs)
     values, advantages = found(*arrays, rho_bar=rho_bar, c_bar=c_bar)
-    each = [by_the_paper(*[array[:, env] for array in arrays], rho_bar=rho_bar, c_bar=c_bar) for env in range(envs)]
+    ratios, rewards, known, discounts = arrays
+    each = [
+        by_the_paper(ratios[:, env], rewards[:, env], known[:, env], discounts[:, env], rho_bar, c_bar)
+        for env in range(envs)
+    ]
     np.testing.assert_allclose(values, np.stack([one for one, _ in each], 1), rtol=0, atol=1e-6)
     np.testing.assert_allclose(advantages, np.stack([one for _, one in each], 1), rtol=0, atol=1e-6)
 
