@@ -24,6 +24,7 @@ def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
+        "agent",
         "baseline",
         "bench_comm",
         "control",
