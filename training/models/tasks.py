@@ -15,7 +15,7 @@ from keras.config import floatx
 from lockstep.features.schema.signature import DATASET, Signature
 from lockstep.training.config.data import UNCERTAINTY, weights_of
 from lockstep.training.models import ModelOptions
-from lockstep.training.models.outputs import NAMED, NUMBER, YES_NO, compile_for, output_of
+from lockstep.training.models.outputs import CLASSES, NAMED, NUMBER, YES_NO, compile_for, output_of
 from lockstep.training.steps.distribute import own_class
 
 NEVER = -1e9  # the score of a class that the row's task does not have: its probability is 0
@@ -70,6 +70,8 @@ class TaskModel(keras.Model):
         """The metrics of all rows, and of each task's."""
         super().compute_metrics(x, y, y_pred, sample_weight)
         task = ops.reshape(x[DATASET], (-1,))
+        if ops.ndim(y) < ops.ndim(y_pred) and self.label != CLASSES:
+            y = ops.expand_dims(y, -1)  # (n,) -> (n, 1)
         for number, metrics in enumerate(self.of_tasks):
             weight = ops.cast(ops.equal(task, number), floatx())
             if sample_weight is not None:

@@ -50,8 +50,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 
 def heads_apart(weights: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The trunk's weights, and those of the output layers."""
-    heads = [name for name in weights if "_task_" in name]
-    assert len(heads) == 4
+    heads = [f"_task_{number}/{name}" for number in (0, 1) for name in ("kernel", "bias")]
     return [value for name, value in weights.items() if name not in heads], [weights[name] for name in heads]
 
 
