@@ -28,7 +28,7 @@ STORIES = {
         "docs/prediction.md",
         "docs/seeing.md",
     ],
-    "models": ["docs/ready-models.md", "docs/logged-decisions.md"],
+    "models": ["docs/ready-models.md", "docs/logged-decisions.md", "docs/tasks.md"],
     "scripts": ["docs/models.md", "examples/README.md"],
     "pytorch": ["docs/pytorch.md"],
     "cluster": ["docs/cluster.md"],

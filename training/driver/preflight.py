@@ -20,7 +20,7 @@ from lockstep.training.launch.local import slots_in
 from lockstep.training.models import check_name, check_tasks, scales_learning_rate
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
-from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, split_of, tasks_of
+from lockstep.training.plan.datasets import Part, held_out, open_mixture, open_parts, split_of, tasks_of
 from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
@@ -219,10 +219,12 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
     datasets, name, task = config.data.datasets, config.data.split, None
+    parts: tuple[Part, ...]
+    manifest: DatasetManifest
     if config.data.tasks is not None:
         check_tasks(config.model.model)
-        parts, manifest = open_mixture(datasets, name, selection, tasks=True)
-        task = tasks_of(manifest.mixed)[0]
+        parts, mixed = open_mixture(datasets, name, selection, tasks=True)
+        manifest, task = mixed, tasks_of(mixed.mixed)[0]
     else:
         parts, manifest = (open_parts if config.data.mix is None else open_mixture)(datasets, name, selection)
     first = parts[0]

@@ -19,7 +19,8 @@ def mlp(signature: Signature, options: ModelOptions) -> keras.Model:
     """Dense layers with ReLU and dropout; inputs by name, any shapes; label yes or no, classes, or a number.
 
     Pixels (uint8) are scaled to 0..1, each feature of ids becomes a learned vector, and numbers are used unchanged:
-    give them the encoding `standardise`. With --tasks each task has an output layer. Raises ConfigError if there is no label.
+    give them the encoding `standardise`. With --tasks each task has an output layer. Raises ConfigError without a
+    label.
     """
     label = label_of("mlp", signature, YES_NO, CLASSES, NUMBER)
     chosen, inputs = settings_of("mlp", options.extra), inputs_of(signature)

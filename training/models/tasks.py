@@ -17,30 +17,17 @@ from lockstep.training.config.data import UNCERTAINTY, weights_of
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.outputs import CLASSES, NAMED, NUMBER, YES_NO, compile_for, output_of
 from lockstep.training.steps.distribute import own_class
+from lockstep.training.steps.heads import head_name
 
 NEVER = -1e9  # the score of a class that the row's task does not have: its probability is 0
-
-
-def head_name(number: int) -> str:
-    """The name of the output layer of task `number`, by which --strategy tasks knows it; your own model's too."""
-    return f"_task_{number}"
-
-
-def heads_of(model: keras.Model) -> dict[int, keras.layers.Layer]:
-    """The output layers of a model, by the number of their task."""
-    layers = {layer.name: layer for layer in model._flatten_layers(include_self=False)}
-    found: dict[int, keras.layers.Layer] = {}
-    while (layer := layers.get(head_name(len(found)))) is not None:
-        found[len(found)] = layer
-    return found
 
 
 class TaskModel(keras.Model):
     """A model whose rows belong to tasks. Its loss is the mean over rows of each row's loss times its task's weight.
 
     With `log_variances` s (tasks,) a row of task t counts exp(-s_t) times its loss, of numbers half of that, and adds
-    s_t / 2. Tests have no weights. For each task it reports `loss_T` and, of classes and yes or no, `accuracy_T`, without
-    weights of tasks.
+    s_t / 2. Tests have no weights. For each task it reports `loss_T` and, of classes and yes or no, `accuracy_T`,
+    without weights of tasks.
     """
 
     label: str

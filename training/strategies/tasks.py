@@ -8,7 +8,6 @@ whole batch over the task's part of it. Ranks that train the same task train apa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -17,8 +16,8 @@ from lockstep.storage.errors import ConfigError
 from lockstep.training import ways
 from lockstep.training.comm.base import FLOATS, Communicator
 from lockstep.training.exchange.exchange import Exchange
-from lockstep.training.models.tasks import head_name, heads_of
 from lockstep.training.steps.batchnorm import statistics_of
+from lockstep.training.steps.heads import head_name, heads_of
 from lockstep.training.strategies.every_step import EveryStep, Exchanging
 from lockstep.training.strategies.layers import slots_of
 from lockstep.training.strategies.local_steps import LocalExchange, LocalSteps, average

@@ -85,6 +85,7 @@ def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
         batch = feed.batch(step)
         for number, model in enumerate(copies):
             mine = batch.x["_dataset"] == number
+            assert batch.y is not None
             model.train_on_batch(np.hstack([batch.x["a"], batch.x["b"]])[mine], batch.y[mine])
         if (step + 1) % every == 0 or step + 1 == plan.first_step(plan.epoch_of_step(step) + 1):
             for of in (lambda model: model.trainable_variables, lambda model: model.optimizer.momentums):
