@@ -28,7 +28,7 @@ STORIES = {
         "docs/prediction.md",
         "docs/seeing.md",
     ],
-    "models": ["docs/ready-models.md", "docs/logged-decisions.md", "docs/agents.md"],
+    "models": ["docs/ready-models.md", "docs/logged-decisions.md", "docs/agents.md", "docs/tasks.md"],
     "scripts": ["docs/models.md", "examples/README.md"],
     "pytorch": ["docs/pytorch.md"],
     "seeds": ["docs/seeds.md"],

@@ -35,6 +35,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "--strategy mirrored": {"strategy": "mirrored", "num_ranks": 1},
     "--strategy multi-worker-mirrored": {"strategy": "multi-worker-mirrored", "trust_network": "lo"},
     "--strategy layers": {"strategy": "layers"},
+    "--strategy tasks": {"strategy": "tasks", "datasets": ("d", "e"), "mix": (1, 1), "tasks": "equal"},
     "--strategy sync": {},
 }
 WRONG: dict[str, dict[str, Any]] = {
@@ -48,6 +49,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "ranks.elastic": {"min_ranks": 1},
     "step.shard_embeddings": {"shard_embeddings": 0},
     "ranks.balance": {"balance": True},
+    "exactness.audit": {"audit": True},
 }
 PAIRS = [(way, refused) for way in WAYS for refused in way.refuses]
 # For each option of a way, a value that the ways which have it take.

@@ -231,13 +231,13 @@ class MixedFeed:
         self,
         plan: MixedPlan,
         readers: Sequence[SplitReader],
-        encoder: Encoder,
+        encoders: Sequence[Encoder],
         world: World,
         *,
         groups: int | None = None,
         shares: Sequence[int] | None = None,
     ) -> None:
-        self.plan, self.encoder = plan, encoder
+        self.plan, self.encoder = plan, encoders[0]
         self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups, shares)
         self.rows = plan.rows(world.rank, world.num_ranks, groups, shares)
         self._feeds = [
@@ -250,7 +250,7 @@ class MixedFeed:
                 shares=shares,
                 encoded_ahead_bytes=ENCODED_AHEAD_BYTES * part.global_batch // plan.global_batch,
             )
-            for part, reader in zip(plan.parts, readers, strict=True)
+            for part, reader, encoder in zip(plan.parts, readers, encoders, strict=True)
         ]
         # Each dataset's rows among a lane's rows in a batch.
         ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()

@@ -14,7 +14,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.training.batches.audit_log import AuditLog
 from lockstep.training.batches.feed import MixedFeed, RankFeed
-from lockstep.training.plan.datasets import open_mixture
+from lockstep.training.plan.datasets import open_mixture, tasks_of
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.make_plan import plan_from
 from lockstep.training.plan.mixture import MixedPlan, Plan
@@ -66,27 +66,30 @@ class TrainingSet:
         options: ReadOptions | None = None,
         selection: Selection | None = None,
         also: Collection[str] = (),
+        *,
+        tasks: bool = False,
     ) -> Self:
-        """Open datasets end to end or, with `mix`, as a mixture; makes all checks that are made at the start. Columns
-        that no model is fed are only read if they are in `also`.
+        """Open datasets end to end or, with `mix`, as a mixture, with `tasks` one whose datasets have labels of their
+        own; makes all checks that are made at the start. Columns that no model is fed are only read if they are in
+        `also`.
         """
         if mix is None:
             opened = OpenSplit.at(datasets, split, training=True, options=options, selection=selection, also=also)
             return cls(opened.manifest, (opened,))
-        manifest = open_mixture(datasets, split, selection)[1]
+        manifest = open_mixture(datasets, split, selection, tasks=tasks)[1]
         each = None if options is None else options.shared_by(len(datasets))
-        opened_each = (
-            OpenSplit.at(
-                url, split, training=True, options=each, selection=selection, schema=manifest.schema, also=also
-            )
+        schema = None if tasks else manifest.schema
+        opened_each = [
+            OpenSplit.at(url, split, training=True, options=each, selection=selection, schema=schema, also=also)
             for url in datasets
-        )
+        ]
+        if tasks:
+            opened_each = [one.of_task(task) for one, task in zip(opened_each, tasks_of(manifest.mixed), strict=True)]
         return cls(manifest, tuple(opened_each))
 
     def skipping_bad_images(self) -> Self:
         """Return this set, but broken images get weight 0. Raises ConfigError if no images are decoded."""
-        skips = self.encoder.skipping_bad_images()
-        return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
+        return self._encoding(lambda encoder: encoder.skipping_bad_images())
 
     def skipping_bad_records(self, report: Callable[[BadRecords], None]) -> Self:
         """Return this set, but records that cannot be decoded, and images, get weight 0; `report` is called once for
@@ -95,12 +98,14 @@ class TrainingSet:
         skipped = Skipped(report)
         for reader in self.readers:
             reader.skip_bad_records(skipped)
-        skips = self.encoder.skipping_bad_records(skipped.words)
-        return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
+        return self._encoding(lambda encoder: encoder.skipping_bad_records(skipped.words))
+
+    def _encoding(self, change: Callable[[Encoder], Encoder]) -> Self:
+        return replace(self, splits=tuple(replace(split, encoder=change(split.encoder)) for split in self.splits))
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of all samples."""
+        """The encoder of all samples, but for the tasks' numbers."""
         return self.splits[0].encoder
 
     @property
@@ -112,10 +117,24 @@ class TrainingSet:
         """The plan that `identity`, read from the file `where`, describes. Raises as plan_from does."""
         return plan_from(identity, self.manifest, where)
 
-    def feed(self, plan: Plan, world: World, *, groups: int | None = None, shares: Sequence[int] | None = None) -> Feed:
-        """A rank's batches; `shares` are the lanes of each rank (None: even)."""
+    def feed(
+        self,
+        plan: Plan,
+        world: World,
+        *,
+        groups: int | None = None,
+        shares: Sequence[int] | None = None,
+        task: int | None = None,
+    ) -> Feed:
+        """A rank's batches; `shares` are the lanes of each rank (None: even). With `task`, the ranks of `world` have
+        the rows of this dataset of a mixture alone.
+        """
+        if isinstance(plan, MixedPlan) and task is not None:
+            split = self.splits[task]
+            return RankFeed(plan.parts[task], split.reader, split.encoder, world, groups=groups, shares=shares)
         if isinstance(plan, MixedPlan):
-            return MixedFeed(plan, self.readers, self.encoder, world, groups=groups, shares=shares)
+            encoders = [split.encoder for split in self.splits]
+            return MixedFeed(plan, self.readers, encoders, world, groups=groups, shares=shares)
         return RankFeed(plan, self.readers[0], self.encoder, world, groups=groups, shares=shares)
 
     def audit_log(self, plan: Plan, rows: int) -> AuditLog:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lockstep.storage.urls import several
 from lockstep.training.parts import Part
+
+EQUAL, UNCERTAINTY = "equal", "uncertainty"
+"""What --tasks says in place of weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,9 @@ class DataConfig(Part):
     mix: Annotated[tuple[int, ...] | None, "R"] = None
     """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
     datasets end to end)."""
+    tasks: Annotated[str | None, "WEIGHTS"] = None
+    """With --mix, make each dataset a task: one trunk, an output layer and a loss for each (docs/tasks.md). The losses
+    weigh as their rows (equal), as given (2,1), or as the run learns it (uncertainty)."""
     seed: int = 0
     """Seed of the order of samples and of the first weights."""
     lanes: Annotated[int | None, "L"] = None
@@ -57,9 +64,26 @@ class DataConfig(Part):
         if self.mix is not None:
             right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
             self.check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
+        if self.tasks is not None:
+            right = self.mix is not None and (self.tasks in (EQUAL, UNCERTAINTY) or self._weights_fit())
+            self.check("tasks", right, f"with --mix equal, uncertainty or {count} numbers above 0, such as 2,1")
         self.check_count("epochs", "global_batch", "window_bytes", "interleave")
         self.check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0
             self.check("lanes", right, f"a divisor of global_batch={self.global_batch}")
         self.check("cache_groups", self.cache_groups is None or self.cache_groups >= 1, "an integer from 1 up")
+
+    def _weights_fit(self) -> bool:
+        try:
+            weights = weights_of(self.tasks or "", len(self.datasets))
+        except ValueError:
+            return False
+        return len(weights) == len(self.datasets) and all(0 < weight < math.inf for weight in weights)
+
+
+def weights_of(tasks: str, count: int) -> tuple[float, ...]:
+    """The weights of the losses of `count` tasks that --tasks gives; 1 for each where they are equal or learned. Raises
+    ValueError for another text.
+    """
+    return (1.0,) * count if tasks in (EQUAL, UNCERTAINTY) else tuple(map(float, tasks.split(",")))

@@ -100,6 +100,7 @@ class TrainOptions(FoldOptions, total=False):
     split: str
     since: str | None
     mix: Sequence[int] | None
+    tasks: str | None
     validate_every: int
 
 

@@ -26,8 +26,8 @@ from lockstep.training.ways import Way, way_asked
 # The first group of --help: what most calls give, whichever part it belongs to.
 FIRST_GROUP = "what is trained on what"
 FIRST = (
-    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "since", "mix", "init_from",
-    "lora_rank", "extra", "seed",
+    "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "since", "mix", "tasks",
+    "init_from", "lora_rank", "extra", "seed",
 )  # fmt: skip
 
 

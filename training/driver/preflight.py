@@ -17,10 +17,10 @@ from lockstep.training.batches.augmenting import augmentation_of, check_mixup
 from lockstep.training.batches.clients import check_client_field
 from lockstep.training.config import TrainConfig
 from lockstep.training.launch.local import slots_in
-from lockstep.training.models import check_name, scales_learning_rate
+from lockstep.training.models import check_name, check_tasks, scales_learning_rate
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
-from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, split_of
+from lockstep.training.plan.datasets import Part, held_out, open_mixture, open_parts, split_of, tasks_of
 from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
@@ -218,12 +218,21 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
-    open_them = open_parts if config.data.mix is None else open_mixture
-    parts, manifest = open_them(config.data.datasets, config.data.split, selection)
+    datasets, name, task = config.data.datasets, config.data.split, None
+    parts: tuple[Part, ...]
+    manifest: DatasetManifest
+    if config.data.tasks is not None:
+        check_tasks(config.model.model)
+        parts, mixed = open_mixture(datasets, name, selection, tasks=True)
+        manifest, task = mixed, tasks_of(mixed.mixed)[0]
+    else:
+        parts, manifest = (open_parts if config.data.mix is None else open_mixture)(datasets, name, selection)
     first = parts[0]
     split_of(manifest, config.data.split)
     own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
     encoder = load_encoder(first.url, own, held_out(own, config.data.split, training=True))
+    if task is not None:
+        encoder = encoder.of_task(task)
     if config.reading.bad_images == "skip":
         encoder.skipping_bad_images()
     if config.exactness.on_bad_record == "skip":
@@ -243,7 +252,10 @@ def check_validation(config: TrainConfig, split: str, flag: str = "--validate") 
                 or "a dataset with another split",
                 next_step=f"Correct {flag}, or build the dataset with that split.",
             )
-    open_parts(config.data.datasets, split)
+    if config.data.tasks is None:
+        open_parts(config.data.datasets, split)
+    else:
+        open_mixture(config.data.datasets, split, tasks=True)
 
 
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: RunPlan) -> RunResult | None:

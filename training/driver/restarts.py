@@ -245,7 +245,9 @@ class RestartPolicy:
 def batch_places(config: TrainConfig, plan: Plan, lanes: range, batches: range) -> list[str]:
     """File and record of each row of some lanes' part of some batches, in the order of a rank's rows."""
     if isinstance(plan, MixedPlan):
-        plans, datasets = plan.parts, [[part] for part in open_mixture(config.data.datasets, config.data.split)[0]]
+        tasks = config.data.tasks is not None
+        parts = open_mixture(config.data.datasets, config.data.split, tasks=tasks)[0]
+        plans, datasets = plan.parts, [[part] for part in parts]
     else:
         plans, datasets = (plan,), [list(open_parts(config.data.datasets, config.data.split)[0])]
     urls = [

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, nearest
-from lockstep.training.models.ready import NAMES, check_settings, depth_of, nearest_model, ready_model
+from lockstep.training.models.ready import NAMES, READY, check_settings, depth_of, nearest_model, ready_model
 
 if TYPE_CHECKING:
     import keras
@@ -53,6 +53,8 @@ class ModelOptions:
     """Optimizer steps of the whole run."""
     shard_embeddings: int | None = None
     """Tables of at least so many bytes are to be layers ShardedEmbedding; None: none."""
+    tasks: str | None = None
+    """What `--tasks` says of the losses' weights; None without tasks."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What `--set NAME=VALUE` gives (`lockstep.train(..., extra={...})`): int, float, bool or str by name."""
 
@@ -67,6 +69,8 @@ class Built(NamedTuple):
 def build(name: str, signature: Signature, options: ModelOptions) -> Built:
     """Build and compile the model `name`. Raises ConfigError for an unknown name, or if a function returns no model."""
     function = function_of(name)
+    if signature.tasks is not None:
+        check_tasks(name)
     own = ":" in name
     returned = _called(name, function, signature, options) if own else function(signature, options)
     built = check_built(name, returned)
@@ -88,6 +92,17 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
             got=", ".join(names),
             allowed=f"a loss of labels (n, {signature.label.shape[0]}) float32, such as CategoricalCrossentropy",
             next_step="Choose the loss by signature.label.shape, or leave mixup out.",
+        )
+
+
+def check_tasks(name: str) -> None:
+    """Raise ConfigError for a ready model that has no output layer for each task."""
+    if (known := ready_model(name)) is not None and not known.takes_tasks:
+        raise ConfigError(
+            f"the model {name} has one output layer, and --tasks needs one for each dataset",
+            got=f"--model {name} with --tasks",
+            allowed=f"{', '.join(each for each, model in READY.items() if model.takes_tasks)}, or module:function",
+            next_step="Choose another --model, or leave --tasks out.",
         )
 
 

@@ -88,7 +88,7 @@ def merged_model(model: keras.Model, config: TrainConfig, signature: Signature) 
     """
     groups = config.step.lane_groups
     rows = config.data.global_batch // groups if groups else None
-    options = ModelOptions(seed=config.data.seed, group_rows=rows, extra=config.model.extra)
+    options = ModelOptions(seed=config.data.seed, group_rows=rows, tasks=config.data.tasks, extra=config.model.extra)
     plain = models.build(config.model.model, signature, options).model
     rate = float(str(np.asarray(model.optimizer.learning_rate)))  # 0.05, not its float32 value
     plain.set_weights(merged_weights(model))

@@ -36,8 +36,9 @@ from lockstep.training.embeddings.sharded_embedding import TABLES, check_fits, p
 from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.models import ModelOptions
 from lockstep.training.models.lora import adapters_of, enable_lora, merged_model, plain_variables
+from lockstep.training.models.tasks import TaskModel
 from lockstep.training.models.two_tower import InBatch
-from lockstep.training.plan.datasets import what_differs
+from lockstep.training.plan.datasets import what_differs, without_label
 from lockstep.training.run.checkpoint import Tensors, TensorSpec, base_url, read_manifest, write_bytes
 from lockstep.training.run.checkpoint_division import read_whole
 from lockstep.training.run.weights_source import (
@@ -160,7 +161,10 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
     # Baked or not, the same declared schema and fitted files give the same inputs.
     trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
-    if differences := raw_schema(Schema.from_json(dataset.schema)).differences(raw_schema(trained)):
+    mine, wanted = raw_schema(Schema.from_json(dataset.schema)), raw_schema(trained)
+    if config.data.tasks is not None:  # the file has the first task's label
+        mine, wanted = without_label(mine), without_label(wanted)
+    if differences := mine.differences(wanted):
         raise _other_data("schema", differences)
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):
@@ -224,7 +228,7 @@ def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, whe
     """
     groups = config.step.lane_groups
     rows = config.data.global_batch // groups if groups else None
-    options = ModelOptions(seed=config.data.seed, group_rows=rows, extra=config.model.extra)
+    options = ModelOptions(seed=config.data.seed, group_rows=rows, tasks=config.data.tasks, extra=config.model.extra)
     with plain_tables(tensors):
         model = models.build(config.model.model, signature, options).model
     kinds = (model_state.WEIGHTS,)
@@ -233,7 +237,7 @@ def plain_model(config: TrainConfig, signature: Signature, tensors: Tensors, whe
         model_state.load(model, tensors, kinds, where)
         return merged_model(model, config, signature)
     model_state.load(model, plain_weights(tensors, model_state.specs_of(model, *kinds)), kinds, where)
-    return model
+    return model.deployed() if isinstance(model, TaskModel) else model
 
 
 def _other_data(what: str, got: str) -> ConfigError:

@@ -73,6 +73,8 @@ class Ready:
     help: str
     """What it is and which labels it takes, in one line."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    takes_tasks: bool = False
+    """Whether it has an output layer for each task of --tasks."""
     has_schedule: bool = False
     """Whether its own learning rate grows with the global batch, warms up and falls over the steps of the run."""
 
@@ -86,6 +88,7 @@ READY: dict[str, Ready] = {
         function="mlp:mlp",
         help="dense layers over all features; label yes or no, classes, or a number",
         settings={"layers": LAYERS, "width": WIDTH, "dropout": DROPOUT, "embedding": EMBEDDING, "decay": DECAY},
+        takes_tasks=True,
     ),
     "wide-deep": Ready(
         function="wide_deep:wide_deep",
@@ -163,6 +166,7 @@ READY: dict[str, Ready] = {
             "decay": Setting(1e-4, DECAY.help),
             "nesterov": Setting(True, "Nesterov's form of momentum; --compression dgc needs false"),
         },
+        takes_tasks=True,
         has_schedule=True,
     ),
 }

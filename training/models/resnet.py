@@ -6,12 +6,13 @@ from typing import Any
 
 import keras
 
-from lockstep.features.schema.signature import Signature
+from lockstep.features.schema.signature import DATASET, Signature
 from lockstep.storage.errors import ConfigError
 from lockstep.training.models import ModelOptions
-from lockstep.training.models.inputs import input_of, penalty_of
-from lockstep.training.models.outputs import CLASSES, compile_for, output_of
+from lockstep.training.models.inputs import inputs_of, penalty_of
+from lockstep.training.models.outputs import CLASSES, compile_for
 from lockstep.training.models.ready import settings_of
+from lockstep.training.models.tasks import model_of
 from lockstep.training.steps.batchnorm import GhostBatchNormalization
 
 # Fashion-MNIST, 10,000 images, global batch 128, 2 epochs, ghost of 16 rows, one seed, accuracy on 2,000 test images:
@@ -30,7 +31,7 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
     (n, num_classes) float32 if mixup makes shares of classes.
     Raises ConfigError for other signatures.
     """
-    (name, image), *others = signature.features.items()
+    (name, image), *others = [pair for pair in signature.features.items() if pair[0] != DATASET]
     label = signature.label
     if others or len(image.shape) != 3 or label is None or not signature.num_classes:
         raise ConfigError(
@@ -41,14 +42,15 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
         )
     chosen = settings_of(f"resnet{depth}", options.extra)
     penalty = penalty_of(chosen["decay"])
-    inputs = input_of(name, image)
-    x = inputs if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(inputs)
+    inputs = inputs_of(signature)
+    pixels = inputs[name]
+    x = pixels if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(pixels)
     x = _activated(_conv(x, 16, 1, penalty), options)
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
             x = _block(x, filters, 2 if stage and not block else 1, penalty, options)
     x = keras.layers.GlobalAveragePooling2D()(x)
-    model = keras.Model({name: inputs}, output_of(x, CLASSES, signature), name=f"resnet{depth}")
+    model = model_of(inputs, x, CLASSES, signature, options, f"resnet{depth}")
     optimizer = keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=chosen["nesterov"])
     return compile_for(model, CLASSES, signature, optimizer)
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.features.schema.signature import Task
+from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError, LockstepError, differences
-from lockstep.storage.urls import several
+from lockstep.storage.urls import absolute, several
 from lockstep.training.plan.selection import Selection
+
+if TYPE_CHECKING:
+    from lockstep.training.config import TrainConfig
+
+SAME_INPUTS = "Build the datasets of tasks from the same columns, with the same encodings and fitted statistics."
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +39,13 @@ class MixedManifest(DatasetManifest):
 
 
 def open_mixture(
-    urls: str | Sequence[str], split: str, selection: Selection | None = None
+    urls: str | Sequence[str], split: str, selection: Selection | None = None, *, tasks: bool = False
 ) -> tuple[tuple[Part, ...], MixedManifest]:
     """The parts of the datasets of a mixture, which is trained on in given ratios, and their manifest.
 
     All datasets must have one schema, but for fields that state a default, and the same fitted files, since one model
-    and one encoder see all; format, compression and the size of blocks may differ. Raises as `open_parts`.
+    and one encoder see all; format, compression and the size of blocks may differ. With `tasks` each has a label for
+    itself, of one kind: yes or no, classes, or a number. Raises as `open_parts`.
     """
     urls = several(urls)
     opened = [open_parts([url], split, selection) for url in urls]
@@ -47,7 +54,7 @@ def open_mixture(
     for url, manifest in zip(urls, manifests, strict=True):
         if split not in manifest.splits:
             raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
-    schema = _one_schema(urls, manifests)
+    schema = _schema_of_tasks(urls, manifests) if tasks else _one_schema(urls, manifests)
     if len({manifest.digest for manifest in manifests}) < len(urls):
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
@@ -200,6 +207,63 @@ def _one_schema(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Ma
         if fitted := _fitted_differences(manifest, first):
             raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {first_url}")
     return first.schema
+
+
+def _schema_of_tasks(urls: Sequence[str], manifests: Sequence[DatasetManifest]) -> Mapping[str, Any]:
+    """The schema of the first dataset; raises ConfigError unless all have its inputs and its kind of label."""
+    wanted = Schema.from_json(manifests[0].schema)
+    for url, manifest in zip(urls, manifests, strict=True):
+        schema = Schema.from_json(manifest.schema)
+        if found := without_label(schema).differences(without_label(wanted)):
+            raise _unfit(url, f"other inputs: {found}", f"those of {urls[0]}", SAME_INPUTS)
+        mine, other = _kind_of_label(schema), _kind_of_label(wanted)
+        if mine != other or schema.label is None:
+            raise _unfit(url, f"a label that is {mine}", f"{other}, as of {urls[0]}: one loss for all", SAME_INPUTS)
+        if fitted := _fitted_differences(manifest, manifests[0]):
+            raise _unfit(url, f"another set of fitted files: {fitted}", f"that of {urls[0]}", SAME_INPUTS)
+        if sampled_of(manifest) is not None:
+            raise _unfit(url, "a dataset of --sample or --weights", "tasks of all their rows", "Build it without.")
+    return manifests[0].schema
+
+
+def without_label(schema: Schema) -> Schema:
+    """The schema without its label, which each task has for itself, and without what was sampled by it."""
+    return Schema(tuple(field for field in schema if field.kind != "label"), schema.record)
+
+
+def _kind_of_label(schema: Schema) -> str:
+    label = schema.label
+    if label is None:
+        return "not there"
+    if label.num_classes is not None:
+        return "classes"
+    return "yes or no" if label.dtype == "bool" else "a number"
+
+
+def tasks_of(manifests: Sequence[DatasetManifest]) -> tuple[Task, ...]:
+    """The task of each of the datasets of a run, which `open_mixture` has checked."""
+    labels = [Schema.from_json(manifest.schema).label for manifest in manifests]
+    widths = tuple((label.num_classes or 1) if label is not None else 1 for label in labels)
+    return tuple(Task(number, widths) for number in range(len(widths)))
+
+
+def task_of(config: TrainConfig, dataset: str) -> Task | None:
+    """The task of `dataset`, which is one of a run's or continues one; None for a run without tasks.
+
+    Raises ConfigError for another dataset, and what reading the manifests of the run's datasets raises.
+    """
+    if config.data.tasks is None:
+        return None
+    ours = [absolute(url) for url in config.data.datasets]
+    found = [url for url in (absolute(dataset), *(url for url, _ in load_chain(dataset))) if url in ours]
+    if not found:
+        raise ConfigError(
+            "the model has an output layer for each dataset of its run, and this is none of them",
+            got=dataset,
+            allowed=f"{', '.join(ours)}, or a dataset that continues one (--append-to)",
+            next_step="Name one of these, or build the dataset as an append of the one whose label it has.",
+        )
+    return tasks_of([load_dataset(url) for url in ours])[ours.index(found[0])]
 
 
 def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:

@@ -197,7 +197,14 @@ class ProfileData(AbstractContextManager["ProfileData"]):
         options = replace(
             ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.reading.cache_bytes
         )
-        opened = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, options, selection_of(config))
+        opened = TrainingSet.at(
+            config.data.datasets,
+            config.data.split,
+            config.data.mix,
+            options,
+            selection_of(config),
+            tasks=config.data.tasks is not None,
+        )
         for reader in opened.readers:
             self._stack.callback(reader.close)
         return opened.skipping_bad_images() if config.reading.bad_images == "skip" else opened

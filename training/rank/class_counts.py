@@ -18,7 +18,7 @@ class ClassCounts:
     """
 
     def __init__(self, signature: Signature) -> None:
-        self._classes = signature.num_classes
+        self._classes, self._tasks = signature.num_classes, signature.tasks is not None
         self._lock = threading.Lock()
         self._ahead: dict[int, NDArray[np.float64]] = {}
         # Without classes the third counts other numbers. Float, since mixup makes shares of classes.
@@ -47,7 +47,11 @@ class ClassCounts:
                 self.epoch += self._ahead.pop(batch)
 
     def epoch_ends(self, communicator: Communicator) -> list[int] | None:
-        """The rows of each class in this epoch on all ranks; None if labels are not classes. A collective."""
+        """The rows of each class in this epoch on all ranks; None if labels are not classes, or those of several tasks.
+        A collective.
+        """
+        if self._tasks:
+            return None
         counts = self.epoch.copy()
         communicator.all_reduce(counts)
         if self._classes is None:

@@ -23,6 +23,7 @@ from lockstep.training.exchange.compare_ranks import view_of
 from lockstep.training.models.lora import merged_model
 from lockstep.training.models.on_disk import export, plain_model
 from lockstep.training.models.policy import Policy
+from lockstep.training.models.tasks import TaskModel
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.run.paths import staged_model
 from lockstep.training.steps.distribute import own_class
@@ -49,7 +50,7 @@ def export_model(
     context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
 ) -> None:
     """Upload the final model and have the driver publish it; only on rank 0."""
-    if isinstance(model, Policy):
+    if isinstance(model, Policy | TaskModel):
         model = model.deployed()
     files: list[dict[str, Any]] = export(
         model, staged_model(staging), config.data.datasets[0], data.manifest, signature

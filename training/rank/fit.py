@@ -130,7 +130,7 @@ class Fit(AbstractContextManager["Fit"]):
         saved = [callback for callback in self._callbacks.callbacks if callback is not self._early_stop]
         self._saver = Saver(context, config, self._joined, saved, self._early_stop, self._epochs.audit)
         self._validation: Validation | None = None
-        if data.held_out is not None:
+        if data.held_out:
             self._validation = Validation(data.held_out, config, self._joined, context.control, self._callbacks)
         self._validated: dict[str, Any] | None = None  # at the end of this epoch
         self._own_metrics: list[tuple[Any, Any]] = []  # variables and values of this rank, at the end of a cut epoch

@@ -38,7 +38,13 @@ def main(context: RankContext) -> dict[str, Any]:
     from lockstep.training.rank.memory import optimizer_bytes, reckoned_bytes, variable_bytes
     from lockstep.training.rank.prepare import check_metrics, metric_names, prepare
 
-    data = TrainingSet.at(config.data.datasets, config.data.split, config.data.mix, selection=selection_of(config))
+    data = TrainingSet.at(
+        config.data.datasets,
+        config.data.split,
+        config.data.mix,
+        selection=selection_of(config),
+        tasks=config.data.tasks is not None,
+    )
     signature = labels_of(config, data.encoder.signature)
     before_bytes = resident_bytes()
     plan = data.plan(order.plan)

@@ -14,6 +14,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.messages import TrainOrder
 from lockstep.training.control.protocol import OPENING
+from lockstep.training.plan.datasets import task_of
 from lockstep.training.reading.open import OpenSplit, verify_share
 from lockstep.training.reading.reader import ReadOptions
 from lockstep.training.reading.selecting import selection_of
@@ -27,8 +28,8 @@ class RankData:
 
     order: TrainOrder
     training: TrainingSet
-    held_out: OpenSplit | None
-    """The split of --validate."""
+    held_out: tuple[OpenSplit, ...]
+    """The split of --validate, of tasks that of each; empty without it."""
     signature: Signature
     """The signature of the training set, as the model is fed."""
 
@@ -41,23 +42,31 @@ class RankData:
         selection = selection_of(config)
         clients = config.way.clients if isinstance(config.way, Federated) else None
         training = TrainingSet.at(
-            config.data.datasets, config.data.split, config.data.mix, options, selection, also=[clients or ""]
+            config.data.datasets,
+            config.data.split,
+            config.data.mix,
+            options,
+            selection,
+            also=[clients or ""],
+            tasks=config.data.tasks is not None,
         )
         if config.exactness.on_bad_record == "skip":
             training = training.skipping_bad_records(lambda bad: report_bad(context, bad.to_row()))
         elif config.reading.bad_images == "skip":
             training = training.skipping_bad_images()
-        held_out = None
+        held_out: list[OpenSplit] = []
         if config.validation.validate is not None:
-            held_out = OpenSplit.at(
-                config.data.datasets, config.validation.validate, options=options, selection=selection
-            )
+            urls = config.data.datasets
+            for group in [urls] if config.data.tasks is None else [(url,) for url in urls]:
+                one = OpenSplit.at(group, config.validation.validate, options=options, selection=selection)
+                held_out.append(one.of_task(task_of(config, group[0])))
             if config.exactness.on_bad_record == "skip":
-                held_out.leave_out_bad_records()
+                for one in held_out:
+                    one.leave_out_bad_records()
         if config.reading.verify == "full":
-            readers = [*training.readers, *([held_out.reader] if held_out else [])]
+            readers = [*training.readers, *(one.reader for one in held_out)]
             verify_share(readers, world.rank, world.num_ranks, partial(context.control.beat, 0))
-        return cls(order, training, held_out, labels_of(config, training.encoder.signature))
+        return cls(order, training, tuple(held_out), labels_of(config, training.encoder.signature))
 
 
 def report_bad(context: RankContext, row: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ from lockstep.training.rank.class_counts import ClassCounts
 from lockstep.training.rank.metrics import StepClock
 from lockstep.training.rank.opening import RankData, report_bad
 from lockstep.training.rank.prepare import RankModel
+from lockstep.training.ways import Tasks
+from lockstep.training.world import World
 
 
 class PlannedEpochs:
@@ -30,11 +32,16 @@ class PlannedEpochs:
         self._augmentation = augmentation_of(config, plan, data.training.encoder.signature)
         groups, shares = config.step.lane_groups, data.order.shares
         grid = config.way.grid(config.ranks.num_ranks)
-        self._feed = data.training.feed(plan, grid.data_world(context.world), groups=groups, shares=shares)
+        if isinstance(config.way, Tasks):
+            mine, each = config.way.task_of(config, context.world.rank)
+            of_task = World.local(context.world.rank % each, each)
+            self._feed = data.training.feed(plan, of_task, groups=groups, task=mine)
+        else:
+            self._feed = data.training.feed(plan, grid.data_world(context.world), groups=groups, shares=shares)
         self._feed.watch(context.control.reads, lambda words: report_bad(context, {"what": words}))
         audits = config.exactness.audit and grid.counts(context.world.rank)
         self.audit: AuditLog | None = data.training.audit_log(plan, self._feed.rows) if audits else None
-        self._fed = FedBatches(self._feed.lanes.start, plan.global_batch // plan.lanes)
+        self._fed = FedBatches(self._feed.lanes.start, self._feed.plan.global_batch // plan.lanes)
         non_finite = NonFinitePolicy(config.exactness.non_finite == "skip", self._fed, self._report_non_finite)
         self.joined = RankModel(context, config, plan, data.signature, self._feed.rows, non_finite, data.order.metric)
         self.share = self._feed.rows / plan.global_batch

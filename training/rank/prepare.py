@@ -75,6 +75,7 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
         global_batch=plan.global_batch,
         steps=steps,
         shard_embeddings=config.step.shard_embeddings,
+        tasks=config.data.tasks,
         extra=config.model.extra,
     )
     model, callbacks = build(config.model.model, signature, options)
@@ -190,6 +191,8 @@ def metric_names(model: keras.Model, config: TrainConfig) -> dict[str, None]:
     """The metrics that an epoch of a built model may have, those that a validation adds among them."""
     own = list(model.get_metrics_result())
     added = [] if config.validation.validate is None else [*own, DATA_LOSS, *BINARY, *CLASSES]
+    if added and config.data.tasks is not None:
+        added += [f"{name}_{number}" for name in added for number in range(len(config.data.datasets))]
     return dict.fromkeys([*own, *(f"{VALIDATION}{name}" for name in added)])
 
 
@@ -467,7 +470,8 @@ class RankModel(JoinedModel):
         if not self._way.scores_a_copy:
             return self.model
         if self._copy is None:
-            options = ModelOptions(seed=self._config.data.seed, extra=self._config.model.extra)
+            data, extra = self._config.data, self._config.model.extra
+            options = ModelOptions(seed=data.seed, tasks=data.tasks, extra=extra)
             self._copy = build(self._config.model.model, self._signature, options).model
             self._copy.jit_compile = False
             build_all(self._copy, self._signature, 1)  # its metrics too: a rank may have no rows to score

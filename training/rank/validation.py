@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from lockstep.features.schema.sampled import sampled_of, shares_of_classes
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.client import ControlClient
+from lockstep.training.control.protocol import json_safe
 from lockstep.training.rank.callbacks import RunCallbacks
 from lockstep.training.rank.prepare import JoinedModel
 from lockstep.training.reading.open import OpenSplit
@@ -26,6 +29,8 @@ from lockstep.training.steps.model_state import METRICS, SEEDS, variables_of
 from lockstep.training.steps.patching import swapped
 
 BEAT_EVERY_S = 1.0
+OF_A_TASK = re.compile(r"_[0-9]+$")
+"""The end of the names of metrics that a model with tasks has of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Validation:
 
     def __init__(
         self,
-        split: OpenSplit,
+        splits: Sequence[OpenSplit],
         config: TrainConfig,
         joined: JoinedModel,
         control: ControlClient,
@@ -51,11 +56,15 @@ class Validation:
     ) -> None:
         self._config, self._model = config, joined.to_score()
         self._comm, self._control, self._callbacks = joined.strategy.data, control, callbacks
-        self._signature = labels_of(config, split.encoder.signature)
-        self._scored = ScoredModel(
-            model=self._model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
-        )
-        self._outputs = Outputs(self._model, shares_of_classes(sampled_of(split.manifest), split.encoder.schema.label))
+        first = splits[0]
+        self._signature = labels_of(config, first.encoder.signature)
+        self._scored = [
+            ScoredModel(
+                model=self._model, split=split, signature=self._signature, skip_bad_images=config.skips_bad_images
+            )
+            for split in splits
+        ]
+        self._outputs = Outputs(self._model, shares_of_classes(sampled_of(first.manifest), first.encoder.schema.label))
         self._tables, self._strategy = joined.tables, joined.strategy
         self._test_function: Any = None  # traced in the first validation, and used again
         self.seconds = 0.0
@@ -70,7 +79,8 @@ class Validation:
         self._callbacks.test_begins()  # before the state is kept: what callbacks change stays changed
         with unchanged(self._model, self._test_function):
             scorer = Scorer(comm=self._comm, beat=beat, batch=BATCH_ROWS, callbacks=self._callbacks, serve=self._serve)
-            found = scorer.score(self._scored, self._outputs)
+            each = [scorer.score(scored, self._outputs) for scored in self._scored]
+            found = each[0] if self._signature.tasks is None or not each[0] else of_tasks(each)
             self._test_function = self._model.test_function
         # Only rank 0 has a result, and callbacks of all ranks must see the same numbers.
         found = json.loads(self._comm.all_gather_bytes(json.dumps(found).encode())[0])
@@ -95,6 +105,28 @@ class Validation:
         self._strategy.serve(self._model, self._signature)
         if self._tables is not None:
             self._tables.serve(self._signature)
+
+
+def of_tasks(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result of the scores of all tasks: METRIC_T of task T, METRIC the mean of the tasks, with equal weights."""
+    own = [{name: one for name, one in task["metrics"].items() if not OF_A_TASK.search(name)} for task in each]
+    metrics: dict[str, Any] = {
+        name: float(np.mean([float(task[name]) for task in own])) for name in own[0] if all(name in one for one in own)
+    }
+    intervals: dict[str, Any] = {}
+    for number, task in enumerate(each):
+        metrics |= {f"{name}_{number}": value for name, value in own[number].items()}
+        intervals |= {f"{name}_{number}": task["intervals"][name] for name in own[number] if name in task["intervals"]}
+    return {
+        "samples": sum(task["samples"] for task in each),
+        "left_out": {
+            "samples": sum(task["left_out"]["samples"] for task in each),
+            "first": [name for task in each for name in task["left_out"]["first"]],
+        },
+        "metrics": json_safe(metrics),
+        "intervals": intervals,
+        "class_counts": None,  # tasks have classes for themselves
+    }
 
 
 class Beats:

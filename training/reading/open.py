@@ -10,6 +10,7 @@ from typing import Any, Self
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
 from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.signature import Task
 from lockstep.storage.dataset.layout import fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
 from lockstep.storage.documents import parse_canonical
@@ -78,6 +79,10 @@ class OpenSplit:
     manifest: DatasetManifest
     encoder: Encoder
     reader: SplitReader
+
+    def of_task(self, task: Task | None) -> Self:
+        """This split, whose rows have the number of their task as an input; itself without one."""
+        return self if task is None else replace(self, encoder=self.encoder.of_task(task))
 
     def leave_out_bad_records(self) -> None:
         """Let scores leave out broken records from now on (`SplitReader.skipped`), as they do images."""

@@ -443,6 +443,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
             config.data.mix,
             selection=selection_of(config, datasets),
             also=[config.way.clients or ""] if isinstance(config.way, Federated) else [],
+            tasks=config.data.tasks is not None,
         )
         where = f"{paths.run_json}: plan"
         federated = isinstance(config.way, Federated)

@@ -264,6 +264,13 @@ def _sampled(model: str | None, evaluated: DatasetManifest, digest: str) -> Samp
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
     """Raise ConfigError if the run's datasets have changed, or lack what `baseline` needs."""
+    if config.data.tasks is not None:
+        raise ConfigError(
+            "a baseline of several tasks would mix their labels",
+            got=f"--baseline {baseline} and a run with --tasks",
+            allowed="no baseline",
+            next_step="Leave --baseline out; lockstep baseline takes each dataset alone.",
+        )
     trained_on = (open_parts if config.data.mix is None else open_mixture)(config.data.datasets, config.data.split)[1]
     if trained_on.digest != digest:
         raise ConfigError(

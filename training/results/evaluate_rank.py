@@ -12,12 +12,14 @@ from lockstep.features.schema.pictures import image_field
 from lockstep.features.schema.schema import Schema, class_names_of
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.urls import absolute
 from lockstep.training.batches.augmenting import labels_of
 from lockstep.training.batches.training_set import TrainingSet
 from lockstep.training.comm.base import Communicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
+from lockstep.training.plan.datasets import task_of
 from lockstep.training.plan.selection import Selection
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.reading.selecting import selection_of
@@ -68,7 +70,7 @@ def run(context: RankContext) -> dict[str, Any]:
                 batch=request.batch, names=details.class_names, skip_bad_images=first.skip_bad_images,
             )  # fmt: skip
             found[0] |= {"misjudged": wrong} if wrong else {}
-        if request.earlier and order.selection is None:
+        if (request.earlier or config.data.tasks is not None) and order.selection is None:
             each = _by_dataset(order, first, scorer, outputs[0])
             found[0] |= {"by_dataset": each} if found[0] else {}
         return found[0]
@@ -93,6 +95,7 @@ def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | Nu
         config.data.mix,
         selection=selection_of(config),
         also=[_column_of(name)],
+        tasks=config.data.tasks is not None,
     )
     if config.exactness.on_bad_record == "skip":
         trained_on = trained_on.skipping_bad_records(lambda bad: None)
@@ -104,9 +107,15 @@ def _fitted(name: str, config: TrainConfig, comm: Communicator) -> Baseline | Nu
 def _by_dataset(order: EvaluateOrder, model: ScoredModel, scorer: Scorer, outputs: Outputs) -> list[dict[str, Any]]:
     """Compute {dataset, samples, metrics, intervals} of each dataset alone, on rank 0. A collective."""
     scorer = replace(scorer, baseline=None, details=Details(clusters=order.request.clusters))
-    schema, found = model.split.manifest.schema, []
-    for url in order.datasets:
-        split = _split(order, [url], order.request.split, order.members[0].config, schema)
+    config, found = order.members[0].config, []
+    if config.data.tasks is None:
+        urls, schema = list(order.datasets), model.split.manifest.schema
+    else:  # each task has a label for itself
+        others = [url for url in map(absolute, config.data.datasets) if url not in order.datasets]
+        urls = [*order.datasets, *(url for url in others if load_dataset(url).splits.get(order.request.split))]
+        schema = None
+    for url in urls:
+        split = _split(order, [url], order.request.split, config, schema)
         if scored := scorer.score(replace(model, split=split), outputs):
             found.append({"dataset": url, **{name: scored[name] for name in ("samples", "metrics", "intervals")}})
     return found
@@ -130,6 +139,7 @@ def _split(
         datasets, name, as_trained_on=config.data.split, selection=selection, schema=schema,
         also=list(filter(None, also)),
     )  # fmt: skip
+    split = split.of_task(task_of(config, datasets[0]))
     if config.exactness.on_bad_record == "skip":
         split.leave_out_bad_records()
     return split

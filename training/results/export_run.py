@@ -27,6 +27,7 @@ from lockstep.training.launch.session import Launch
 from lockstep.training.plan.datasets import held_out
 from lockstep.training.rank import runtime
 from lockstep.training.reading.open import load_fitted
+from lockstep.training.results.predictor import refuse_tasks
 from lockstep.training.results.stored_model import StoredModel, Which, choose_checkpoint, task_of
 from lockstep.training.run.lineage import CheckpointRef, checkpoints, read_checkpoint
 from lockstep.training.run.paths import RunPaths
@@ -191,6 +192,8 @@ def run(context: RankContext) -> dict[str, Any]:
     config, directory = order.members[0].config, order.directory
     manifest, encoder = open_dataset(config)
     signature = labels_of(config, encoder.signature)
+    if order.form == "savedmodel":
+        refuse_tasks(signature, config.run)
     models = [member.load(manifest, encoder.signature) for member in order.members]
     if len(models) == 1:
         model = models[0]

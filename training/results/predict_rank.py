@@ -30,7 +30,7 @@ from lockstep.training.batches.feed import eval_batches, eval_rows
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import OPENING
 from lockstep.training.models.on_disk import upload
-from lockstep.training.plan.datasets import split_of
+from lockstep.training.plan.datasets import split_of, task_of
 from lockstep.training.reading.background import ReadAhead
 from lockstep.training.reading.open import OpenSplit
 from lockstep.training.results.predict import PartFile, PredictOrder, RankPredictions
@@ -55,6 +55,7 @@ def run(context: RankContext) -> dict[str, Any]:
     world, beat, batch = context.world, context.control.beat, request.batch
     beat(0, OPENING)
     split = OpenSplit.at(request.dataset, request.split, as_trained_on=config.data.split, also=request.columns)
+    split = split.of_task(task_of(config, request.dataset))
     beat(0, "load the model")
     model = _mean_of(order.members, split)
     form = Form.of(model, split)

@@ -67,6 +67,8 @@ class ExportedModel:
         data = fs.read_bytes(where := join(url, MANIFEST_NAME))
         manifest = unseal_as("model", data, where)
         schema = Schema.from_json(_document(url, SCHEMA_FILE))
+        signature = Signature.from_json(_document(url, SIGNATURE_FILE))
+        refuse_tasks(signature, url)
         return cls(
             url=url,
             digest=sha256_hex(data),
@@ -74,7 +76,7 @@ class ExportedModel:
             model=config.model.model if config else str(manifest.get("model", "")),
             split=config.data.split if config else str(manifest.get("split", "")),
             schema=raw_schema(schema),
-            signature=Signature.from_json(_document(url, SIGNATURE_FILE)),
+            signature=signature,
             pixels=Pixels.from_json(_document(url, PICTURES_FILE), join(url, PICTURES_FILE))
             if PICTURES_FILE in manifest["files"]
             else None,
@@ -121,6 +123,17 @@ class ExportedModel:
                 next_step="Name the run, or export the model again with `lockstep export`.",
             )
         return held_out_file(file, left[0])
+
+
+def refuse_tasks(signature: Signature, url: str) -> None:
+    """Raise ConfigError for a model of several tasks, which a raw row does not choose among."""
+    if signature.tasks is not None:
+        raise ConfigError(
+            "a model of several tasks takes no raw rows",
+            got=f"{url}, of --tasks",
+            allowed="a model with one output layer",
+            next_step="Predict a dataset (lockstep predict), or load model.keras and give it the input `_dataset`.",
+        )
 
 
 def _document(url: str, name: str) -> Any:

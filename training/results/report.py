@@ -348,7 +348,9 @@ def _dataset_of(document: Mapping[str, Any]) -> DatasetManifest | str:
     """The manifest of the run's first dataset; why it cannot be read, if it cannot."""
     config = options_in(document["config"])
     try:
-        return (open_parts if config.get("mix") is None else open_mixture)(config["datasets"], config["split"])[1]
+        if config.get("mix") is None:
+            return open_parts(config["datasets"], config["split"])[1]
+        return open_mixture(config["datasets"], config["split"], tasks=config.get("tasks") is not None)[1]
     except (LockstepError, KeyError) as error:
         return str(error)
 

@@ -21,6 +21,7 @@ from lockstep.training.ways.local_steps import LocalSteps
 from lockstep.training.ways.of_tensorflow import Mirrored, MultiWorkerMirrored, OfTensorflow
 from lockstep.training.ways.parameter_server import ParameterServer
 from lockstep.training.ways.pipeline import Pipeline
+from lockstep.training.ways.tasks import Tasks
 from lockstep.training.ways.tensor_parallel import TensorParallel
 from lockstep.training.ways.way import SUM_IN_EACH_STEP, Refused, Strategy, Way
 from lockstep.training.ways.zero import Zero
@@ -43,6 +44,7 @@ __all__ = [
     "Pipeline",
     "Refused",
     "Strategy",
+    "Tasks",
     "TensorParallel",
     "Way",
     "Zero",
@@ -59,6 +61,7 @@ WAYS: tuple[type[Way], ...] = (
     Mirrored,
     MultiWorkerMirrored,
     Layers,
+    Tasks,
     Delay,
     LocalSteps,
     Pipeline,

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
     from lockstep.training.world import Grid
 
-Strategy = Literal["sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored", "layers"]
+Strategy = Literal[
+    "sync", "async", "parameter-server", "federated", "mirrored", "multi-worker-mirrored", "layers", "tasks"
+]
 
 
 @dataclass(frozen=True, slots=True)

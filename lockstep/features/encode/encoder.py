@@ -36,7 +36,7 @@ from lockstep.features.images.decode_many import BadImageError, keeping_bad
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema
-from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.features.schema.signature import DATASET, Signature, Task, TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
 
 
@@ -94,6 +94,7 @@ class Encoder:
         )
         self._skips = False
         self._bad_ids: Collection[int] = ()
+        self._task: int | None = None
         self._names = tuple(fed)
         self.made: tuple[tuple[str, ArrayPlan], ...] = (*fed.values(), *self._other_arrays())
         """The column of each array and how to make it: the features, then label, sample id and weight."""
@@ -154,6 +155,19 @@ class Encoder:
             )
         return self._skipping(ids)
 
+    def of_task(self, task: Task) -> Encoder:
+        """A copy for one dataset of several: each row has its number as the input `_dataset`, (n,) int64."""
+        other, mine = copy(self), self.signature
+        other._task = task.number
+        features = {**mine.features, DATASET: TensorSpec(shape=(), dtype="int64")}
+        other.signature = replace(
+            mine,
+            features={name: features[name] for name in sorted(features, key=str.encode)},
+            num_classes=None if mine.num_classes is None else max(task.widths),
+            tasks=task.widths,
+        )
+        return other
+
     def _skipping(self, ids: Collection[int]) -> Encoder:
         other = copy(self)
         other._skips, other._bad_ids = True, ids
@@ -180,6 +194,8 @@ class Encoder:
         x = dict(zip(self._names, arrays, strict=False))
         rest = arrays[len(x) :]
         y = None if self._label is None else rest.pop(0)
+        if self._task is not None:
+            x[DATASET] = np.full(len(rest[0]), self._task, np.int64)
         return Encoded(x, y, rest[0], rest[1] if self._weight is not None else None)
 
     def _other_arrays(self) -> Iterator[tuple[str, ArrayPlan]]:

@@ -8,7 +8,19 @@ from typing import Any
 
 from lockstep.storage.errors import ConfigError
 
-_MAY_LACK = ("weight", "label_is_number", "class_names")
+_MAY_LACK = ("weight", "label_is_number", "class_names", "tasks")
+DATASET = "_dataset"
+"""The input with the number of each row's task (n,) int64. No field's name begins with `_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One of the datasets that a model is trained on, where each has an output layer for itself."""
+
+    number: int
+    """From 0, in the order of the run's datasets."""
+    widths: tuple[int, ...]
+    """The width of each task's output layer: the classes of its label, 1 for yes or no and for a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +61,8 @@ class Signature:
 
     `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label, for which `label_is_number` is
     set. `weight` is set if each sample has a weight. `class_names`, set in an exported model, are the names of the
-    classes 0, 1 ..., or of no and yes, if the dataset has some.
+    classes 0, 1 ..., or of no and yes, if the dataset has some. `tasks`, set where each dataset is a task, is the width
+    of each task's output layer; then the features have `_dataset`, and `num_classes` is that of the task with the most.
 
     >>> import lockstep
     >>> signature = lockstep.data.PlannedBatches.open("data", global_batch=16).signature
@@ -63,6 +76,7 @@ class Signature:
     weight: TensorSpec | None = None
     label_is_number: bool = False
     class_names: tuple[str, ...] | None = None
+    tasks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The signature as JSON, features in byte order of their names; from `weight` on only what is set."""
@@ -71,6 +85,8 @@ class Signature:
             more["label_is_number"] = True
         if self.class_names is not None:
             more["class_names"] = list(self.class_names)
+        if self.tasks is not None:
+            more["tasks"] = list(self.tasks)
         return {
             "features": {name: self.features[name].to_json() for name in sorted(self.features, key=str.encode)},
             "label": None if self.label is None else self.label.to_json(),
@@ -90,6 +106,9 @@ class Signature:
         label, names = document["label"], document.get("class_names")
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise _bad(repr(names)[:80], "class_names a list of texts")
+        tasks = document.get("tasks")
+        if tasks is not None and not (isinstance(tasks, list) and all(type(width) is int for width in tasks)):
+            raise _bad(repr(tasks)[:80], "tasks a list of widths")
         return cls(
             features={name: TensorSpec.from_json(features[name]) for name in sorted(features, key=str.encode)},
             label=None if label is None else TensorSpec.from_json(label),
@@ -97,6 +116,7 @@ class Signature:
             weight=TensorSpec.from_json(document["weight"]) if "weight" in document else None,
             label_is_number=number,
             class_names=None if names is None else tuple(names),
+            tasks=None if tasks is None else tuple(tasks),
         )
 
 

@@ -103,7 +103,7 @@ OF_CLIENTS = {
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = set(option_names())
-    several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
+    several = {"run", "datasets", "mix", "tasks"}  # of a mixture: tests/training/results/test_weights.py
     ways = (
         OF_MEETINGS.keys()
         | OF_ASYNC.keys()

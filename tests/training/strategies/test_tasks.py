@@ -1,0 +1,195 @@
+"""Several datasets, an output layer for each: in one sum a step, and by --strategy tasks, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.storage.errors import ConfigError
+from lockstep.training.config import TrainConfig
+from tests.builders.evaluations import evaluate
+from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._tasks import write_task
+from tests.training.rank.test_fit import assert_no_bit_differs, assert_same
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tasks")
+    return write_task(folder, "kinds", seed=1), write_task(folder, "sides", rows=72, seed=2)
+
+
+def config_of(pair: tuple[str, ...], run: Path, num_ranks: int, **more: Any) -> TrainConfig:
+    options: dict[str, Any] = {
+        "datasets": pair, "run": str(run), "num_ranks": num_ranks, "model": "mlp", "mix": (1, 1), "tasks": "equal",
+        "global_batch": 16, "epochs": 4, "lanes": 8, "launcher": "local", "checkpoint_every": 1000, "seed": 7,
+        "extra": {"width": 8, "dropout": 0.0}, "learning_rate": 0.02, "precision": "float64",
+    }  # fmt: skip
+    return TrainConfig(**(options | more))
+
+
+@pytest.mark.parametrize("tasks", ["equal", "uncertainty"])
+def test_n_ranks_are_one_rank(pair: tuple[str, str], tmp_path: Path, tasks: str) -> None:
+    found = [_threads.run(config_of(pair, tmp_path / str(n), n, tasks=tasks, validate="test")) for n in (1, 2)]
+    assert_same(*(_threads.final_tensors(str(tmp_path / str(n))) for n in (1, 2)))
+    assert found[0].metrics == pytest.approx(found[1].metrics, rel=1e-9)
+    assert {"loss_0", "accuracy_1", "val_accuracy_0", "val_accuracy_1", "val_accuracy"} <= found[0].metrics.keys()
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    """The weights of a run's last checkpoint, by the end of their names."""
+    tensors = _threads.final_tensors(str(run))
+    names = [name for name in sorted(tensors) if name.startswith("weights/")]
+    return {"/".join(name.split("/")[-2:]): tensors[name] for name in names}
+
+
+def heads_apart(weights: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The trunk's weights, and those of the output layers."""
+    heads = [f"_task_{number}/{name}" for number in (0, 1) for name in ("kernel", "bias")]
+    return [value for name, value in weights.items() if name not in heads], [weights[name] for name in heads]
+
+
+def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
+    """What two models of plain Keras, trained by themselves and averaged by hand every `every` steps, come to."""
+    import keras
+
+    from lockstep.training.batches.training_set import TrainingSet
+    from lockstep.training.driver.preflight import plan_for
+    from lockstep.training.models import ModelOptions
+    from lockstep.training.models.tasks import TaskModel
+    from lockstep.training.plan.mixture import MixedPlan
+    from lockstep.training.world import World
+    from tests.training._tasks import seeded
+
+    opened = TrainingSet.at(config.data.datasets, "train", config.data.mix, tasks=True)
+    plan = plan_for(opened.manifest, config)
+    assert isinstance(plan, MixedPlan)
+    start = seeded(opened.encoder.signature, ModelOptions(tasks="equal"))
+    assert isinstance(start, TaskModel)
+    copies = []
+    for number, width in enumerate((3, 2)):
+        x = keras.Input((2,))
+        y = keras.layers.Dense(8, "relu")(keras.layers.Dense(8, "relu")(x))
+        model = keras.Model(x, keras.layers.Dense(width, "softmax")(y))
+        given = [layer for layer in start.layers if layer.weights and not layer.name.startswith("_task_")]
+        model.set_weights([w for layer in [*given, start.get_layer(f"_task_{number}")] for w in layer.get_weights()])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy")
+        copies.append(model)
+    feed = opened.feed(plan, World.local(0, 1))
+    for step in range(plan.steps(config.data.epochs)):
+        batch = feed.batch(step)
+        for number, model in enumerate(copies):
+            mine = batch.x["_dataset"] == number
+            assert batch.y is not None
+            model.train_on_batch(np.hstack([batch.x["a"], batch.x["b"]])[mine], batch.y[mine])
+        if (step + 1) % every == 0 or step + 1 == plan.first_step(plan.epoch_of_step(step) + 1):
+            for of in (lambda model: model.trainable_variables, lambda model: model.optimizer.momentums):
+                for one, other in list(zip(*map(of, copies), strict=True))[:4]:
+                    mean = (one.numpy() + other.numpy()) / 2
+                    one.assign(mean)
+                    other.assign(mean)
+    trunk = [value.numpy() for value in copies[0].trainable_variables[:4]]
+    heads = [value.numpy() for model in copies for value in model.trainable_variables[4:]]
+    return {"trunk": trunk, "heads": heads}  # type: ignore[dict-item]  # lists
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_it_is_plain_keras_models_whose_trunks_are_averaged(pair: tuple[str, str], tmp_path: Path, every: int) -> None:
+    from lockstep.training.rank.runtime import set_precision
+
+    more: dict[str, Any] = {"model": "tests.training._tasks:seeded", "learning_rate": 0.05, "epochs": 2}
+    config = config_of(pair, tmp_path / "run", 2, strategy="tasks", sync_every=every, **more)
+    _threads.run(config)
+    set_precision("float64")
+    try:
+        wanted = plain_copies(config, every)
+    finally:
+        set_precision("float32")
+    trunk, heads = heads_apart(weights_of(tmp_path / "run"))
+    for mine, other in zip([*trunk, *heads], [*wanted["trunk"], *wanted["heads"]], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def test_with_a_meeting_in_each_step_the_trunk_takes_the_step_of_one_sum(pair: tuple[str, str], tmp_path: Path) -> None:
+    """An output layer takes twice the step, since half of the rows of a sum are its task's."""
+    more: dict[str, Any] = {"model": "tests.training._tasks:seeded", "max_steps": 1}
+    _threads.run(config_of(pair, tmp_path / "sum", 2, **more))
+    _threads.run(config_of(pair, tmp_path / "apart", 2, strategy="tasks", **more))
+    _threads.run(config_of(pair, tmp_path / "still", 1, **more | {"learning_rate": 1e-30}))
+    found = [heads_apart(weights_of(tmp_path / name)) for name in ("sum", "apart", "still")]
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
+    for summed, apart, still in zip(*(heads for _, heads in found), strict=True):
+        np.testing.assert_allclose(apart - still, 2 * (summed - still), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("more", [{}, {"strategy": "tasks", "sync_every": 3}], ids=["sum", "tasks"])
+def test_a_restart_changes_no_bit(pair: tuple[str, str], tmp_path: Path, more: dict[str, Any]) -> None:
+    from tests.training import _models  # imports TensorFlow
+
+    options: dict[str, Any] = {"model": "tests.training._tasks:failing", "checkpoint_every": 3, "validate": "test"}
+    options |= {"precision": "float32", "tasks": "equal" if more else "uncertainty", **more}
+    whole = _threads.run(config_of(pair, tmp_path / "whole", 2, **options))
+    _models.FAIL_AT.update(step=14)
+    broken = _threads.run(config_of(pair, tmp_path / "broken", 2, **options))
+    assert not _models.FAIL_AT and (whole.restarts, broken.restarts) == (0, 1)
+    assert_no_bit_differs((tmp_path / "whole", whole), (tmp_path / "broken", broken))
+
+
+def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tmp_path: Path) -> None:
+    from lockstep.training.batches.training_set import TrainingSet
+    from lockstep.training.models.on_disk import load_model
+    from lockstep.training.reading.open import OpenSplit
+
+    config = config_of(pair, tmp_path / "run", 4, strategy="tasks", precision="float32", epochs=8, validate="test")
+    result = _threads.run(config)
+    found = evaluate(str(tmp_path / "run"), pair[1], "test", _threads.run_threads)
+    assert result.model is not None
+    model = load_model(result.model, "mlp")
+    opened = TrainingSet.at(pair, "train", (1, 1), tasks=True)
+    wanted = []
+    for number, url in enumerate(pair):
+        split = OpenSplit.at(url, "test")
+        rows = split.encoder.encode(split.reader.read(split.reader.table.run(0)))
+        for block in range(1, split.reader.table.num_blocks):
+            more = split.encoder.encode(split.reader.read(split.reader.table.run(block)))
+            rows = type(rows)(
+                {name: np.concatenate([rows.x[name], more.x[name]]) for name in rows.x},
+                np.concatenate([rows.y, more.y]), np.concatenate([rows.sample_id, more.sample_id]),
+            )  # fmt: skip
+        x = {**rows.x, "_dataset": np.full(len(rows), number)}
+        shares = np.asarray(model.predict_on_batch(x))
+        assert shares.shape == (30, 3)
+        assert number == 0 or shares[:, 2].max() == 0, "a class that the task does not have"
+        wanted.append(float((shares.argmax(axis=1) == rows.y).mean()))
+    assert found["metrics"]["accuracy"] == pytest.approx(wanted[1])
+    assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in found["by_dataset"]} == pytest.approx(
+        {"sides": wanted[1], "kinds": wanted[0]}
+    )
+    assert result.metrics["val_accuracy_0"] == pytest.approx(wanted[0])
+    assert result.metrics["val_accuracy"] == pytest.approx(np.mean(wanted))
+    assert min(wanted) > 0.6 and opened.encoder.signature.tasks == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"mix": None}, "tasks"),
+        ({"tasks": "1,2,3"}, "tasks"),
+        ({"tasks": "1,0"}, "tasks"),
+        ({"tasks": "even"}, "tasks"),
+        ({"strategy": "tasks", "tasks": "uncertainty"}, "tasks"),
+        ({"strategy": "tasks", "tasks": None}, "tasks"),
+        ({"strategy": "tasks", "num_ranks": 3}, "num_ranks"),
+        ({"strategy": "tasks", "sync_every": 0}, "sync_every"),
+        ({"strategy": "tasks", "sync_every": 2, "max_steps": 3}, "max_steps"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(more: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{option}`"):
+        config_of(("a", "b"), Path("run"), more.pop("num_ranks", 2), **more)
