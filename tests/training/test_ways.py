@@ -48,6 +48,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "ranks.elastic": {"min_ranks": 1},
     "step.shard_embeddings": {"shard_embeddings": 0},
     "ranks.balance": {"balance": True},
+    "model.ewc": {"ewc": 5.0},
 }
 PAIRS = [(way, refused) for way in WAYS for refused in way.refuses]
 # For each option of a way, a value that the ways which have it take.

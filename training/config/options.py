@@ -25,6 +25,7 @@ class FoldOptions(TypedDict, total=False):
     where: str | None
     init_from: str | None
     lora_rank: int
+    ewc: float | None
     extra: Mapping[str, Value]
     seed: int
     validate: str | None

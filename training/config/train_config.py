@@ -27,7 +27,7 @@ from lockstep.training.ways import Way, way_asked
 FIRST_GROUP = "what is trained on what"
 FIRST = (
     "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "since", "mix", "init_from",
-    "lora_rank", "extra", "seed",
+    "lora_rank", "ewc", "extra", "seed",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.run_json import check_run
-from lockstep.training.run.weights_source import check_weights
+from lockstep.training.run.weights_source import check_fisher, check_weights
 from lockstep.training.ways import Federated
 
 
@@ -168,6 +168,8 @@ def preflight(config: TrainConfig) -> CheckedRun:
     finished = finished_result(fs, paths, config, plan) if check_run(fs, paths, config, plan) else None
     if config.model.init_from is not None and not fs.exists(paths.run_json):
         check_weights(config.model.init_from)
+        if config.model.ewc:
+            check_fisher(config.model.init_from)
     if config.model.lora_rank and config.model.init_from is None and ready_model(config.model.model) is not None:
         raise ConfigError(
             "--lora-rank trains next to weights that a model has learned before",

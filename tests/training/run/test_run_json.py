@@ -36,6 +36,7 @@ REFUSED: dict[str, Any] = {
     "bad_images": "skip",
     "init_from": "/models/first.keras",
     "lora_rank": 4,
+    "ewc": 10.0,
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,
