@@ -101,6 +101,7 @@ class TrainOptions(FoldOptions, total=False):
     split: str
     since: str | None
     mix: Sequence[int] | None
+    replay: float | None
     validate_every: int
 
 

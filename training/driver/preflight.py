@@ -20,7 +20,7 @@ from lockstep.training.launch.local import slots_in
 from lockstep.training.models import check_name, scales_learning_rate
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
-from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, split_of
+from lockstep.training.plan.datasets import held_out, open_data, open_parts, split_of
 from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
@@ -220,8 +220,7 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
-    open_them = open_parts if config.data.mix is None else open_mixture
-    parts, manifest = open_them(config.data.datasets, config.data.split, selection)
+    parts, manifest = open_data(config.data.datasets, config.data.split, config.data.mix, selection)
     first = parts[0]
     split_of(manifest, config.data.split)
     own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several
