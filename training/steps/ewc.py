@@ -34,7 +34,7 @@ Array = NDArray[Any]
 FISHER, OLD = "fisher", "old"
 """The kinds of the two tensors of a trained weight, by which a checkpoint names them."""
 DECAY = 0.9
-"""What is left of an earlier day's information after another one: a third after ten days. Without it the sum grows
+"""The share of an earlier day's information that counts after another day: a third after ten. Without it the sum grows
 day by day until no weight moves."""
 BATCH_ROWS = 256
 GRADIENT_BYTES = 64 << 20
@@ -114,7 +114,7 @@ def fisher_of(
     log-odds or logarithms, not probabilities. Dropout is off, and penalties do not count. `report` is called with the
     number of each batch. A collective. Raises DataError if all rows have the weight 0.
     """
-    squares = _squares(model, logits)
+    squares: Callable[..., list[tf.Tensor]] | None = None
     part = _rows_at_once(model)
     sums = [np.zeros(variable.shape) for variable in model.trainable_variables]
     total = np.zeros(1)
@@ -122,6 +122,7 @@ def fisher_of(
         report(number)
         weights = np.ones(len(rows.sample_id)) if rows.weight is None else rows.weight.astype(np.float64)
         labels = drawn_labels(probabilities(model, rows.x, logits), seed, rows.sample_id)
+        squares = squares or _squares(model, logits, rows.x)
         for start in range(0, len(labels), part):
             cut = slice(start, start + part)
             found = squares({name: value[cut] for name, value in rows.x.items()}, labels[cut])
@@ -143,7 +144,7 @@ def fisher_of(
 
 
 def with_earlier(fisher: Sequence[Array], earlier: Earlier | None) -> list[Array]:
-    """This run's information and what is left of that of the earlier ones."""
+    """This run's information and the share of that of the earlier ones that still counts."""
     if earlier is None:
         return list(fisher)
     return [DECAY * before + now for before, now in zip(earlier.fisher, fisher, strict=True)]
@@ -204,8 +205,11 @@ def _rows_at_once(model: keras.Model) -> int:
     return max(1, min(BATCH_ROWS, GRADIENT_BYTES // max(1, size)))
 
 
-def _squares(model: keras.Model, logits: bool) -> Callable[..., list[tf.Tensor]]:
-    """Return a function of rows (x by name, labels (n,)): the squared gradients of each, (n, *shape of a weight)."""
+def _squares(model: keras.Model, logits: bool, like: dict[str, Array]) -> Callable[..., list[tf.Tensor]]:
+    """Return a function of rows (x by name, as `like`, labels (n,)): the squared gradients of each, (n, *shape of a
+    weight).
+    """
+    specs = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in like.items()}
     variables = list(model.trainable_variables)
 
     def loss_of(label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -223,7 +227,7 @@ def _squares(model: keras.Model, logits: bool) -> Callable[..., list[tf.Tensor]]
         grads = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.square(tf.convert_to_tensor(grad)) for grad in grads]
 
-    @tf.function(reduce_retracing=True, jit_compile=False)
+    @tf.function(input_signature=(specs, tf.TensorSpec((None,), tf.int64)), jit_compile=False)
     def of_rows(x: dict[str, tf.Tensor], labels: tf.Tensor) -> list[tf.Tensor]:
         found: list[tf.Tensor] = tf.vectorized_map(of_row, (x, labels))
         return found
