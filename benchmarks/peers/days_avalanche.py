@@ -31,7 +31,7 @@ def dataset_of(x: np.ndarray, y: np.ndarray) -> Any:
 
 
 def model_of(width: int) -> torch.nn.Module:
-    """The same layers as in benchmarks.days, with Keras' first weights: uniform by Glorot, biases zero."""
+    """Build the layers of benchmarks.days, with Keras' first weights: uniform by Glorot, biases zero."""
     model = torch.nn.Sequential(torch.nn.Linear(784, width), torch.nn.ReLU(), torch.nn.Linear(width, 2))
     for layer in (model[0], model[2]):
         torch.nn.init.xavier_uniform_(layer.weight)
