@@ -50,6 +50,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "step.shard_embeddings": {"shard_embeddings": 0},
     "ranks.balance": {"balance": True},
     "exactness.audit": {"audit": True},
+    "model.ewc": {"ewc": 5.0},
 }
 PAIRS = [(way, refused) for way in WAYS for refused in way.refuses]
 # For each option of a way, a value that the ways which have it take.

@@ -14,7 +14,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.training.batches.audit_log import AuditLog
 from lockstep.training.batches.feed import MixedFeed, RankFeed
-from lockstep.training.plan.datasets import open_mixture, tasks_of
+from lockstep.training.plan.datasets import groups_of, open_mixture, tasks_of
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.make_plan import plan_from
 from lockstep.training.plan.mixture import MixedPlan, Plan
@@ -69,19 +69,19 @@ class TrainingSet:
         *,
         tasks: bool = False,
     ) -> Self:
-        """Open datasets end to end or, with `mix`, as a mixture, with `tasks` one whose datasets have labels of their
-        own; makes all checks that are made at the start. Columns that no model is fed are only read if they are in
-        `also`.
+        """Open datasets end to end or, with `mix`, as a mixture of their groups, with `tasks` one whose datasets have
+        labels of their own; makes all checks that are made at the start. Columns that no model is fed are only read if
+        they are in `also`.
         """
         if mix is None:
             opened = OpenSplit.at(datasets, split, training=True, options=options, selection=selection, also=also)
             return cls(opened.manifest, (opened,))
-        manifest = open_mixture(datasets, split, selection, tasks=tasks)[1]
-        each = None if options is None else options.shared_by(len(datasets))
+        manifest = open_mixture(datasets, split, selection, mix, tasks=tasks)[1]
+        each = None if options is None else options.shared_by(len(mix))
         schema = None if tasks else manifest.schema
         opened_each = [
-            OpenSplit.at(url, split, training=True, options=each, selection=selection, schema=schema, also=also)
-            for url in datasets
+            OpenSplit.at(group, split, training=True, options=each, selection=selection, schema=schema, also=also)
+            for group in groups_of(datasets, mix)
         ]
         if tasks:
             opened_each = [one.of_task(task) for one, task in zip(opened_each, tasks_of(manifest.mixed), strict=True)]

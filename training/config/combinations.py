@@ -38,6 +38,9 @@ def check_combinations(config: TrainConfig) -> None:
         adds_up = isinstance(config.way, EveryStep | Zero)
         config.check("lora_rank", adds_up, f"0 with {config.way.flag}, which averages or serves whole weights")
         config.check("lora_rank", config.step.shard_embeddings is None, "0 with --shard-embeddings")
+    if config.model.ewc is not None:
+        config.check("ewc", not config.model.lora_rank, "unset with --lora-rank, which keeps the weights themselves")
+        config.check("ewc", config.step.shard_embeddings is None, "unset with --shard-embeddings")
     if config.ranks.balance:
         _check_balance(config)
     if config.exactness.canonical:  # which numbers of ranks divide its lane groups or lanes: training.plan.lane_count

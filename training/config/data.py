@@ -34,11 +34,14 @@ class DataConfig(Part):
     """Train on all datasets that the given one, or the newest in a folder of increments, continues after this one or
     this time, such as 2026-01-31T06:00 UTC (docs/formats.md; default: on those given)."""
     mix: Annotated[tuple[int, ...] | None, "R"] = None
-    """Each dataset's share of every global batch, such as 3 1; an epoch is then a pass over the first dataset (default:
-    datasets end to end)."""
+    """Each dataset's share of every global batch, such as 3 1; the last is that of all datasets that remain, end to
+    end. An epoch is then a pass over the first dataset (default: datasets end to end)."""
     tasks: Annotated[str | None, "WEIGHTS"] = None
     """With --mix, make each dataset a task: one trunk, an output layer and a loss for each (docs/tasks.md). The losses
     weigh as their rows (equal), as given (2,1), or as the run learns it (uncertainty)."""
+    replay: Annotated[float | None, "SHARE"] = None
+    """Take this share of every global batch, such as 0.25, from all datasets that the given one, or the newest in a
+    folder of increments, continues: --dataset and --mix with these (docs/days.md; default: none)."""
     seed: int = 0
     """Seed of the order of samples and of the first weights."""
     lanes: Annotated[int | None, "L"] = None
@@ -62,11 +65,17 @@ class DataConfig(Part):
 
             object.__setattr__(self, "where", one_form(self.where))
         if self.mix is not None:
-            right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
-            self.check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
+            right = 2 <= len(self.mix) <= count and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
+            allowed = f"two datasets or more and an integer from 1 up for each, or fewer, of them, here {count}"
+            self.check("mix", right, allowed)
         if self.tasks is not None:
-            right = self.mix is not None and (self.tasks in (EQUAL, UNCERTAINTY) or self._weights_fit())
-            self.check("tasks", right, f"with --mix equal, uncertainty or {count} numbers above 0, such as 2,1")
+            right = self.mix is not None and len(self.mix) == count
+            right = right and (self.tasks in (EQUAL, UNCERTAINTY) or self._weights_fit())
+            allowed = (
+                f"with a ratio of --mix for each dataset: equal, uncertainty or {count} numbers above 0, such as 2,1"
+            )
+            self.check("tasks", right, allowed)
+        self.check("replay", self.replay is None or 0.01 <= self.replay <= 0.99, "a share from 0.01 to 0.99")
         self.check_count("epochs", "global_batch", "window_bytes", "interleave")
         self.check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         if self.lanes is not None:

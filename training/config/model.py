@@ -26,6 +26,10 @@ class ModelConfig(Part):
     lora_rank: Annotated[int, "R"] = 0
     """Fine-tune the first weights: keep them, and train two matrices of this rank for each layer (LoRA;
     docs/which-mode.md). The exported model is plain. 0: train all weights."""
+    ewc: Annotated[float | None, "LAMBDA"] = None
+    """Store with the exported model how much each weight matters, and pull weights to those of --init-from: LAMBDA / 2
+    times that, times the squared distance (elastic weight consolidation; docs/days.md). 0 only stores (default:
+    neither)."""
     extra: Annotated[Mapping[str, Value], "NAME=VALUE"] = field(default_factory=dict, hash=False)
     """Settings of the model, such as width=64 decay=1e-4; may be given several times. lockstep models lists those of
     ready models; your own finds them in options.extra."""
@@ -33,6 +37,7 @@ class ModelConfig(Part):
     def __post_init__(self) -> None:
         self.check("model", bool(self.model), "a model's name or module:function")
         self.check("lora_rank", 0 <= self.lora_rank < MOST, "an integer from 0 up")
+        self.check("ewc", self.ewc is None or 0 <= self.ewc < math.inf, "a number from 0 up")
         for name, value in self.extra.items():
             right = name.isidentifier() and isinstance(value, Value)
             finite = not isinstance(value, float) or math.isfinite(value)

@@ -25,6 +25,7 @@ class FoldOptions(TypedDict, total=False):
     where: str | None
     init_from: str | None
     lora_rank: int
+    ewc: float | None
     extra: Mapping[str, Value]
     seed: int
     validate: str | None
@@ -101,6 +102,7 @@ class TrainOptions(FoldOptions, total=False):
     since: str | None
     mix: Sequence[int] | None
     tasks: str | None
+    replay: float | None
     validate_every: int
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from fractions import Fraction
 from typing import Annotated, Any, Unpack, get_type_hints
 
 from lockstep.storage.errors import ConfigError, nearest
@@ -27,7 +28,7 @@ from lockstep.training.ways import Way, way_asked
 FIRST_GROUP = "what is trained on what"
 FIRST = (
     "datasets", "run", "model", "num_ranks", "global_batch", "epochs", "split", "where", "since", "mix", "tasks",
-    "init_from", "lora_rank", "extra", "seed",
+    "replay", "init_from", "lora_rank", "ewc", "extra", "seed",
 )  # fmt: skip
 
 
@@ -117,16 +118,38 @@ class TrainConfig:
         return TrainConfig(**{**self.options(), **changes})
 
     def with_all_datasets(self) -> TrainConfig:
-        """Return the configuration with all datasets that `since` asks for; itself without it.
+        """Return the configuration with all datasets that `since` or `replay` asks for; itself without them.
 
-        Raises ConfigError for several datasets with `since`, and what datasets_since raises.
+        Raises ConfigError for several datasets with one of them, and what datasets_since and load_chain raise.
         """
+        if self.data.replay is not None:
+            return self._with_replay(self.data.replay)
         if self.data.since is None:
             return self
         from lockstep.storage.dataset.increments import datasets_since
 
         self.data.check("datasets", len(self.data.datasets) == 1, "with --since one dataset, or a folder of increments")
         return self.but(datasets=datasets_since(self.data.datasets[0], self.data.since))
+
+    def _with_replay(self, share: float) -> TrainConfig:
+        """The newest dataset and those that it continues, nearest first; the first of a chain is trained on alone."""
+        from lockstep.storage.dataset.increments import newest_in
+        from lockstep.storage.dataset.layout import DatasetPaths
+        from lockstep.storage.dataset.manifest import load_chain
+        from lockstep.storage.fs import filesystem
+        from lockstep.storage.urls import absolute
+
+        self.data.check("mix", self.data.mix is None, "unset with --replay, which sets it")
+        self.data.check("since", self.data.since is None, "unset with --replay, which trains on all earlier datasets")
+        self.data.check("datasets", len(self.data.datasets) == 1, "with --replay one, or a folder of increments")
+        url = absolute(self.data.datasets[0])
+        if not filesystem(url).exists(DatasetPaths(url).manifest):
+            url = newest_in(url) or url
+        chain = [one for one, _ in load_chain(url)]
+        if len(chain) == 1:
+            return self.but(datasets=chain)
+        ratio = Fraction(str(share)).limit_denominator(100)
+        return self.but(datasets=chain, mix=(ratio.denominator - ratio.numerator, ratio.numerator))
 
     def options(self) -> dict[str, Any]:
         """All options by name, those of other ways with their defaults: what the constructor takes."""

@@ -20,7 +20,15 @@ from lockstep.training.launch.local import slots_in
 from lockstep.training.models import check_name, check_tasks, scales_learning_rate
 from lockstep.training.models.ready import ready_model
 from lockstep.training.plan.client_plan import ClientPlan, RunPlan
-from lockstep.training.plan.datasets import Part, held_out, open_mixture, open_parts, split_of, tasks_of
+from lockstep.training.plan.datasets import (
+    MixedManifest,
+    held_out,
+    open_data,
+    open_mixture,
+    open_parts,
+    split_of,
+    tasks_of,
+)
 from lockstep.training.plan.lane_count import check_canonical, check_lanes, largest_divisor
 from lockstep.training.plan.make_plan import make_plan
 from lockstep.training.plan.mixture import Plan, steps_asked
@@ -31,7 +39,7 @@ from lockstep.training.reading.selecting import selection_of
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult, find_result
 from lockstep.training.run.run_json import check_run
-from lockstep.training.run.weights_source import check_weights
+from lockstep.training.run.weights_source import check_fisher, check_weights
 from lockstep.training.ways import Federated
 
 
@@ -168,6 +176,8 @@ def preflight(config: TrainConfig) -> CheckedRun:
     finished = finished_result(fs, paths, config, plan) if check_run(fs, paths, config, plan) else None
     if config.model.init_from is not None and not fs.exists(paths.run_json):
         check_weights(config.model.init_from)
+        if config.model.ewc:
+            check_fisher(config.model.init_from)
     if config.model.lora_rank and config.model.init_from is None and ready_model(config.model.model) is not None:
         raise ConfigError(
             "--lora-rank trains next to weights that a model has learned before",
@@ -218,15 +228,11 @@ def open_dataset(config: TrainConfig, selection: Selection | None = None) -> tup
 
     Raises ConfigError for what its ranks would refuse: one fold of three, or images to skip where there are none.
     """
-    datasets, name, task = config.data.datasets, config.data.split, None
-    parts: tuple[Part, ...]
-    manifest: DatasetManifest
-    if config.data.tasks is not None:
+    tasks = config.data.tasks is not None
+    if tasks:
         check_tasks(config.model.model)
-        parts, mixed = open_mixture(datasets, name, selection, tasks=True)
-        manifest, task = mixed, tasks_of(mixed.mixed)[0]
-    else:
-        parts, manifest = (open_parts if config.data.mix is None else open_mixture)(datasets, name, selection)
+    parts, manifest = open_data(config.data.datasets, config.data.split, config.data.mix, selection, tasks=tasks)
+    task = tasks_of(manifest.mixed)[0] if isinstance(manifest, MixedManifest) and tasks else None
     first = parts[0]
     split_of(manifest, config.data.split)
     own = replace(first.manifest, schema=manifest.schema)  # whose splits do not have the name of several

@@ -26,7 +26,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.failures import ApplicationEndedError, LauncherGoneError, RankFailedError, Weight
 from lockstep.training.driver.stop import EndedByCallerError
 from lockstep.training.plan.client_plan import RunPlan
-from lockstep.training.plan.datasets import open_mixture, open_parts
+from lockstep.training.plan.datasets import groups_of, open_parts
 from lockstep.training.plan.epoch_plan import EpochPlan
 from lockstep.training.plan.mixture import MixedPlan, Plan
 from lockstep.training.run.lineage import SupersededError
@@ -245,9 +245,8 @@ class RestartPolicy:
 def batch_places(config: TrainConfig, plan: Plan, lanes: range, batches: range) -> list[str]:
     """File and record of each row of some lanes' part of some batches, in the order of a rank's rows."""
     if isinstance(plan, MixedPlan):
-        tasks = config.data.tasks is not None
-        parts = open_mixture(config.data.datasets, config.data.split, tasks=tasks)[0]
-        plans, datasets = plan.parts, [[part] for part in parts]
+        groups = groups_of(config.data.datasets, config.data.mix or ())
+        plans, datasets = plan.parts, [list(open_parts(group, config.data.split)[0]) for group in groups]
     else:
         plans, datasets = (plan,), [list(open_parts(config.data.datasets, config.data.split)[0])]
     urls = [

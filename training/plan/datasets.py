@@ -38,30 +38,59 @@ class MixedManifest(DatasetManifest):
     mixed: tuple[DatasetManifest, ...] = ()
 
 
+def groups_of(urls: Sequence[str], mix: Sequence[int]) -> list[tuple[str, ...]]:
+    """The datasets that share each ratio of a mixture: all after the last but one ratio have the last one together."""
+    alone = len(mix) - 1
+    return [*((url,) for url in urls[:alone]), tuple(urls[alone:])]
+
+
+def open_data(
+    urls: str | Sequence[str],
+    split: str,
+    mix: Sequence[int] | None,
+    selection: Selection | None = None,
+    *,
+    tasks: bool = False,
+) -> tuple[tuple[Part, ...], DatasetManifest]:
+    """Call `open_parts` or, for datasets with the ratios `mix`, `open_mixture` of their `groups_of`."""
+    if mix is None:
+        return open_parts(urls, split, selection)
+    return open_mixture(urls, split, selection, mix, tasks=tasks)
+
+
 def open_mixture(
-    urls: str | Sequence[str], split: str, selection: Selection | None = None, *, tasks: bool = False
+    urls: str | Sequence[str],
+    split: str,
+    selection: Selection | None = None,
+    mix: Sequence[int] | None = None,
+    *,
+    tasks: bool = False,
 ) -> tuple[tuple[Part, ...], MixedManifest]:
-    """The parts of the datasets of a mixture, which is trained on in given ratios, and their manifest.
+    """The parts of the datasets of a mixture, which is trained on in the ratios `mix` (None: one for each dataset), and
+    their manifest.
 
     All datasets must have one schema, but for fields that state a default, and the same fitted files, since one model
     and one encoder see all; format, compression and the size of blocks may differ. With `tasks` each has a label for
     itself, of one kind: yes or no, classes, or a number. Raises as `open_parts`.
     """
     urls = several(urls)
-    opened = [open_parts([url], split, selection) for url in urls]
+    groups = groups_of(urls, mix or [1] * len(urls))
+    opened = [open_parts(group, split, selection) for group in groups]
+    parts = tuple(part for each, _ in opened for part in each)
     manifests = tuple(manifest for _, manifest in opened)
+    names = [", ".join(group) for group in groups]
     first = manifests[0]
-    for url, manifest in zip(urls, manifests, strict=True):
+    for url, manifest in zip(names, manifests, strict=True):
         if split not in manifest.splits:
             raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
-    schema = _schema_of_tasks(urls, manifests) if tasks else _one_schema(urls, manifests)
-    if len({manifest.digest for manifest in manifests}) < len(urls):
+    schema = _schema_of_tasks(names, manifests) if tasks else _one_schema(names, manifests)
+    if len({part.manifest.digest for part in parts}) < len(urls):
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
     values["schema"] = schema
     values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
     values["created_by"] = _created_by(manifests)
-    return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
+    return parts, MixedManifest(**values, mixed=manifests)
 
 
 def open_parts(

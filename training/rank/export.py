@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from lockstep.training.models.on_disk import export, plain_model
 from lockstep.training.models.policy import Policy
 from lockstep.training.models.tasks import TaskModel
 from lockstep.training.rank.prepare import JoinedModel
+from lockstep.training.run.checkpoint import write_bytes
 from lockstep.training.run.paths import staged_model
 from lockstep.training.steps.distribute import own_class
 from lockstep.training.steps.model_state import (
@@ -47,14 +48,21 @@ log = logging.getLogger(__name__)
 
 
 def export_model(
-    context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
+    context: RankContext,
+    config: TrainConfig,
+    data: TrainingSet,
+    model: keras.Model,
+    signature: Signature,
+    staging: str,
+    more: Mapping[str, bytes],
 ) -> None:
-    """Upload the final model and have the driver publish it; only on rank 0."""
+    """Upload the final model, with `more` files by name, and have the driver publish it; only on rank 0."""
     if isinstance(model, Policy | TaskModel):
         model = model.deployed()
     files: list[dict[str, Any]] = export(
         model, staged_model(staging), config.data.datasets[0], data.manifest, signature
     )
+    files += [write_bytes(staged_model(staging), name, data) for name, data in more.items()]
     context.control.request("model", config.limits.stall_limit_s, files=files)
 
 

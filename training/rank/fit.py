@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.training.batches.audit_log import AuditLog
+from lockstep.training.batches.feed import eval_batches
 from lockstep.training.comm.base import SoloCommunicator
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
@@ -31,9 +32,12 @@ from lockstep.training.rank.opening import RankData
 from lockstep.training.rank.planned_epochs import PlannedEpochs
 from lockstep.training.rank.prepare import JoinedModel, agreement_on
 from lockstep.training.rank.saver import Progress, Saver
-from lockstep.training.rank.validation import Validation
+from lockstep.training.rank.validation import Beats, Validation
 from lockstep.training.rules import StopRule, of_validation
+from lockstep.training.run.weights_source import FISHER_FILE, fisher_at
+from lockstep.training.scoring.score_split import takes_logits
 from lockstep.training.steps.distribute_checks import compare_start
+from lockstep.training.steps.ewc import BATCH_ROWS, Earlier, fisher_of, stored_fisher, with_earlier
 from lockstep.training.steps.model_state import (
     METRICS,
     as_floats,
@@ -155,6 +159,8 @@ class Fit(AbstractContextManager["Fit"]):
         self._epochs.begin(self._clock)
         control.beat(0, "restore")
         self._restore()
+        if (earlier := self._joined.earlier) is not None and self._config.model.ewc is not None:
+            earlier.pull(self._model, self._config.model.ewc)
         control.beat(self._progress.step, "compare with the other ranks")
         self._compare_ranks()
         if self._goes_on:
@@ -199,6 +205,8 @@ class Fit(AbstractContextManager["Fit"]):
             if (first_weights := self._data.order.first_weights) is not None:
                 self._strategy.complete()
                 load_initial(self._model, first_weights)
+                if config.model.ewc:
+                    self._joined.earlier = Earlier.begun(self._model, *fisher_at(first_weights))
             if self._data_comm.num_ranks > 1:
                 derive_seeds(self._model, config.data.seed, 0, self._data_comm.rank)
             return
@@ -246,6 +254,7 @@ class Fit(AbstractContextManager["Fit"]):
         ):  # after all that ends a run, such as averages that become the weights
             control.beat(step, "restore the best checkpoint")
             self._saver.restore_best()
+        fisher = self._fisher(step)
         exported = whole_model(self._context, config, self._joined, data.signature)
         control.beat(step, "export")
         with pieces_for_first(config, self._model, self._comm):
@@ -253,8 +262,24 @@ class Fit(AbstractContextManager["Fit"]):
                 return []
             self._reports.flush()
             if exported is not None:
-                export_model(self._context, config, data.training, exported, data.signature, self._saver.staging)
+                more = {} if fisher is None else {FISHER_FILE: fisher}
+                export_model(self._context, config, data.training, exported, data.signature, self._saver.staging, more)
         return self._epochs.left_over(step)
+
+    def _fisher(self, step: int) -> bytes | None:
+        """With --ewc, the file that says how much each weight of the trained model matters, by the rows of the dataset
+        that was trained on: of a mixture the first one, the newest. A collective.
+        """
+        if self._config.model.ewc is None:
+            return None
+        training, comm = self._data.training, self._data_comm
+        beats = Beats(self._context.control, step, "see how much each weight matters")
+        rows = eval_batches(training.readers[0], training.encoder, comm.rank, comm.num_ranks, BATCH_ROWS)
+        fisher = fisher_of(
+            self._model, rows, self._config.data.seed, comm,
+            logits=takes_logits(self._model), report=lambda number: beats(number, "batch"),
+        )  # fmt: skip
+        return stored_fisher(self._model, with_earlier(fisher, self._joined.earlier))
 
     def _samples_per_s(self, step: int) -> float | None:
         first, seconds = self._clock.steady()

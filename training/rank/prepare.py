@@ -40,6 +40,7 @@ from lockstep.training.scoring.scores import BINARY, CLASSES
 from lockstep.training.steps.batchnorm import normalisations, statistics_of
 from lockstep.training.steps.canonical import CanonicalStep
 from lockstep.training.steps.distribute import distribute, exchange_of, finalize, steps_of
+from lockstep.training.steps.ewc import Earlier, check_model
 from lockstep.training.steps.metric_sums import check_metric_sums
 from lockstep.training.steps.model_state import build_all, zeros_of
 from lockstep.training.steps.optimizers import Scaled, scale_learning_rate, without_loss_scale
@@ -87,6 +88,8 @@ def prepare(config: TrainConfig, plan: RunPlan, signature: Signature, rows: int,
             next_step="Compile the model without steps_per_execution.",
         )
     check_combination(config, model)
+    if config.model.ewc is not None:
+        check_model(model, signature)
     model.jit_compile = False  # the exchange calls Python, and XLA makes these models slower on a CPU
     if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
         raise ConfigError(
@@ -301,6 +304,8 @@ class JoinedModel:
     strategy: EveryStep
     tables: Tables | None = None
     """The tables in shards; None if the model has none."""
+    earlier: Earlier | None = None
+    """What earlier runs have learned, once the run has begun or is restored; None if nothing pulls towards it."""
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ from lockstep.training.run.checkpoint_division import Piece, assemble, read_part
 from lockstep.training.run.late_copy import LateCopy
 from lockstep.training.run.paths import RunPaths, staged_checkpoint
 from lockstep.training.steps import model_state
+from lockstep.training.steps.ewc import Earlier
 from lockstep.training.world import Grid
 
 CLASS_COUNTS = "class_counts/epoch"
@@ -179,7 +180,7 @@ class Saver:
         early_stop: EarlyStop | None,
         audit: AuditLog | None,
     ) -> None:
-        self._context, self._config, self._model = context, config, joined.model
+        self._context, self._config, self._model, self._joined = context, config, joined.model, joined
         self._comm, self._callbacks, self._audit = joined.strategy.communicator, callbacks, audit
         self._early_stop = early_stop
         self._exchange, self._strategy, self._tables = joined.exchange, joined.strategy, joined.tables
@@ -229,6 +230,8 @@ class Saver:
         if self._early_stop is not None and rule is not None:
             self._early_stop.resume(rule)
         self._strategy.load(found.parts[0], url)
+        if self._config.model.ewc and self._config.model.init_from is not None:
+            self._joined.earlier = Earlier.resumed(self._model, found.parts[0], url)
         written = Grid(*saved["grid"]) if "grid" in saved else Grid(int(found.manifest["num_ranks"]))
         same, data_rank = written == self._grid, self._grid.place(world.rank)[0]
         if same:
@@ -306,6 +309,8 @@ class Saver:
         if self._context.world.is_leader:
             callbacks, arrays = callback_state.save(self._callbacks)
             tensors |= arrays | self._strategy.state()
+            if self._joined.earlier is not None:
+                tensors |= self._joined.earlier.tensors(self._model)
             document = {
                 **({"grid": self._grid.to_json()} if self._grid.mates > 1 else {}),
                 "in_epoch": in_epoch,

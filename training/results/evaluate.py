@@ -18,7 +18,7 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.control.context import RankContext
 from lockstep.training.control.protocol import Message
 from lockstep.training.launch.session import Launch
-from lockstep.training.plan.datasets import held_out, open_mixture, open_parts, rows_of
+from lockstep.training.plan.datasets import held_out, open_data, rows_of
 from lockstep.training.plan.selection import Selection
 from lockstep.training.rank import runtime
 from lockstep.training.reading.selecting import select
@@ -271,7 +271,7 @@ def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
             allowed="no baseline",
             next_step="Leave --baseline out; lockstep baseline takes each dataset alone.",
         )
-    trained_on = (open_parts if config.data.mix is None else open_mixture)(config.data.datasets, config.data.split)[1]
+    trained_on = open_data(config.data.datasets, config.data.split, config.data.mix)[1]
     if trained_on.digest != digest:
         raise ConfigError(
             f"the baseline {baseline} cannot be counted on the run's training rows",

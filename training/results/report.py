@@ -18,7 +18,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
 from lockstep.training.config import options_in
-from lockstep.training.plan.datasets import open_mixture, open_parts
+from lockstep.training.plan.datasets import open_data
 from lockstep.training.results import stored_baselines
 from lockstep.training.results.chosen_on import chosen_on, chosen_words
 from lockstep.training.results.curves import (
@@ -348,9 +348,8 @@ def _dataset_of(document: Mapping[str, Any]) -> DatasetManifest | str:
     """The manifest of the run's first dataset; why it cannot be read, if it cannot."""
     config = options_in(document["config"])
     try:
-        if config.get("mix") is None:
-            return open_parts(config["datasets"], config["split"])[1]
-        return open_mixture(config["datasets"], config["split"], tasks=config.get("tasks") is not None)[1]
+        tasks = config.get("tasks") is not None
+        return open_data(config["datasets"], config["split"], config.get("mix"), tasks=tasks)[1]
     except (LockstepError, KeyError) as error:
         return str(error)
 

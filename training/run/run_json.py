@@ -34,7 +34,7 @@ FIXED = (
     "learning_rate_scaling", "base_batch", "warm_up_epochs", "delay", "staleness", "gradient_noise",
     "tasks", "clients", "client_fraction", "local_epochs", "update_clip", "noise_multiplier", "privacy_delta",
     "sync_every", "sync_until_epoch", "outer_learning_rate", "outer_momentum", "compression", "canonical", "augment",
-    "bad_images", "init_from", "lora_rank", "extra", "shard_embeddings",
+    "bad_images", "init_from", "lora_rank", "ewc", "extra", "shard_embeddings",
     "backend",  # others add in another order; `tls` and `trust_network` change no sum, so they may differ
 )  # fmt: skip
 # A later call may have others, which change no weight of a step. run.json has those of the newest call, by which the

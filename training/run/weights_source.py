@@ -22,6 +22,7 @@ from lockstep.training.run.run_json import read_run
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 PICTURES_FILE = "pictures.json"  # lockstep.features.images.intake.Pixels, if the dataset was made of pictures
+FISHER_FILE = "fisher.safetensors"  # of a run with --ewc: lockstep.training.steps.ewc
 FILES = (".keras", ".weights.h5")
 KINDS = "a run, a folder of lockstep publish, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
@@ -136,6 +137,30 @@ def checked_file(url: str, name: str) -> bytes:
     if sha256_hex(data) != listed.get("sha256"):
         raise CorruptionError("a file of a model was changed", file=join(url, name), got=sha256_hex(data))
     return data
+
+
+def fisher_at(url: str) -> tuple[bytes, str]:
+    """How much each weight of the model at `url` matters, as a run with --ewc stored it, and the file's URL.
+
+    Raises ConfigError where it did not, CorruptionError for a changed file.
+    """
+    model = check_fisher(url)
+    return checked_file(model, FISHER_FILE), join(model, FISHER_FILE)
+
+
+def check_fisher(url: str) -> str:
+    """The URL of the exported model at `url`. Raises ConfigError unless a run with --ewc has exported it."""
+    url = located(url)
+    where = join(url, MANIFEST_NAME)
+    kind = "file" if url.endswith(FILES) else _kind_at(url)
+    if kind != "model" or FISHER_FILE not in unseal(filesystem(url).read_bytes(where), where)["files"]:
+        raise ConfigError(
+            "--ewc has nothing to hold on to: the first weights do not say how much each of them matters",
+            got=f"{url}, {f'a {kind}' if kind != 'model' else f'a model without {FISHER_FILE}'}",
+            allowed="the model of a finished run with --ewc",
+            next_step="Train the earlier run with --ewc 0, which only stores that; or this one, as the first.",
+        )
+    return url
 
 
 def _none(url: str, got: str) -> ConfigError:

@@ -27,7 +27,7 @@ OPERATIONAL = frozenset({
 # With another value of these, the metrics of two trials measure different things; `extra` is searched by `set.NAME`.
 FIXED = frozenset({"datasets", "split", "mix", "tasks", "audit", "extra", "validate", "validate_every", "keep_best"})
 SEARCHED = tuple(name for name in option_names() if name not in OPERATIONAL | FIXED)
-NOT_OF_FOLDS = ("split", "since", "mix", "tasks", "validate_every")
+NOT_OF_FOLDS = ("split", "since", "mix", "tasks", "replay", "validate_every")
 """Fields of a run that no caller of a cross-validation chooses; `validate` is refused with the reason."""
 KEYS = ("low", "high", "step", "log", "choices")
 MOST_STEPS = 2**53  # of a range: beyond, neighbouring doubles are further apart than the step

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from lockstep.training.ways.way import COMPRESSION, SUM_IN_EACH_STEP, Refused, Way
+from lockstep.training.ways.way import COMPRESSION, SUM_OF_EACH_BATCH, Refused, Way
 
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
@@ -20,7 +20,7 @@ class Delay(Way):
     option: ClassVar[str] = "delay"
     otherwise: ClassVar[str] = "0"
     module: ClassVar[str] = "delay"
-    refuses: ClassVar[tuple[Refused, ...]] = SUM_IN_EACH_STEP
+    refuses: ClassVar[tuple[Refused, ...]] = SUM_OF_EACH_BATCH
 
     delay: Annotated[int, "D"] = 0
     """Steps by which a sum of gradients is applied late, so that ranks add gradients while they compute the next ones

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from lockstep.training.ways.way import COMPRESSION, MEETING_BATCHNORM, SUM_IN_EACH_STEP, Refused, Way
+from lockstep.training.ways.way import COMPRESSION, MEETING_BATCHNORM, SUM_OF_EACH_BATCH, Refused, Way
 
 if TYPE_CHECKING:
     from lockstep.training.config import TrainConfig
@@ -21,7 +21,7 @@ class LocalSteps(Way):
     option: ClassVar[str] = "sync_every"
     otherwise: ClassVar[str] = "1"
     module: ClassVar[str] = "local_steps"
-    refuses: ClassVar[tuple[Refused, ...]] = (*SUM_IN_EACH_STEP, MEETING_BATCHNORM)
+    refuses: ClassVar[tuple[Refused, ...]] = (*SUM_OF_EACH_BATCH, MEETING_BATCHNORM)
 
     sync_every: Annotated[int, "K"] = 1
     """Steps after which ranks meet: 1 adds gradients in each step; K averages the models of ranks that trained by

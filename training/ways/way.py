@@ -49,7 +49,10 @@ MICRO_BATCHES = other_than("step.micro_batches", 1, "--micro-batches")
 SCALED_LOSS = one_of("step.precision", ("mixed_float16",), "--precision mixed_float16", ", whose scale changes")
 SKIPPED = other_than("exactness.non_finite", "stop", "--non-finite skip")
 OWN_LINKS = one_of("ranks.backend", UNAUTHENTICATED, "--backend {}")
-SUM_IN_EACH_STEP = (CANONICAL, MICRO_BATCHES, SCALED_LOSS, SKIPPED, OWN_LINKS)
+SUM_OF_EACH_BATCH = (CANONICAL, MICRO_BATCHES, SCALED_LOSS, SKIPPED, OWN_LINKS)
+# What needs all weights on each rank at the end, besides.
+EWC = other_than("model.ewc", None, "--ewc")
+SUM_IN_EACH_STEP = (*SUM_OF_EACH_BATCH, EWC)
 # What some ways refuse besides.
 COMPRESSION = other_than("step.compression", "none", "--compression")
 SYNC_BATCHNORM = one_of("step.batchnorm", ("sync",), "--batchnorm sync")

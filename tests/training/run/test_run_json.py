@@ -36,6 +36,7 @@ REFUSED: dict[str, Any] = {
     "bad_images": "skip",
     "init_from": "/models/first.keras",
     "lora_rank": 4,
+    "ewc": 10.0,
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,
@@ -56,6 +57,7 @@ FREE: dict[str, Any] = {
     "num_ranks": 3,
     "epochs": 2,  # no step is done
     "since": "/data/2026-01-31",  # what counts is which datasets this gives
+    "replay": 0.25,  # likewise
     "stop_grace_s": 5.0,
     "checkpoint_every": 7,
     "keep_checkpoints": 9,
