@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Flags of a run that do not change its steps.
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
-    "--validate", "--validate-every", "--early-stop", "--max-steps",
+    "--ewc", "--validate", "--validate-every", "--early-stop", "--max-steps",
     "--checkpoint-every", "--keep-checkpoints", "--keep-every", "--keep-best",
     "--audit", "--on-bad-record", "--take-over", "--max-restarts", "--max-restarts-per-hour",
     "--stop-grace", "--min-ranks", "--max-ranks", "--slots-file",

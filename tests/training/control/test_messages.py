@@ -11,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import CommunicationError
+from lockstep.training.actors.actor import ActorOrder
+from lockstep.training.actors.config import AgentConfig, LearnerOrder
+from lockstep.training.actors.environment import Shape
+from lockstep.training.actors.learner import Progress
 from lockstep.training.comm.options import CommOptions
 from lockstep.training.config import TrainConfig
 from lockstep.training.control.messages import (
@@ -84,8 +88,26 @@ ROW = st.builds(
     Row, nbytes=NUMBERS, backend=TEXT, algorithm=TEXT, asked=TEXT, median_s=SECONDS, fastest_s=SECONDS,
     slowest_s=SECONDS, wrong=NUMBERS,
 )  # fmt: skip
+AGENT = st.builds(
+    AgentConfig, env=TEXT, run=URLS, learners=COUNTS, actors=COUNTS, steps=COUNTS, seed=NUMBERS, envs=COUNTS,
+    unroll=COUNTS, batch=COUNTS, widths=several(COUNTS, 1), max_lag=NUMBERS, discount=st.floats(0, 0.99),
+)  # fmt: skip
 MESSAGES: list[st.SearchStrategy[Message]] = [
     COMM,
+    AGENT,
+    st.builds(
+        LearnerOrder, config=AGENT, staging=URLS, checkpoint=st.none() | URLS,
+        shape=st.builds(Shape, inputs=COUNTS, actions=COUNTS),
+    ),
+    st.builds(
+        ActorOrder, env=TEXT, envs=COUNTS, unroll=COUNTS, widths=several(COUNTS, 1),
+        seed=st.lists(NUMBERS, max_size=4), port=COUNTS, key=TEXT,
+    ),
+    st.builds(
+        Progress, updates=NUMBERS, steps=NUMBERS, episodes=NUMBERS, trajectories=NUMBERS, lag_sum=NUMBERS,
+        lag_max=NUMBERS, dropped=NUMBERS, lost=NUMBERS, replaced=NUMBERS, under_way=NUMBERS,
+        returns=st.lists(st.lists(SECONDS, min_size=2, max_size=2), max_size=2),
+    ),
     st.builds(
         TrainOrder, config=CONFIG, plan=MAPS, comm=COMM, shares=st.none() | several(NUMBERS),
         first_weights=st.none() | TEXT, model_function=st.none() | TEXT, metric=st.none() | TEXT,

@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,8 +34,7 @@ from lockstep.training.driver.elastic import Slots
 from lockstep.training.driver.ownership import Ownership
 from lockstep.training.driver.train import Hooks, train
 from lockstep.training.launch.session import Launches, Session, SessionLauncher
-from lockstep.training.plan.datasets import open_parts
-from lockstep.training.plan.selection import Selection
+from lockstep.training.plan.datasets import open_data
 from lockstep.training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.status import read_status
@@ -96,16 +95,16 @@ def test_a_run_is_opened_and_planned_once_before_its_ranks_start(
     source.generation(None, 1, [2])
     real_read = LocalFileSystem.open_read
 
-    def open_counted(datasets: Sequence[str], split: str, selection: Selection | None) -> Any:
+    def open_counted(*given: Any, tasks: bool) -> Any:
         nonlocal opened
         opened += 1
-        return open_parts(datasets, split, selection)
+        return open_data(*given, tasks=tasks)
 
     def read_noted(fs: LocalFileSystem, url: str) -> Any:
         read.append(url)
         return real_read(fs, url)
 
-    monkeypatch.setattr(preflight, "open_parts", open_counted)
+    monkeypatch.setattr(preflight, "open_data", open_counted)
     monkeypatch.setattr(LocalFileSystem, "open_read", read_noted)
     config = config_of(source, tmp_path / "mine", init_from=source.paths.checkpoint(2, 1))
     checked = preflight.preflight_before_spark(config)
