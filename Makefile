@@ -59,8 +59,8 @@ site: venv ## .site/html: the pages as a site with a search and a reference; a d
 	@$(WITH_JAVA) $(PYTHON_VENV) -m scripts.site
 
 .PHONY: release
-release: venv ## dist/: wheel and sdist of a clean commit, tried in an empty environment, release notes, a tag; uploads nothing
-	@$(WITH_JAVA) $(PYTHON_VENV) -m scripts.release
+release: venv ## dist/: wheel, sdist and notes, tried in an empty environment; a commit and a tag [VERSION=X.Y.Z]; uploads nothing
+	@$(WITH_JAVA) $(PYTHON_VENV) -m scripts.release $(VERSION)
 
 cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and print how to use them
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.storage.errors import ConfigError
-from scripts.release import modules_of, release_notes
 from scripts.site.commands import command_page
 from scripts.site.doctests import fenced
 from scripts.site.errors import Raised, error_pages, raised, room_page
@@ -116,19 +114,3 @@ def test_the_site_builds_without_a_dead_link() -> None:
     page = (html / "reference" / "python" / "index.html").read_text(encoding="utf-8")
     assert 'id="lockstep.train"' in page and 'id="lockstep.optimizers.LARS"' in page
     assert "docs/tutorial/" in (html / "search.json").read_text(encoding="utf-8")
-
-
-def test_release_notes_are_the_version_s_section_and_what_is_unreleased() -> None:
-    log = "# Changelog\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\n- a\n\n## 0.1.0\n\n- b\n"
-    assert release_notes(log, "0.2.0") == "# Lockstep 0.2.0\n\n- a\n\n- new\n"
-    with pytest.raises(ConfigError, match=r"nothing for 0\.3\.0"):
-        release_notes(log.replace("- new", ""), "0.3.0")
-
-
-def test_modules_of_an_archive_leave_other_files_out(tmp_path: Path) -> None:
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
-        for name in ("lockstep/a.py", "lockstep/py.typed", "other/b.py", "pyspark_tfrecord/c.py"):
-            wheel.writestr(name, "")
-    assert modules_of(tmp_path / "a.whl") == {"lockstep/a.py", "pyspark_tfrecord/c.py"}
