@@ -28,7 +28,7 @@ CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of the packages in requirements-gpu.tx
 IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
 OF_TRAINING = ("tensorflow", "keras", "optuna", "matplotlib")  # left out of the archive for ETL jobs
 NOT_BY_ITSELF = ("petastorm",)  # importable only through lockstep.etl.petastorm
-IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
+IMPORT_NAME = {"pillow": "PIL"}  # of others: the package's, with `_` for `-`
 # Each is imported separately, so that all failures are named; a crash ends this process, not the doctor.
 _IMPORT_ALL = """
 import importlib, json, sys
@@ -123,7 +123,8 @@ def check_packages() -> str:
             continue
         if not allows(ranges, found):
             untried.append(f"{package} {found} (tried: {ranges})")
-    names = [IMPORT_NAME.get(package, package) for package in wanted if package not in (*NOT_BY_ITSELF, *left_out)]
+    alone = [package for package in wanted if package not in (*NOT_BY_ITSELF, *left_out)]
+    names = [IMPORT_NAME.get(package, package.replace("-", "_")) for package in alone]
     if not wrong:
         wrong = [f"{name} cannot be imported: {why}" for name, why in _failed_imports(names).items()]
     if wrong:

@@ -21,7 +21,16 @@ CHROMIUM = Unpacked(
     wanted="chromium|lib",
 )
 LIMIT_S = 120
-REPORT = "lockstep evaluate --run .demo/first/run --dataset .demo/first/dataset --baseline rate:page --report"
+FIRST = ".demo/first"
+TRAIN = f"lockstep train --dataset {FIRST}/dataset --num-ranks 2 --launcher local --global-batch 128 --epochs 10"
+COMMANDS = f"""source .venv/bin/activate
+lockstep evaluate --run {FIRST}/run --dataset {FIRST}/dataset --baseline rate:page --report
+{TRAIN} --validate test --model logistic --run {FIRST}/runs/logistic
+{TRAIN} --validate test --model mlp --run {FIRST}/runs/layers
+{TRAIN} --validate test --model mlp --learning-rate 0.01 --run {FIRST}/runs/faster
+lockstep runs {FIRST}/runs --compare --html {FIRST}/runs.html
+lockstep describe {FIRST}/dataset --html {FIRST}/dataset.html
+"""
 
 
 def photograph(page: Path, picture: Path, width: int = 1000, height: int = 800) -> None:
@@ -46,14 +55,15 @@ def filled(picture: Path) -> float:
 
 
 def take(folder: Path) -> None:
-    """Run the README's first commands, and write a picture of the report."""
+    """Run the README's first commands and COMMANDS, and write a picture of each page that they make."""
     first = steps_of((ROOT / "README.md").read_text(encoding="utf-8"))[:2]
     with tempfile.TemporaryDirectory(prefix="lockstep-") as temporary, project_in(Path(temporary)) as project:
         run_steps(first, project)
-        command = f"source .venv/bin/activate && {REPORT}"
-        subprocess.run(["bash", "-c", command], cwd=project, capture_output=True, timeout=600, check=True)
-        (report,) = (project / ".demo" / "first" / "run" / "reports").glob("*.html")
+        subprocess.run(["bash", "-ec", COMMANDS], cwd=project, capture_output=True, timeout=1200, check=True)
+        (report,) = (project / FIRST / "run" / "reports").glob("*.html")
         photograph(report, folder / "report.png")
+        photograph(project / FIRST / "runs.html", folder / "runs.png")
+        photograph(project / FIRST / "dataset.html", folder / "dataset.png")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,15 @@ def test_packages_are_judged_by_what_can_be_imported(monkeypatch: pytest.MonkeyP
             _checks.check_packages()
 
 
+def test_packages_are_imported_by_the_names_that_an_installation_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = _checks.requirements(tmp_path / "requirements.txt")
+    assert "ml-dtypes" in listed or "ml_dtypes" in listed  # which one, the builder of the wheel decides
+    monkeypatch.setattr(_checks, "requirements", lambda: {**listed, "ml-dtypes": "", "ml_dtypes": ""})
+    assert _checks.check_packages().startswith(f"{len(listed) + 1} packages can be imported")
+
+
 def from_zip(folder: Path, code: str) -> str:
     """What a Python prints that runs from our zip, as a driver of YARN's cluster mode."""
     environment = {**os.environ, "PYTHONPATH": ship_rooms(str(folder))}
