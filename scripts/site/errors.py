@@ -45,7 +45,7 @@ QUESTIONS = (
     Question(
         "Why may I not write, or is there no room?",
         "Free space, raise a quota or ask the owner that the error names, then repeat the same command.",
-        "docs/failures.md#errors-by-their-text",
+        "docs/failures.md#training",
         ("DiskFullError", "DeniedError"),
     ),
     Question(
