@@ -50,7 +50,7 @@ QUESTIONS = (
     ),
     Question(
         "Why is a path not found, or already there?",
-        "A dataset, run or model appears by one rename: what is not there was never published, and what is there stays.",
+        "A dataset, run or model appears by one rename: what is not there was not published, and what is there stays.",
         "docs/formats.md#what-a-killed-job-leaves",
         ("NotFoundError", "ExistsError"),
     ),
@@ -138,7 +138,7 @@ QUESTIONS = (
     ),
     Question(
         "Why does Spark not read or write TFRecord files?",
-        "Options and types that Spark's `format(\"tfrecord\")` takes are few, and others are refused by name.",
+        'Options and types that Spark\'s `format("tfrecord")` takes are few, and others are refused by name.',
         "docs/reading-elsewhere.md#spark-formattfrecord",
         (),
         ("pyspark_tfrecord",),
