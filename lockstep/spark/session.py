@@ -119,9 +119,10 @@ def _started(
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
-    conf = SparkConf(loadDefaults=False).setAppName(app_name).setAll(list(PINNED.items()))
     # Set by spark-submit's Java, which started this process: on this host, or as YARN's application master.
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    # Where Java runs already, as after lockstep doctor has asked YARN, its settings are those of spark-submit.
+    conf = SparkConf(loadDefaults=submitted).setAppName(app_name).setAll(list(PINNED.items()))
     if not submitted:
         java_options(os.environ, short=input_bytes is not None and input_bytes <= SHORT_JOB_BYTES)
     if master is not None or not submitted:

@@ -1,4 +1,4 @@
-"""Pages of errors, read from the code that raises them: what, got, allowed and next step of each, by room."""
+"""The questions that errors raise, read from the code that raises them: what, got, allowed and next step of each."""
 
 from __future__ import annotations
 
@@ -10,33 +10,152 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "reference/errors"
-# The room of a file is the first of these prefixes of its path; with the page that explains the matter.
-ROOMS = {
-    "lockstep/storage": ("Files and stores", "docs/guarantees.md"),
-    "lockstep/features": ("Schemas and features", "docs/schema.md"),
-    "lockstep/spark": ("Spark", "docs/cluster.md"),
-    "etl": ("Making datasets", "docs/formats.md"),
-    "training/batches": ("Batches", "docs/batches.md"),
-    "training/plan": ("Batches", "docs/batches.md"),
-    "training/reading": ("Batches", "docs/batches.md"),
-    "training/config": ("Options of a training", "docs/operations.md"),
-    "training/comm": ("Ranks that talk", "docs/failures.md"),
-    "training/control": ("Ranks that talk", "docs/failures.md"),
-    "training/exchange": ("Ranks that talk", "docs/failures.md"),
-    "training/launch": ("Launching", "docs/operations.md"),
-    "training/driver": ("A run from its driver", "docs/operations.md"),
-    "training/run": ("A run from its driver", "docs/operations.md"),
-    "training/models": ("Models and steps", "docs/models.md"),
-    "training/steps": ("Models and steps", "docs/models.md"),
-    "training/ways": ("Ways to exchange", "docs/strategies.md"),
-    "training/strategies": ("Ways to exchange", "docs/strategies.md"),
-    "training/results": ("Evaluation, prediction, reports", "docs/evaluate.md"),
-    "training/scoring": ("Evaluation, prediction, reports", "docs/evaluate.md"),
-    "training": ("Training", "docs/operations.md"),
-    "jobs": ("Command lines", "docs/operations.md"),
-    "lockstep": ("Python", "docs/python.md"),
-    "pyspark_tfrecord": ("Spark", "docs/cluster.md"),
-}
+STORAGE = ("StorageError", "StorageTimeoutError", "RetryableStorageError", "StorageAwayError", "LostWriteError")
+RANKS = ("CommunicationError", "ConnectionLostError", "LauncherGoneError", "SharedMemoryUnavailableError")
+ENDED = ("TrainingFailedError", "SupersededError", "ApplicationEndedError", "NotRestoredError", "NonFiniteError")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that readers have when they meet an error, and which errors belong to it."""
+
+    title: str
+    answer: str
+    """One or two sentences that hold for all of them."""
+    page: str
+    kinds: tuple[str, ...] = ()
+    """The classes of its errors; empty: all."""
+    rooms: tuple[str, ...] = ()
+    """The folders whose code raises them; empty: all."""
+
+    def asks(self, path: Path, kind: str) -> bool:
+        """Whether an error of the class `kind`, raised in the file `path`, belongs to this question."""
+        here = not self.rooms or any(path.as_posix().startswith(f"{room}/") for room in self.rooms)
+        return here and (not self.kinds or kind in self.kinds)
+
+
+# An error belongs to the first that asks for it.
+QUESTIONS = (
+    Question(
+        "Why does the storage not answer?",
+        "A call is tried for 60 s. Bring the store back and repeat the same command: nothing half done is published.",
+        "docs/operations.md#failures-and-limits",
+        STORAGE,
+    ),
+    Question(
+        "Why may I not write, or is there no room?",
+        "Free space, raise a quota or ask the owner that the error names, then repeat the same command.",
+        "docs/failures.md#training",
+        ("DiskFullError", "DeniedError"),
+    ),
+    Question(
+        "Why is a path not found, or already there?",
+        "A dataset, run or model appears by one rename: what is not there was not published, and what is there stays.",
+        "docs/formats.md#what-a-killed-job-leaves",
+        ("NotFoundError", "ExistsError"),
+    ),
+    Question(
+        "Why do ranks not meet, or lose each other?",
+        "Look at the rank that the error names and at its last log lines; the driver starts new ranks by itself.",
+        "docs/failures.md#training",
+        RANKS,
+    ),
+    Question(
+        "Why did my run end?",
+        "The same command resumes it at its last checkpoint, once what the error names is mended.",
+        "docs/operations.md#restarts",
+        ENDED,
+    ),
+    Question(
+        "Why is my dataset refused, or cannot be read?",
+        "`lockstep verify DATASET` says which files are damaged. Restore these, or make the dataset again.",
+        "docs/guarantees.md",
+        ("DataError", "CorruptionError", "SameIdError", "NotAuditedError"),
+        ("lockstep/storage", "lockstep/features", "training/reading", "training/batches", "training/plan"),
+    ),
+    Question(
+        "Why does my run not resume?",
+        "A run resumes by the same command. What would change batches or weights is refused by name.",
+        "docs/operations.md#resuming",
+        (),
+        ("training/run", "training/driver", "training/rank"),
+    ),
+    Question(
+        "Why do ranks not start?",
+        "Ranks need a task slot each, at the same time, and executors that stay.",
+        "docs/operations.md#starting-ranks",
+        (),
+        ("training/launch", "training/control", "training/comm", "training/exchange", "lockstep/spark"),
+    ),
+    Question(
+        "Why can my logs, tables or images not be read?",
+        "The error names the file and place. Single bad records go to the quarantine, up to `--max-bad`.",
+        "docs/formats.md#rejected-records",
+        ("DataError", "CorruptionError", "SameIdError"),
+        ("etl",),
+    ),
+    Question(
+        "Why is my ETL job refused?",
+        "A flag, a column or a combination does not fit; nothing was written.",
+        "docs/formats.md",
+        (),
+        ("etl",),
+    ),
+    Question(
+        "Why does my schema not fit?",
+        "`lockstep etl_table --propose-schema` writes a first version that fits.",
+        "docs/schema.md",
+        (),
+        ("lockstep/features",),
+    ),
+    Question(
+        "Why is my model refused?",
+        "A model is a function of the signature; what its inputs, losses and layers must be is checked before a step.",
+        "docs/models.md",
+        (),
+        ("training/models", "training/steps", "training/embeddings"),
+    ),
+    Question(
+        "Why are my options refused, or do not go together?",
+        "Nothing was started. `lockstep train --dry-run` makes the same checks without training.",
+        "docs/strategies.md",
+        (),
+        ("training/config", "training/ways", "training/strategies", "training/plan", "training/batches"),
+    ),
+    Question(
+        "Why can I not evaluate, predict or export?",
+        "These need a run with a checkpoint or a model, and rows of the schema that it was trained with.",
+        "docs/evaluate.md",
+        (),
+        ("training/results", "training/scoring", "training/search", "training/profiling"),
+    ),
+    Question(
+        "Why does an agent not learn?",
+        "An environment, a model or an actor does not do what the error names.",
+        "docs/agents.md",
+        (),
+        ("training/actors",),
+    ),
+    Question(
+        "Why does Spark not read or write TFRecord files?",
+        'Options and types that Spark\'s `format("tfrecord")` takes are few, and others are refused by name.',
+        "docs/reading-elsewhere.md#spark-formattfrecord",
+        (),
+        ("pyspark_tfrecord",),
+    ),
+    Question(
+        "Why does a Horovod script fail?",
+        "Names and arguments are Horovod's; some are not here, and the error names what to use.",
+        "docs/models.md#horovods-names",
+        (),
+        ("lockstep/horovod",),
+    ),
+    Question(
+        "Why is a command or a call refused?",
+        "`--help` lists the flags of a command, `help(lockstep.train)` the arguments of a call.",
+        "docs/operations.md",
+    ),
+)
 PARTS = ("got", "allowed", "next_step")
 
 
@@ -50,29 +169,28 @@ class Raised:
 
 
 def error_pages(root: Path) -> dict[str, str]:
-    """The text of each page by its path, and of the page that lists them."""
-    rooms: dict[str, tuple[str, list[Raised]]] = {}
+    """The text of each question's page by its path, and of the page that lists them."""
+    found: dict[Question, list[Raised]] = {question: [] for question in QUESTIONS}
     for path, error in raised(root):
-        title, page = next(room for prefix, room in ROOMS.items() if path.as_posix().startswith(f"{prefix}/"))
-        rooms.setdefault(title, (page, []))[1].append(error)
+        found[next(question for question in QUESTIONS if question.asks(path, error.kind))].append(error)
     pages, rows = {}, []
-    for title in sorted(rooms):
-        page, errors = rooms[title]
-        name = f"{re.sub('[^a-z]+', '-', title.lower())}.md"
-        pages[f"{FOLDER}/{name}"] = room_page(title, page, errors)
-        rows.append(f"| [{title}]({name}) | {len(errors)} | [{Path(page).stem}](../../{page}) |")
+    for question, errors in found.items():
+        name = f"{re.sub('[^a-z]+', '-', question.title.lower()).strip('-')}.md"
+        pages[f"{FOLDER}/{name}"] = question_page(question, errors)
+        rows.append(f"| [{question.title}]({name}) | {len(errors)} | {_link(question.page)} |")
     head = (
-        "# Errors\n\nPaste a part of an error's first line into the search, or find its room here. Each error says "
-        "what happened, what was found, what is allowed and what to do next; `...` stands for what is filled in.\n\n"
-        "| where | errors | the page that explains |\n| --- | --- | --- |\n"
+        "# Questions and errors\n\nPaste a part of an error's first line into the search, or find your question here. "
+        "Each error says what happened, what was found, what is allowed and what to do next; `...` stands for what is "
+        "filled in. [Failures](../../docs/failures.md#errors-by-their-text) explains the frequent ones.\n\n"
+        "| question | errors | the page that explains |\n| --- | --- | --- |\n"
     )
     pages[f"{FOLDER}/index.md"] = head + "\n".join(rows) + "\n"
     return pages
 
 
-def room_page(title: str, page: str, errors: list[Raised]) -> str:
-    """A page with each error of a room once, sorted by its first words."""
-    parts = [f"# Errors: {title.lower()}\n\n[{Path(page).stem}](../../{page}) explains what these are about.\n"]
+def question_page(question: Question, errors: list[Raised]) -> str:
+    """A page with each error of a question once, sorted by its first words."""
+    parts = [f"# {question.title}\n\n{question.answer} More: {_link(question.page)}.\n"]
     seen = set()
     for error in sorted(errors, key=lambda error: (error.what.lstrip(". `").lower(), error.kind)):
         lines = [f"* {name.replace('next_step', 'next')}: {shown(text)}" for name, text in error.parts.items() if text]
@@ -81,6 +199,10 @@ def room_page(title: str, page: str, errors: list[Raised]) -> str:
             seen.add(entry)
             parts.append(entry)
     return "\n".join(parts)
+
+
+def _link(page: str) -> str:
+    return f"[{Path(page.partition('#')[0]).stem.replace('-', ' ')}](../../{page})"
 
 
 def raised(root: Path) -> Iterator[tuple[Path, Raised]]:

@@ -34,6 +34,7 @@ STORIES = {
     "pytorch": ["docs/pytorch.md"],
     "seeds": ["docs/seeds.md"],
     "cluster": ["docs/cluster.md"],
+    "first hour": ["docs/first-hour.md"],
     "airflow": ["docs/airflow.md"],
     "kubernetes": ["docs/kubernetes.md"],
     "object stores": ["docs/object-stores.md"],

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.site.commands import command_page
 from scripts.site.doctests import fenced
-from scripts.site.errors import Raised, error_pages, raised, room_page
+from scripts.site.errors import QUESTIONS, Question, Raised, error_pages, question_page, raised
 from scripts.site.pages import linked, staged, texts_for_assistants, title_and_purpose
 from tests.docs.pictures import FOLDER, filled
 from tests.docs.steps import ROOT
@@ -72,13 +72,34 @@ def test_the_pages_of_errors_have_those_that_the_code_raises() -> None:
     pages = error_pages(ROOT)
     entries = sum(text.count("\n## ") for text in pages.values())
     assert entries > 500 and len(list(raised(ROOT))) >= entries
-    page = pages["reference/errors/making-datasets.md"]
+    page = pages["reference/errors/why-can-my-logs-tables-or-images-not-be-read.md"]
     assert "## the number of records read is not that of the files' headers\n\n`DataError`" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("another driver is working on this run", "Why does my run not resume?"),
+        ("a barrier stage cannot run under dynamic allocation", "Why do ranks not start?"),
+        ("no dataset at...", "Why is a path not found, or already there?"),
+        ("the disk is full: cannot...", "Why may I not write, or is there no room?"),
+    ],
+)
+def test_an_error_stands_under_the_question_that_it_raises(text: str, title: str) -> None:
+    under = [page for page in error_pages(ROOT).values() if f"\n## {text}" in page]
+    assert under and all(page.startswith(f"# {title}\n") for page in under)
+
+
+def test_each_question_has_errors_and_a_page_that_is_there() -> None:
+    pages = error_pages(ROOT)
+    assert len(pages) == len(QUESTIONS) + 1
+    assert [question.title for question in QUESTIONS if not (ROOT / question.page.partition("#")[0]).is_file()] == []
+    assert [page for page in pages.values() if page.count("\n## ") < 2 and not page.startswith("# Questions")] == []
 
 
 def test_an_error_s_page_shows_its_text_to_the_letter() -> None:
     error = Raised("DataError", "a < b in [x]", {"got": "", "allowed": "*", "next_step": "Try `a|b`."})
-    page = room_page("Batches", "docs/batches.md", [error, error])
+    page = question_page(Question("Why?", "Since.", "docs/batches.md"), [error, error])
     assert page.count("## ") == 1
     assert "## a &lt; b in \\[x\\]\n\n`DataError`\n\n* allowed: \\*\n* next: Try `a\\|b`." in page
 

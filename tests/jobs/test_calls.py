@@ -80,6 +80,24 @@ def test_help_and_a_bad_flag_by_module_and_by_spark_submit(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_session_takes_the_settings_of_spark_submit_though_java_was_asked_before(tmp_path: Path) -> None:
+    """As in lockstep doctor, which asks YARN's queue before its session starts."""
+    script = tmp_path / "asks_first.py"
+    script.write_text(
+        "from pyspark import SparkContext\n"
+        "SparkContext._ensure_initialized()\n"
+        "import lockstep\n"
+        "with lockstep.spark_session('asks') as spark:\n"
+        "    print(spark.sparkContext.master, spark.conf.get('spark.asked'))\n"
+    )
+    submit = str(Path(sys.executable).with_name("spark-submit"))
+    command = [submit, "--master", "local[3]", "--conf", "spark.asked=yes", str(script)]
+    done = call(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "local[3] yes" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_reader_that_goes_ends_a_job_quietly(tmp_path: Path) -> None:
     """As `| head` does: 141, as a shell reports of others, where the job was not done; its own code where it was."""
     write_table(tmp_path / "d")
