@@ -33,8 +33,9 @@ def test_each_page_is_once_in_the_navigation() -> None:
     config = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
     shown = [path for path in paths_in(config["project"]["nav"]) if not path.startswith("reference/")]
     assert len(shown) == len(set(shown)) and [path for path in shown if not (ROOT / path).exists()] == []
-    assert sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")) == sorted(
-        path for path in shown if path.startswith("docs/") and path.count("/") == 1
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    assert sorted(str(path.relative_to(ROOT)) for path in pages) == sorted(
+        path for path in shown if path.startswith(("docs/", "examples/")) and not path.startswith("docs/decisions/")
     )
 
 
