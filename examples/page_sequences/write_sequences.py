@@ -31,5 +31,5 @@ for visitor, pages in seen.groupby("visitor")["page"]:
             rows.append((split, visitor, place, visit[max(0, place - BEFORE) : place], number[visit[place]]))
 table = pd.DataFrame(rows, columns=["split", "visitor", "place", "pages", "next_page"])
 table["last"] = table["pages"].str[-1]
-table.to_parquet(args.out, partition_cols=["split"], row_group_size=512)
+table.to_parquet(args.out, partition_cols=["split"], row_group_size=512, basename_template="part-{i}.parquet")
 print(f"{args.out}: {len(table)} requests of {table['visitor'].nunique()} visitors")

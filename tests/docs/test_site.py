@@ -92,8 +92,8 @@ def test_examples_of_docstrings_are_fenced() -> None:
 
 def test_texts_for_assistants_name_each_page_with_its_purpose() -> None:
     texts = texts_for_assistants(ROOT)
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    assert [page.name for page in pages if f"(docs/{page.name}): " not in texts["llms.txt"]] == []
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    assert [page for page in pages if f"({page.relative_to(ROOT)}): " not in texts["llms.txt"]] == []
     assert all(title_and_purpose(page.read_text("utf-8"))[1] for page in pages)
     assert all(page.read_text("utf-8") in texts["llms-full.txt"] for page in pages)
 

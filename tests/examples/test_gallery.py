@@ -3,6 +3,7 @@ what pandas and scikit-learn compute of the same data."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def below(folder: Path, pattern: str) -> Path:
 
 
 def test_each_example_is_in_the_gallery_and_has_a_test() -> None:
-    page, tests = (EXAMPLES / "README.md").read_text("utf-8"), Path(__file__).read_text("utf-8")
-    assert len(GALLERY) >= 3
+    page = (EXAMPLES / "README.md").read_text("utf-8")
+    tests = Path(__file__).read_text("utf-8") + (ROOT / "tests" / "cluster" / "test_examples.py").read_text("utf-8")
+    assert len(GALLERY) >= 13
     assert [name for name in GALLERY if f"]({name}/README.md)" not in page or f'ran("{name}"' not in tests] == []
 
 
@@ -87,12 +89,12 @@ def test_parquet_of_others_has_the_rows_that_pandas_reads_and_the_auc_of_scikit_
     train, test = rows.loc["train"], rows.loc["test"]
     assert number(r"train: (\d+) records", printed) == len(train) and set(test["month"]) == {"2026-04"}
     outputs = lockstep.predict(str(run), test[["country", "device", "pages", "seconds"]])
-    assert number(r"auc +(\S+)", printed) == pytest.approx(roc_auc_score(test["bought"], outputs.ravel()), abs=6e-5)
+    assert number(r"\nauc +(\S+)", printed) == pytest.approx(roc_auc_score(test["bought"], outputs.ravel()), abs=6e-5)
     rates = (train.groupby("country", observed=True)["bought"].sum() + 10 * train["bought"].mean()) / (
         train["country"].value_counts() + 10
     )
     baseline = roc_auc_score(test["bought"], test["country"].map(rates).astype(float))
-    assert number(r"auc +\S+ +\S+ to \S+ +(\S+)", printed) == pytest.approx(baseline, abs=6e-5)
+    assert number(r"\nauc +\S+ +\S+ to \S+ +(\S+)", printed) == pytest.approx(baseline, abs=6e-5)
 
 
 @pytest.mark.slow
@@ -156,8 +158,8 @@ def test_the_errors_of_a_recommender_are_those_of_scikit_learn(tmp_path: Path) -
     stars = lockstep.predict(str(folder / "run"), test[["user", "film"]]).ravel()
     error = root_mean_squared_error(test["rating"], stars)
     mean = root_mean_squared_error(test["rating"], [train["rating"].mean()] * len(test))
-    assert number(r"rmse +(\S+)", printed) == pytest.approx(error, abs=6e-5)
-    assert number(r"rmse +\S+ +(?:-|\S+ to \S+) +(\S+)", printed) == pytest.approx(mean, abs=6e-5)
+    assert number(r"\nrmse +(\S+)", printed) == pytest.approx(error, abs=6e-5)
+    assert number(r"\nrmse +\S+ +(?:-|\S+ to \S+) +(\S+)", printed) == pytest.approx(mean, abs=6e-5)
     assert error < number(r"film: RMSE (\S+)", printed) < mean
 
 
@@ -166,6 +168,15 @@ def test_hits_of_the_next_page_are_those_of_scikit_learn(tmp_path: Path) -> None
     printed = ran("page_sequences", tmp_path)
     rows = pd.read_parquet(tmp_path / ".demo" / "page_sequences" / "predictions")
     hits = top_k_accuracy_score(rows["label"], [*rows["prediction"]], k=10, labels=range(100))
-    assert number(r"hit@10 +(\S+)", printed) == pytest.approx(hits, abs=6e-5)
+    assert number(r"\nhit@10 +(\S+)", printed) == pytest.approx(hits, abs=6e-5)
     assert number(r"right for (0\.\d+)", printed) == pytest.approx((rows["label"] == rows["class"]).mean(), abs=6e-4)
-    assert hits > number(r"hit@10 +\S+ +\S+ to \S+ +(\S+)", printed) + 0.1
+    assert hits > number(r"\nhit@10 +\S+ +\S+ to \S+ +(\S+)", printed) + 0.1
+
+
+@pytest.mark.slow
+def test_a_night_s_settings_are_those_that_the_dag_reads(tmp_path: Path) -> None:
+    printed = ran("nightly", tmp_path)
+    dag = (ROOT / "jobs" / "dags" / "lockstep_daily.py").read_text("utf-8")
+    names = json.loads((EXAMPLES / "nightly" / "variables.json").read_text("utf-8"))
+    assert [name for name in names if f'"{name.removeprefix("lockstep_weblog_")}": (' not in dag] == []
+    assert {"upload", "etl", "verify", "train", "publish"} <= set(printed.splitlines())

@@ -53,7 +53,9 @@ def losses(strategy: str, folder: Path) -> list[float]:
 
 @pytest.mark.soak  # `fit` under it is the short form
 def test_multi_worker_mirrored_strategy_finds_its_cluster(tmp_path: Path) -> None:
-    done = launch(2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
+    done = launch(
+        2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses("multi", tmp_path)
     assert len(found) == 12 and found[-1] < found[0] / 1.5
@@ -73,7 +75,9 @@ def test_mirrored_strategy_trains_as_the_processes_do(tmp_path: Path) -> None:
     ]
     flags = ["--strategy", "mirrored", "--data", str(DATA), "--out", str(tmp_path)]
     subprocess.run([*one, *flags], cwd=ROOT, check=True, timeout=300)
-    launch(2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
+    launch(
+        2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path)
+    )
     np.testing.assert_allclose(losses("mirrored", tmp_path), losses("multi", tmp_path), rtol=1e-5)
 
 
