@@ -25,7 +25,7 @@ number = {page: place for place, page in enumerate(seen["page"].value_counts(sor
 rows = []
 for visitor, pages in seen.groupby("visitor")["page"]:
     visit = pages.tolist()
-    split = "test" if zlib.crc32(visitor.encode()) % 5 == 0 else "train"  # a visitor is on one side
+    split = "test" if zlib.crc32(str(visitor).encode()) % 5 == 0 else "train"  # a visitor is on one side
     for place in range(1, len(visit)):
         if visit[place] in number:
             rows.append((split, visitor, place, visit[max(0, place - BEFORE) : place], number[visit[place]]))
