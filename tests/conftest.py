@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TESTS = Path(__file__).parent
-LONGEST = ("cluster", "etl", "judge", "docs", "dags", "notebooks", "lockstep", "jobs", "training")
+LONGEST = ("cluster", "etl", "judge", "docs", "examples", "dags", "notebooks", "lockstep", "jobs", "training")
 # Folders whose tests share a worker: one Hadoop, and one Spark session for most tests that need one.
 TOGETHER = {"cluster": "hadoop", "etl": "spark", "judge": "spark"}
-APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole
+APART = (
+    "tests/docs/test_readme.py",
+    "tests/examples/test_gallery.py",
+)  # each test by itself; all other files stay whole
 
 # Two workers on two cores: a rank or a task that takes every core for its own arithmetic slows its neighbours.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

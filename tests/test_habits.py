@@ -32,8 +32,14 @@ def test_public_ci_runs_our_own_script_on_pushes_and_requests() -> None:
     assert 'python-version: "3.11"' in flow and 'java-version: "17"' in flow
 
 
-def test_each_example_is_listed_and_run_by_a_test() -> None:
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+def test_each_script_of_the_examples_is_named_by_its_page_and_by_a_test() -> None:
+    """Tests that run a README's commands name the folder; tests/examples/test_gallery.py sees that each does."""
+    seeds = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
+    scripts = sorted((ROOT / "examples").glob("*/*.py"))
+    pages = {path: path.with_name("README.md") for path in scripts}
+    unnamed = [
+        path for path in scripts if path.name not in (pages[path].read_text() if pages[path].exists() else seeds)
+    ]
+    assert len(scripts) >= 17 and unnamed == []
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    names = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-    assert len(names) == 6 and [name for name in names if f"| `{name}` |" not in page or f'"{name}"' not in tests] == []
+    assert [path for path in scripts if f'"{path.name}"' not in tests and f'"{path.parent.name}"' not in tests] == []

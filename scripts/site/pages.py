@@ -89,7 +89,8 @@ def title_and_purpose(text: str) -> tuple[str, str]:
 
 def texts_for_assistants(root: Path) -> dict[str, str]:
     """`llms.txt`, a list of the pages with what each is for, and `llms-full.txt`, all of them as one text."""
-    pages = [Path("README.md"), *sorted(path for path in linked(root) if path.parent == Path("docs"))]
+    found = [path for path in linked(root) if path.parent == Path("docs") or path.parts[0] == "examples"]
+    pages = [Path("README.md"), *sorted(found)]
     texts = {page: (root / page).read_text(encoding="utf-8") for page in pages if page.suffix == ".md"}
     lines = []
     for page, text in texts.items():

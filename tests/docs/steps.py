@@ -40,12 +40,17 @@ def steps_of(text: str) -> list[Step]:
     return found
 
 
-@contextmanager
-def project_in(folder: Path) -> Iterator[Path]:
-    """A folder in which relative paths lead to the project, and results to a temporary place."""
+def link_project(folder: Path) -> None:
+    """Let relative paths in the folder lead to the project, and results to a temporary place."""
     for entry in ROOT.iterdir():
         if entry.name not in (".demo", ".cluster", ".airflow", ".kubernetes", ".git", "spark-warehouse"):
             (folder / entry.name).symlink_to(entry)
+
+
+@contextmanager
+def project_in(folder: Path) -> Iterator[Path]:
+    """A folder that `link_project` has filled; the servers that commands start there end with it."""
+    link_project(folder)
     try:
         yield folder
     finally:
@@ -53,11 +58,12 @@ def project_in(folder: Path) -> Iterator[Path]:
             subprocess.run(["make", "-s", target], cwd=folder, capture_output=True, timeout=120, check=False)
 
 
-def run_steps(steps: Sequence[Step], folder: Path) -> int:
+def run_steps(steps: Sequence[Step], folder: Path) -> list[str]:
     """Run them in order and in one shell's environment, as a newcomer would: what one exports the next one has.
 
-    Returns how many ran and showed all that should be seen; the first that does not raises AssertionError.
+    Returns what each printed; the first that fails, or does not show all that should be seen, raises AssertionError.
     """
+    printed = []
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
     for step in steps:
         script = f"set -euo pipefail\n{step.commands}\nenv -0 > {folder}/environment\n"
@@ -67,9 +73,10 @@ def run_steps(steps: Sequence[Step], folder: Path) -> int:
         assert done.returncode == 0, f"{step.commands}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
         missing = not_seen(step.seen, done.stdout.splitlines())
         assert not missing, f"{step.commands}\nnot seen: {missing}\n{done.stdout[-3000:]}"
+        printed.append(done.stdout)
         saved = (folder / "environment").read_text().split("\0")
         environment = dict(entry.split("=", 1) for entry in saved if entry)
-    return len(steps)
+    return printed
 
 
 def not_seen(wanted: Sequence[str], lines: Sequence[str]) -> str | None:

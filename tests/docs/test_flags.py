@@ -10,7 +10,11 @@ import pytest
 
 from tests.docs.steps import ROOT
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")
+            if "decisions" not in path.parts),
+]  # fmt: skip
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("[a-z]*.py") if "def parser(" in path.read_text("utf-8"))
 # A call ends with its line (`\` joins the next one), with a tick of prose, a cell of a table or a redirection.
 CALL = re.compile(r"(?:(?<![\w.])lockstep |\bjobs/)([a-z_]+)(?:\.py)?((?:\\\n|[^\n`|<>])*)")
@@ -20,7 +24,7 @@ OTHERS = {  # the first two lines are spark-submit's
     "--deploy-mode", "--driver-memory", "--num-executors", "--packages", "--py-files",
     "--nproc-per-node", "--output-filename", "--tee",  # torchrun, horovodrun
     "--hosts", "--mbit", "--mib", "--train",  # benchmarks
-    "--data", "--namenode", "--way",  # examples/seeds
+    "--after", "--data", "--log", "--namenode", "--out", "--rank", "--rows", "--signal", "--way",  # scripts of examples
     "--cores", "--host", "--memory", "--port", "--total-executor-cores", "--work-dir",  # Spark's standalone master
     "--pid", "--logdir",  # py-spy, tensorboard
     "--properties-file",  # spark-submit's

@@ -12,7 +12,8 @@ from tests.docs.steps import ROOT
 
 PAGES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "build.sbt.md"),
-    *("examples/README.md", "lockstep/storage/README.md"),
+    "lockstep/storage/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.md")),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = [
@@ -27,7 +28,7 @@ FILE = re.compile(
 )
 MODULE = re.compile(r"python -m ((?:jobs|benchmarks|training|tests|etl|lockstep)[\w.]*\w)")
 OF_OTHERS = {  # of a reader, of Spark
-    *("conf/my.toml", "benchmarks/NAME.py", "examples/FILE.py"),
+    *("conf/my.toml", "benchmarks/NAME.py"),
     "examples/src/main/scripts/getGpusResources.sh",
 }
 BY_HAND = "*Measured by hand: no script repeats it.*"

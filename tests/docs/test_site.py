@@ -31,8 +31,9 @@ def test_each_page_is_once_in_the_navigation() -> None:
     config = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
     shown = [path for path in paths_in(config["project"]["nav"]) if not path.startswith("reference/")]
     assert len(shown) == len(set(shown)) and [path for path in shown if not (ROOT / path).exists()] == []
-    assert sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")) == sorted(
-        path for path in shown if path.startswith("docs/") and path.count("/") == 1
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    assert sorted(str(path.relative_to(ROOT)) for path in pages) == sorted(
+        path for path in shown if path.startswith(("docs/", "examples/")) and not path.startswith("docs/decisions/")
     )
 
 
@@ -110,8 +111,8 @@ def test_examples_of_docstrings_are_fenced() -> None:
 
 def test_texts_for_assistants_name_each_page_with_its_purpose() -> None:
     texts = texts_for_assistants(ROOT)
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    assert [page.name for page in pages if f"(docs/{page.name}): " not in texts["llms.txt"]] == []
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    assert [page for page in pages if f"({page.relative_to(ROOT)}): " not in texts["llms.txt"]] == []
     assert all(title_and_purpose(page.read_text("utf-8"))[1] for page in pages)
     assert all(page.read_text("utf-8") in texts["llms-full.txt"] for page in pages)
 

@@ -45,7 +45,7 @@ def launch(threads: int, script: str | Path, *arguments: str, **environment: str
 
 
 def test_keras_fit(tmp_path: Path) -> None:
-    done = launch(1, EXAMPLES / "keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
+    done = launch(1, EXAMPLES / "horovod_script" / "keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = np.load(tmp_path / "rank-0.npz"), np.load(tmp_path / "rank-1.npz")
     assert len(first.files) == 4 + 2

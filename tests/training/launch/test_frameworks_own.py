@@ -33,7 +33,7 @@ print(len(ranks[0][0]), "tensors agree")
 def test_ddp_and_hvd_torch_train_the_same_weights(tmp_path: Path) -> None:
     lines = []
     for script in ("torch_ddp.py", "torch_horovod.py"):
-        done = launch_torch(EXAMPLES / script, "--data", str(DATA), "--out", str(tmp_path))
+        done = launch_torch(EXAMPLES / "pytorch_script" / script, "--data", str(DATA), "--out", str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
         lines.append([line for line in done.stdout.splitlines() if "loss" in line])
     assert lines[0] == lines[1] and len(lines[0]) == 2
@@ -53,7 +53,9 @@ def losses(strategy: str, folder: Path) -> list[float]:
 
 @pytest.mark.soak  # `fit` under it is the short form
 def test_multi_worker_mirrored_strategy_finds_its_cluster(tmp_path: Path) -> None:
-    done = launch(2, EXAMPLES / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
+    done = launch(
+        2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses("multi", tmp_path)
     assert len(found) == 12 and found[-1] < found[0] / 1.5
@@ -69,11 +71,13 @@ def test_mirrored_strategy_trains_as_the_processes_do(tmp_path: Path) -> None:
         "1",
         "--launcher",
         "local",
-        str(EXAMPLES / "mirrored.py"),
+        str(EXAMPLES / "keras_script" / "mirrored.py"),
     ]
     flags = ["--strategy", "mirrored", "--data", str(DATA), "--out", str(tmp_path)]
     subprocess.run([*one, *flags], cwd=ROOT, check=True, timeout=300)
-    launch(2, EXAMPLES / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path))
+    launch(
+        2, EXAMPLES / "keras_script" / "mirrored.py", "--strategy", "multi", "--data", str(DATA), "--out", str(tmp_path)
+    )
     np.testing.assert_allclose(losses("mirrored", tmp_path), losses("multi", tmp_path), rtol=1e-5)
 
 
@@ -97,7 +101,7 @@ def test_a_script_of_pytorch_resumes_the_plan_at_other_ranks(tmp_path: Path) -> 
             stop = 10 if number + 1 == len(ranks) else 3 * (number + 1)
             launched = ["-m", "lockstep.jobs.launch", "--num-ranks", count, "--launcher", "local"]
             flags = ["--dataset", str(tmp_path / "data"), "--out", str(tmp_path / folder), "--stop", str(stop)]
-            done = run_torch(*launched, str(EXAMPLES / "torch_planned.py"), *flags)
+            done = run_torch(*launched, str(EXAMPLES / "pytorch_script" / "torch_planned.py"), *flags)
             assert done.returncode == 0, done.stdout + done.stderr
     done = run_torch("-c", SAME_WEIGHTS, str(tmp_path / "whole"), str(tmp_path / "parts"))
     assert done.returncode == 0, done.stderr

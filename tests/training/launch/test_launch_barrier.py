@@ -253,7 +253,8 @@ def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys:
         assert f"[rank {rank}] files imported read True" in lines and f"[rank {rank}] at exit" in lines
     arguments = ("--data", str(DATA), "--out", str(tmp_path))
     launch_script(
-        ScriptConfig(script=str(EXAMPLES / "custom_loop.py"), arguments=arguments, num_ranks=2), OnSpark(session)
+        ScriptConfig(script=str(EXAMPLES / "horovod_script" / "custom_loop.py"), arguments=arguments, num_ranks=2),
+        OnSpark(session),
     )
     check_loop(tmp_path)
 

@@ -58,5 +58,11 @@ for step in range(args.steps):
     if step % 10 == 0 and hvd.rank() == 0:
         print(f"step {step}: loss {losses[-1]:.4f}")
 if hvd.rank() == 0:
+    with gzip.open(os.path.join(args.data, "t10k-images-idx3-ubyte.gz")) as file:
+        unseen = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784) / np.float64(255)
+    with gzip.open(os.path.join(args.data, "t10k-labels-idx1-ubyte.gz")) as file:
+        kinds = np.frombuffer(file.read(), np.uint8, offset=8)
+    accuracy = (model(unseen).numpy().argmax(1) == kinds).mean()
+    print(f"accuracy {accuracy:.4f}, of the most frequent class alone {np.bincount(kinds).max() / len(kinds):.4f}")
     model.save_weights(os.path.join(args.out, "final.weights.h5"))
 np.savez(os.path.join(args.out, f"loop-{hvd.rank()}.npz"), *first, *model.get_weights(), loss=losses)
