@@ -13,7 +13,7 @@ import lockstep
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 from tests.cluster.daemons import Cluster
-from tests.examples.test_gallery import number, ran
+from tests.examples.test_gallery import number, ran, train_and_test
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_ranks_in_containers_of_yarn_have_the_auc_of_scikit_learn(
 ) -> None:
     url = on(hadoop.start_yarn(), monkeypatch)
     printed = ran("yarn", tmp_path)
-    rows = pd.read_parquet(tmp_path / ".demo" / "yarn" / "visits").set_index("split").loc["test"]
+    _, rows = train_and_test(tmp_path / ".demo" / "yarn" / "visits")
     outputs = lockstep.predict(f"{url}/shop/run", rows[["country", "device", "pages", "seconds"]])
     assert number(r"\nauc +(\S+)", printed) == pytest.approx(roc_auc_score(rows["bought"], outputs.ravel()), abs=6e-5)
     filesystem(url).delete(url, recursive=True)
