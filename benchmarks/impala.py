@@ -30,7 +30,8 @@ LAG = 8
 LAG_RATE = 2e-3
 LAG_STEPS = 100_000
 ENVS, UNROLL = 8, 20  # the defaults
-WARM_S, WINDOW_S = 5.0, 15.0
+PEER_BATCH = 3 * ENVS * UNROLL  # its default is 500 steps; ours is one trajectory
+WARM_S, WINDOW_S = 3.0, 10.0
 LIMIT_S = 120.0
 END_S = 15.0
 
@@ -163,8 +164,8 @@ def steps_per_s(command: list[str]) -> tuple[float, str]:
 
 
 def speed(turns: int, rllib: str) -> None:
-    """Both sides in turns with 1 and 2 actors: the same environments, steps in a trajectory, layers and rate, and
-    batches of one trajectory; the peer also with batches of three, near its default of 500 steps."""
+    """Both sides in turns with 1 and 2 actors: the same environments, steps in a trajectory, layers and rate; each with
+    batches of about its default size."""
     peer = [rllib, str(Path(__file__).parent / "peers" / "rllib_peer.py"), "--envs", str(ENVS), "--unroll", str(UNROLL)]
     found: dict[str, list[float]] = {}
     for turn in range(turns):
@@ -172,11 +173,8 @@ def speed(turns: int, rllib: str) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 words = ["--env", "CartPole-v1", "--run", f"{folder}/run", "--actors", str(actors)]
                 ours, _ = steps_per_s([sys.executable, "-m", "lockstep.jobs.agent", *words, "--steps", str(10**8)])
-            sides = {f"lockstep agent, {actors} actors, batches of 160": ours}
-            for batch in (1, 3):
-                words = ["--batch", str(batch * ENVS * UNROLL), "--actors", str(actors)]
-                theirs, versions = steps_per_s([*peer, *words])
-                sides[f"RLlib IMPALA, {actors} actors, batches of {batch * ENVS * UNROLL} ({versions})"] = theirs
+            theirs, versions = steps_per_s([*peer, "--batch", str(PEER_BATCH), "--actors", str(actors)])
+            sides = {f"lockstep agent, {actors} actors": ours, f"RLlib IMPALA, {actors} actors, {versions}": theirs}
             for name, value in sides.items():
                 found.setdefault(name, []).append(value)
                 load = os.getloadavg()[0]

@@ -1,6 +1,6 @@
 """A desk with four seats: each minute a visitor asks for one, and the policy says yes or no.
 
-One visitor in five is worth 1, the others 0.2. Whoever sits stays ten minutes on average, so a policy that never says
+One visitor in five is worth 1, the others 0.2. Each stays ten minutes on average, so a policy that never says
 no has no seat when a dear visitor comes.
 """
 

@@ -29,7 +29,7 @@ STORIES = {
         "docs/seeing.md",
     ],
     "models": ["docs/ready-models.md", "docs/logged-decisions.md", "docs/tasks.md"],
-    "agents and days": ["docs/agents.md", "docs/days.md"],
+    "agents and days": ["docs/agents.md", "docs/days.md", "examples/agent/README.md"],
     "scripts": ["docs/models.md", "examples/README.md"],
     "pytorch": ["docs/pytorch.md"],
     "seeds": ["docs/seeds.md"],
@@ -52,7 +52,7 @@ def steps(page: str) -> list[Step]:
 def test_each_page_with_commands_is_in_one_story() -> None:
     pages = [
         "README.md",
-        "examples/README.md",
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("README.md")),
         *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
     ]
     assert sorted(page for page in pages if steps(page)) == sorted(WITH_COMMANDS)
