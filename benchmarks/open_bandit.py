@@ -51,7 +51,7 @@ def served(alpha: NDArray[np.float64], beta: NDArray[np.float64]) -> NDArray[np.
 
 
 def by_obp(python: str, wheel: Path, log: pd.DataFrame, policy: NDArray[np.float64]) -> dict[str, float]:
-    """The same estimates by obp."""
+    """What obp estimates of the log: {ips, snips}."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "log.npz")
         columns = {"reward": log.click, "action": log.item_id, "position": log.position - 1}
@@ -70,9 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     files = zipfile.ZipFile(args.wheel)
     priors = yaml.safe_load(files.read("obp/policy/conf/prior_bts.yaml"))
-    print(
-        "| campaign | earned in its own log | by the random log: IPS | SNIPS | count as | own mean within IPS's, SNIPS's interval |"
-    )
+    print("| campaign | earned in its own log | by the random log: IPS | SNIPS | count as | within IPS's, SNIPS's |")
     print("| --- | --- | --- | --- | --- | --- |")
     for campaign in CAMPAIGNS:
         own, random = (
