@@ -31,7 +31,7 @@ LAG_RATE = 2e-3
 LAG_STEPS = 100_000
 ENVS, UNROLL = 8, 20  # the defaults
 PEER_BATCH = 3 * ENVS * UNROLL  # its default is 500 steps; ours is one trajectory
-WARM_S, WINDOW_S = 3.0, 10.0
+WARM_S, WINDOW_S = 15.0, 15.0  # Ray takes about 10 s to come to speed
 LIMIT_S = 120.0
 END_S = 15.0
 
