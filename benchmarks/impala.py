@@ -170,7 +170,7 @@ def speed(turns: int, rllib: str) -> None:
     found: dict[str, list[float]] = {}
     for turn in range(turns):
         for actors in (1, 2):
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 words = ["--env", "CartPole-v1", "--run", f"{folder}/run", "--actors", str(actors)]
                 ours, _ = steps_per_s([sys.executable, "-m", "lockstep.jobs.agent", *words, "--steps", str(10**8)])
             theirs, versions = steps_per_s([*peer, "--batch", str(PEER_BATCH), "--actors", str(actors)])
