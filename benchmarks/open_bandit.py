@@ -54,8 +54,9 @@ def by_obp(python: str, wheel: Path, log: pd.DataFrame, policy: NDArray[np.float
     """What obp estimates of the log: {ips, snips}."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "log.npz")
-        columns = {"reward": log.click, "action": log.item_id, "position": log.position - 1}
-        np.savez(place, pscore=log.propensity_score, policy=policy, **columns)
+        reward, action, position = (log[name].to_numpy() for name in ("click", "item_id", "position"))
+        pscore = log.propensity_score.to_numpy()
+        np.savez(place, reward=reward, action=action, position=position - 1, pscore=pscore, policy=policy)
         zipfile.ZipFile(wheel).extractall(folder)
         words = [python, "-c", ORACLE, str(place)]
         done = subprocess.run(words, check=True, capture_output=True, text=True, env={"PYTHONPATH": folder})
