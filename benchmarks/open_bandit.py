@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import yaml
+import yaml  # type: ignore[import-untyped]  # PyYAML has no stubs here
 from numpy.typing import NDArray
 
 from lockstep.training.scoring.off_policy import Decisions, policy_value
