@@ -53,7 +53,8 @@ class Played:
         mean = "no episode has ended" if found.mean_return is None else f"mean return {found.mean_return:.1f}"
         return (
             f"{self.run}: {found.steps} steps, {found.episodes} episodes, {mean}; {found.updates} updates, "
-            f"lag {found.lag_sum / max(1, found.trajectories):.1f} (at most {found.lag_max}); trajectories: "
+            f"lag {found.lag_sum / max(1, found.trajectories):.1f} (at most {found.lag_max}), "
+            f"rho {found.rho_sum / max(1, found.trajectories):.3f}; trajectories: "
             f"{found.trajectories} used, {found.dropped} dropped, {found.lost} lost; {found.replaced} actors replaced"
         )
 
@@ -207,5 +208,6 @@ def line_of(row: dict[str, Any]) -> str:
     mean = "-" if row["mean_return"] is None else f"{row['mean_return']:.1f}"
     return (
         f"{row['env_steps']} steps, {row['env_steps_per_s']:.0f} a second; mean return {mean}; "
-        f"lag {row['lag_mean'] or 0:.1f} (at most {row['lag_max']}), {row['dropped']} dropped, {row['lost']} lost"
+        f"lag {row['lag_mean'] or 0:.1f} (at most {row['lag_max']}), rho {row['rho_mean'] or 1:.3f}, "
+        f"{row['dropped']} dropped, {row['lost']} lost"
     )

@@ -37,7 +37,7 @@ class AgentConfig(Message):
     """Trajectories in a learner's part of an update."""
     widths: tuple[int, ...] = (64, 64)
     """Units of each hidden layer."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """The rate at the start; it falls linearly to 0 at the last step."""
     discount: float = 0.99
     """What a reward is worth one step later."""

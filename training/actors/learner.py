@@ -58,6 +58,8 @@ class Progress(Message):
     lag_sum: int = 0
     """The sum over trajectories of the updates between their weights and the ones that they changed."""
     lag_max: int = 0
+    rho_sum: float = 0.0
+    """The sum over trajectories of the mean of min(1, pi / mu) over the steps of their update."""
     dropped: int = 0
     """Trajectories that were too old."""
     lost: int = 0
@@ -80,9 +82,9 @@ class Progress(Message):
     def with_parts(self, parts: Sequence[Progress]) -> Progress:
         """Add what learners have done since this; `updates` and `steps` are the sum's own."""
         every = [self, *parts]
-        sums = {
+        sums: dict[str, Any] = {
             name: sum(getattr(one, name) for one in every)
-            for name in ("episodes", "trajectories", "lag_sum", "dropped", "lost", "replaced")
+            for name in ("episodes", "trajectories", "lag_sum", "rho_sum", "dropped", "lost", "replaced")
         }
         sums["under_way"] = sum(part.under_way for part in parts)
         returns = sorted((one for part in every for one in part.returns), key=lambda one: one[0])[-LAST:]
@@ -98,6 +100,7 @@ class Progress(Message):
             "mean_return": self.mean_return,
             "lag_mean": self.lag_sum / self.trajectories if self.trajectories else None,
             "lag_max": self.lag_max,
+            "rho_mean": self.rho_sum / self.trajectories if self.trajectories else None,
             "dropped": self.dropped,
             "lost": self.lost,
             "replaced": self.replaced,
@@ -126,6 +129,10 @@ class Tally:
             lag_max=max(part.lag_max, *lags),
         )
         return sum(int((record["what"] & PLAYED > 0).sum()) for record in batch)
+
+    def add_rho(self, rho: float, trajectories: int) -> None:
+        """Count how near the policy these trajectories of an update were (`Updates.rho`)."""
+        self._part = replace(self._part, rho_sum=self._part.rho_sum + rho * trajectories)
 
     def part(self, crew: Crew) -> Progress:
         """The progress so far."""
@@ -190,6 +197,7 @@ class Learner:
                     self._leads and now - saved > config.save_every_s,
                 )
                 sums = self._updates.update(batch, self._steps / config.steps, [steps, leaving.is_set(), *asks])
+                self._tally.add_rho(self._updates.rho, len(batch))
                 self._version, self._steps, left = self._version + 1, self._steps + int(sums[0]), bool(sums[1])
                 crew.publish(self._version, self._updates.weights())
                 self._context.control.beat(self._version, "play")

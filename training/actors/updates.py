@@ -19,6 +19,9 @@ from lockstep.training.actors.vtrace import vtrace
 from lockstep.training.comm.base import Communicator
 
 VALUE_WEIGHT = 0.5  # of the values' squared errors in the loss, as in the paper's appendix
+# How much of the mean square of advantages is kept at the next batch. If each batch were divided by its own root mean
+# square, batches without information would weigh as much as others, and a policy without entropy would stay so.
+SIZE_KEPT = 0.99
 CLIP_NORM = 0.5  # of the gradient over all variables
 SMALL = 0.01  # of the policy's first kernel: at first all actions are about as likely
 INPUT = "observation"
@@ -61,9 +64,14 @@ class Updates:
         self._optimizer.build(self._variables)
         self._config, self._comm, self._correct = config, comm, correct
         self._horizon = 1.0 / (1.0 - config.discount)  # the value of a reward of 1 at each step
+        # The mean square of advantages over about 1 / (1 - SIZE_KEPT) batches of this learner, 0 before the first one.
+        # Each learner may have its own: the sum of gradients is the same on all. A resumed run begins with 0.
+        self._square = keras.Variable(0.0, trainable=False, name="square")
         self._gradient = tf.function(self._gradient_of)
         self._apply = tf.function(self._applied)
         self._sizes = [int(np.prod(variable.shape)) for variable in self._variables]
+        self.rho = 1.0
+        """How far the last batch of this learner was off the policy: the mean over its steps of min(1, pi / mu)."""
 
     def weights(self) -> NDArray[np.float32]:
         """All weights as one array, in the order that `NumpyPolicy.flat` has."""
@@ -75,7 +83,8 @@ class Updates:
         `progress` is the done share of the run, from 0 to 1; the rate falls to 0 with it. Returns the sums over all
         learners of `words`, small integers. A collective.
         """
-        gradient = self._gradient(columns_of(batch)).numpy()
+        found, rho = self._gradient(columns_of(batch))
+        gradient, self.rho = found.numpy(), float(rho)
         buffer = np.concatenate([gradient, np.asarray(words, np.float32)])  # whole numbers below 2^24 are exact
         self._comm.all_reduce(buffer)
         self._optimizer.learning_rate.assign(self._config.learning_rate * max(0.0, 1.0 - progress))
@@ -104,7 +113,8 @@ class Updates:
         found = {f"weights/{index:04d}": one for index, one in enumerate(self._variables)}
         return found | {f"optimizer/{index:04d}": one for index, one in enumerate(self._optimizer.variables)}
 
-    def _gradient_of(self, columns: dict[str, Any]) -> Any:
+    def _gradient_of(self, columns: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the gradient as one flat tensor, and the mean of min(1, pi / mu)."""
         observations = columns["observations"]
         steps, envs, inputs = (int(size) for size in observations.shape)
         played = ops.cast((columns["what"] & PLAYED) > 0, "float32")
@@ -116,19 +126,24 @@ class Updates:
             values = ops.reshape(found["value"], (steps, envs)) * self._horizon
             log_pi = ops.log_softmax(logits)
             log_taken = ops.sum(log_pi * ops.one_hot(columns["actions"], logits.shape[-1]), axis=-1)
-            ratios = ops.exp(log_taken - columns["log_mu"]) if self._correct else ops.ones_like(log_taken)
+            true_ratios = ops.exp(log_taken - columns["log_mu"])
+            ratios = true_ratios if self._correct else ops.ones_like(log_taken)
             targets = vtrace(
                 ops.stop_gradient(ratios * played), columns["rewards"], ops.stop_gradient(values), discounts
             )
             # The size that advantages have without rho: else those of a batch that no policy of today plays would grow.
             weight = ops.sum(ops.square(ops.minimum(ratios * played, 1.0)))
-            size = ops.stop_gradient(ops.sqrt(ops.sum(ops.square(targets.advantages)) / (weight + 1e-6)))
+            square = ops.stop_gradient(ops.sum(ops.square(targets.advantages)) / (weight + 1e-6))
+            kept = ops.where(self._square > 0, SIZE_KEPT, 0.0)
+            self._square.assign(kept * self._square + (1.0 - kept) * square)
+            size = ops.sqrt(self._square)
             policy = -ops.sum(targets.advantages / (size + 1e-6) * log_taken * played)
             value = ops.sum(ops.square((targets.values - values[:-1]) / self._horizon) * played)
             entropy = -ops.sum(ops.sum(ops.exp(log_pi) * log_pi, axis=-1) * played)
             loss = (policy + VALUE_WEIGHT * value - self._config.entropy * entropy) / count
         gradients = tape.gradient(loss, [variable.value for variable in self._variables])
-        return ops.concatenate([ops.reshape(gradient, (-1,)) for gradient in gradients])
+        rho = ops.sum(ops.minimum(true_ratios, 1.0) * played) / ops.maximum(ops.sum(played), 1.0)
+        return ops.concatenate([ops.reshape(gradient, (-1,)) for gradient in gradients]), rho
 
     def _applied(self, flat: Any) -> None:
         parts = tf.split(flat, self._sizes)

@@ -14,7 +14,7 @@ from lockstep.storage.errors import ConfigError, DataError, TrainingFailedError
 from lockstep.training.actors.agent import play
 from lockstep.training.actors.config import AgentConfig
 from lockstep.training.actors.learner import Learner, Progress
-from lockstep.training.actors.player import Player
+from lockstep.training.actors.player import PLAYED, Player
 from lockstep.training.actors.updates import Updates, columns_of
 from lockstep.training.comm import SoloCommunicator
 from lockstep.training.launch.local import run_local
@@ -78,7 +78,10 @@ def test_one_update_of_two_learners_is_that_of_both_batches(tmp_path: Path) -> N
     player = Player(config.env, config.envs, config.unroll, config.widths, seed=[1])
     batches = [player.play().copy() for _ in range(2)]
     alone = Updates(config, player.envs.shape, SoloCommunicator())
-    gradients = [alone._gradient(columns_of([batch])).numpy() for batch in batches]
+    gradients = []
+    for batch in batches:
+        learner = Updates(config, player.envs.shape, SoloCommunicator())
+        gradients.append(learner._gradient(columns_of([batch]))[0].numpy())
     comms = _threads._join(2, 1)
     pair = [Updates(config, player.envs.shape, comm) for comm in comms]
     with ThreadPoolExecutor(2) as pool:
@@ -86,6 +89,47 @@ def test_one_update_of_two_learners_is_that_of_both_batches(tmp_path: Path) -> N
     alone._apply((gradients[0] + gradients[1]) / 2)
     assert [one.tolist() for one in sums] == [[3], [3]]
     np.testing.assert_allclose(pair[0].weights(), alone.weights(), rtol=0, atol=1e-7)
+
+
+def test_rho_says_how_far_a_batch_is_off_the_policy(tmp_path: Path) -> None:
+    """Beside the ratios of two policies in NumPy; resets, which no policy played, do not count."""
+    config = small(str(tmp_path), unroll=30)
+    player = Player(config.env, config.envs, config.unroll, config.widths, seed=[1])
+    old = np.random.default_rng(2).normal(scale=0.5, size=player.policy.flat.size).astype(np.float32)
+    player.policy.flat[:] = old
+    record = player.play().copy()
+    updates = Updates(config, player.envs.shape, SoloCommunicator())
+    player.policy.flat[:] = updates.weights()
+    logits = player.policy.logits(record[0]["observations"][:-1].reshape(-1, player.envs.shape.inputs))
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    actions, played = record[0]["actions"].reshape(-1), record[0]["what"].reshape(-1) & PLAYED > 0
+    ratios = chances[np.arange(actions.size), actions] / np.exp(record[0]["log_mu"].reshape(-1))
+    updates.update([record], 0.0, [])
+    assert 0 < played.sum() < actions.size and updates.rho < 0.99 < 1.1 < ratios[played].max()
+    assert updates.rho == pytest.approx(np.minimum(ratios, 1.0)[played].mean(), abs=1e-5)
+
+
+def test_advantages_are_divided_by_their_size_over_many_batches(tmp_path: Path) -> None:
+    """The second batch is a hundredth of the mean. Its own mean square is that of a learner which has seen no other."""
+    config = small(str(tmp_path), learning_rate=1e-9)
+    player = Player(config.env, config.envs, config.unroll, config.widths, seed=[1])
+    first, second = (player.play().copy() for _ in range(2))
+    second[0]["rewards"] += 100.0
+    alone = []
+    for record in (first, second):
+        updates = Updates(config, player.envs.shape, SoloCommunicator())
+        updates.update([record], 0.0, [])
+        alone.append(float(updates._square))
+    updates = Updates(config, player.envs.shape, SoloCommunicator())
+    for record in (first, second):
+        updates.update([record], 0.0, [])
+    assert alone[1] > 2 * alone[0] > 0
+    assert float(updates._square) == pytest.approx(0.99 * alone[0] + 0.01 * alone[1], rel=1e-4)
+
+
+def test_a_run_reports_how_far_it_was_off_the_policy(tmp_path: Path) -> None:
+    found = played(small(str(tmp_path / "run"))).progress
+    assert 0.5 < found.rho_sum / found.trajectories < 1.0
 
 
 def test_what_was_under_way_at_a_checkpoint_is_lost_and_counted(tmp_path: Path) -> None:
