@@ -69,7 +69,7 @@ from lockstep.training.run.lineage import (
 )
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
-from lockstep.training.run.run_json import keep_selection, open_run
+from lockstep.training.run.run_json import keep_selection, note_first_weights, open_run
 from lockstep.training.run.weights_source import located
 
 log = logging.getLogger(__name__)
@@ -422,6 +422,7 @@ class _Driver:
         hooks, source = self._hooks, self._config.model.init_from
         if claim.parent is None and source is not None and self._first_weights is None:
             self._first_weights = located(source)
+            note_first_weights(self._fs, self._paths, self._first_weights, self._ownership.confirm)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
         config = self._config.but(num_ranks=claim.num_ranks)
         options = CommOptions(

@@ -32,6 +32,7 @@ from lockstep.training.results.curves import (
 )
 from lockstep.training.results.evaluate import number, slice_table, span
 from lockstep.training.results.follow import followed
+from lockstep.training.results.forgetting import Forgetting, forgotten_in
 from lockstep.training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
 from lockstep.training.results.resources import (
     bad_record_rows,
@@ -89,6 +90,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         followed(fs, paths),
         document=document,
         restarts=_restart_rows(done, history),
+        forgotten=forgotten_in(run),
     )
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, content.encode(), exclusive=False)
@@ -188,10 +190,11 @@ def render(
     *,
     document: Mapping[str, Any] = MappingProxyType({}),
     restarts: Rows = (),
+    forgotten: Mapping[str, Forgetting] = MappingProxyType({}),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
     the documents of lockstep.training.results.stored_baselines, `scores` those of lockstep.training.results.follow,
-    `document` run.json.
+    `document` run.json, `forgotten` a matrix a split.
     """
     first = (("model", "state", "finished"), ("versions", "git revision"))
     state = [row for row in training if row[0] == "state"]
@@ -202,6 +205,7 @@ def render(
         _result_section(run, document, history, evaluation, compared),
         Section("Curves", figures(_curves(history, scores, evaluation))),
         *([] if evaluation is None else _evaluation_sections(evaluation)),
+        *_forgetting_sections(forgotten),
         Section("Where each rank's time went", time_bars(history) + table(time_rows(history))),
         Section("Starts and restarts", table(restarts)),
         Section("Slow ranks", table(straggler_rows(history))),
@@ -301,6 +305,17 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
         Section("Confusion: true class by row, predicted class by column", matrix),
         Section("Misjudged pictures, the surest mistakes first", picture_sheet(_misjudged(evaluation))),
         *(Section(f"Slices by {name}", table(slice_table(name, each), head=True)) for name, each in slices),
+    ]
+
+
+def _forgetting_sections(forgotten: Mapping[str, Forgetting]) -> list[Section]:
+    """The matrix of runs and days of each split."""
+    return [
+        Section(
+            f"What earlier days lost on {split}: run of a day by row, dataset of a day by column",
+            paragraph(found.words()) + table(found.table(), head=True),
+        )
+        for split, found in forgotten.items()
     ]
 
 
