@@ -96,6 +96,18 @@ def test_learned_weights_are_those_of_the_formula() -> None:
     np.testing.assert_allclose(mine[name], shares * (0.5 - np.exp(-logs) * means), rtol=1e-5, atol=1e-6)
 
 
+def test_learned_weights_are_reported_and_fixed_ones_are_not() -> None:
+    model, _, _ = gradients("uncertainty")
+    x, y = batch()
+    found = model.compute_metrics(x, y, model(x))
+    assert [float(found[f"weight_{number}"]) for number in (0, 1)] == pytest.approx([np.exp(-0.7), np.exp(0.4)])
+    model.log_variances.assign([0.0, 0.0])
+    found = model.compute_metrics(x, y, model(x))
+    assert float(found["weight_0"]) == pytest.approx((np.exp(-0.7) + 1) / 2), "the mean over steps"
+    fixed, _, _ = gradients("2,0.5")
+    assert "weight_0" not in fixed.compute_metrics(x, y, fixed(x))
+
+
 def test_a_model_with_one_output_layer_is_refused() -> None:
     from lockstep.training.models import ModelOptions, build
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from lockstep.storage.errors import ConfigError
 from lockstep.training.config import TrainConfig
+from lockstep.training.results.report import write_report
 from tests.builders.evaluations import evaluate
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._tasks import write_task
@@ -39,6 +42,29 @@ def test_n_ranks_are_one_rank(pair: tuple[str, str], tmp_path: Path, tasks: str)
     assert_same(*(_threads.final_tensors(str(tmp_path / str(n))) for n in (1, 2)))
     assert found[0].metrics == pytest.approx(found[1].metrics, rel=1e-9)
     assert {"loss_0", "accuracy_1", "val_accuracy_0", "val_accuracy_1", "val_accuracy"} <= found[0].metrics.keys()
+    if tasks == "uncertainty":
+        assert_page_shows_each_task(tmp_path / "2", pair, found[1].metrics)
+
+
+def assert_page_shows_each_task(run: Path, pair: tuple[str, str], metrics: dict[str, Any]) -> None:
+    evaluation = evaluate(str(run), pair[0], "test", _threads.run_threads)
+    page = Path(write_report(str(run), evaluation)).read_text()
+    section = page.split("<h2>Tasks</h2>")[1].split("<h2>")[0]
+    lines = [re.findall(r"<t[hd]>([^<]*)", line) for line in re.findall(r"<tr>(.*?)</tr>", section, re.DOTALL)]
+    table = pd.DataFrame(lines[1:], columns=lines[0])
+    assert list(table["task"]) == ["0: kinds", "1: sides"]
+    for head, name in (
+        ("training loss", "loss"),
+        ("validation accuracy", "val_accuracy"),
+        ("learned weight", "weight"),
+    ):
+        assert list(table[head].astype(float)) == pytest.approx(
+            [metrics[f"{name}_{number}"] for number in (0, 1)], abs=6e-5
+        ), head
+    by_url = {one["dataset"]: one["metrics"]["accuracy"] for one in evaluation["by_dataset"]}
+    assert list(table["accuracy on test"].astype(float)) == pytest.approx([by_url[url] for url in pair], abs=6e-5)
+    assert metrics["weight_0"] != metrics["weight_1"] and "learned weight by epoch" in section
+    assert "accuracy_0" not in page.split("<h2>Curves</h2>")[1].split("<h2>")[0], "a figure with a line a task has it"
 
 
 def weights_of(run: Path) -> dict[str, np.ndarray]:
