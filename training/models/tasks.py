@@ -72,7 +72,7 @@ class TaskModel(keras.Model):
 
     def _learned_weights(self) -> Any:
         """What the loss of each task counts (tasks,)."""
-        return ops.exp(-self.log_variances) * (0.5 if self.label == NUMBER else 1.0)
+        return ops.exp(ops.negative(self.log_variances)) * (0.5 if self.label == NUMBER else 1.0)
 
     def deployed(self) -> keras.Model:
         """The model with Keras' classes only, which needs no weights of tasks; its optimizer has the same settings and

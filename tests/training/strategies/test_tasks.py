@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator
 from lockstep.training.config import TrainConfig
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import BUCKET_BYTES, lay_out
+from lockstep.training.exchange.exchange import SoloExchange
 from lockstep.training.results.report import write_report
+from lockstep.training.strategies.tasks import TaskExchange
 from tests.builders.evaluations import evaluate
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._ring import run_ring, run_solo
 from tests.training._tasks import write_task
 from tests.training.rank.test_fit import assert_no_bit_differs, assert_same
 
@@ -83,6 +91,7 @@ def heads_apart(weights: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[
 def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
     """What two models of plain Keras, trained by themselves and averaged by hand every `every` steps, come to."""
     import keras
+    import tensorflow as tf
 
     from lockstep.training.batches.training_set import TrainingSet
     from lockstep.training.driver.preflight import plan_for
@@ -112,7 +121,12 @@ def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
         for number, model in enumerate(copies):
             mine = batch.x["_dataset"] == number
             assert batch.y is not None
-            model.train_on_batch(np.hstack([batch.x["a"], batch.x["b"]])[mine], batch.y[mine])
+            with tf.GradientTape() as tape:
+                output = model(np.hstack([batch.x["a"], batch.x["b"]])[mine], training=True)
+                loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(batch.y[mine], output))
+            grads = tape.gradient(loss, [one.value for one in model.trainable_variables])
+            # Half of the rows are a task's: in the mean over all rows its output layer has half of its gradient.
+            model.optimizer.apply([*grads[:4], *(0.5 * grad for grad in grads[4:])], model.trainable_variables)
         if (step + 1) % every == 0 or step + 1 == plan.first_step(plan.epoch_of_step(step) + 1):
             for of in (lambda model: model.trainable_variables, lambda model: model.optimizer.momentums):
                 for one, other in list(zip(*map(of, copies), strict=True))[:4]:
@@ -141,17 +155,65 @@ def test_it_is_plain_keras_models_whose_trunks_are_averaged(pair: tuple[str, str
         np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12)
 
 
-def test_with_a_meeting_in_each_step_the_trunk_takes_the_step_of_one_sum(pair: tuple[str, str], tmp_path: Path) -> None:
-    """An output layer takes twice the step, since half of the rows of a sum are its task's."""
-    more: dict[str, Any] = {"model": "tests.training._tasks:seeded", "max_steps": 1}
-    _threads.run(config_of(pair, tmp_path / "sum", 2, **more))
-    _threads.run(config_of(pair, tmp_path / "apart", 2, strategy="tasks", **more))
-    _threads.run(config_of(pair, tmp_path / "still", 1, **more | {"learning_rate": 1e-30}))
-    found = [heads_apart(weights_of(tmp_path / name)) for name in ("sum", "apart", "still")]
-    for one, other in zip(found[0][0], found[1][0], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
-    for summed, apart, still in zip(*(heads for _, heads in found), strict=True):
-        np.testing.assert_allclose(apart - still, 2 * (summed - still), rtol=1e-9, atol=1e-14)
+@pytest.mark.parametrize(("ranks", "model"), [(2, "mlp"), (4, "tests.training._tasks:seeded")], ids=["adam", "sgd"])
+def test_with_a_meeting_in_each_step_it_is_one_sum(
+    pair: tuple[str, str], tmp_path: Path, ranks: int, model: str
+) -> None:
+    """Adam too; the tasks have one and three parts of the rows."""
+    more: dict[str, Any] = {"model": model, "max_steps": 6, "mix": (3, 1), "global_batch": 32}
+    more |= {} if model == "mlp" else {"extra": {}}
+    _threads.run(config_of(pair, tmp_path / "sum", 1, **more))
+    _threads.run(config_of(pair, tmp_path / "tasks", ranks, strategy="tasks", **more))
+    summed, grouped = (weights_of(tmp_path / name) for name in ("sum", "tasks"))
+    assert len(summed) == 8
+    for name, value in summed.items():
+        np.testing.assert_allclose(grouped[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_four_ranks_are_two_whose_groups_have_all_rows(pair: tuple[str, str], tmp_path: Path) -> None:
+    """The ranks of a task add their gradients in each step, so two of them are one with twice the rows."""
+    more: dict[str, Any] = {"strategy": "tasks", "sync_every": 3, "epochs": 2}
+    for ranks in (2, 4):
+        _threads.run(config_of(pair, tmp_path / str(ranks), ranks, **more))
+    two, four = (_threads.final_tensors(str(tmp_path / str(ranks))) for ranks in (2, 4))
+    assert_same(two, four)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=9, max_size=9), st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_a_task_s_ranks_get_the_mean_of_their_rows(tasks: int, each: int, rows: list[int], seed: int) -> None:
+    """An output layer gets the mean times the task's share of all rows; each of any number of rows a rank."""
+    ranks, total = tasks * each, sum(rows[: tasks * each])
+    grads = np.random.default_rng(seed).standard_normal((ranks, 2, 4))
+    names = ["the gradient of mlp/dense/kernel", "the gradient of _task_0/kernel"]
+
+    def work(comm: Communicator) -> list[Any]:
+        mine = comm.rank // each
+        exchange = TaskExchange(
+            comm, rows[comm.rank] / total, members=range(mine * each, (mine + 1) * each), heads=["_task_0", "_task_1"]
+        )
+        dtype = np.dtype("float64")
+        exchange.use(lay_out([((4,), dtype)] * 2, [], CONTROL_WORDS, BUCKET_BYTES), names)
+        if exchange.alone:
+            SoloExchange(exchange, names, []).finish(np.array(comm.rank, np.float64))
+            found = [exchange.kept_factor(name) * grad for name, grad in zip(names, grads[comm.rank], strict=True)]
+        else:
+            layout = exchange._of_layout()
+            for bucket in range(len(layout.sizes)):
+                exchange.post(bucket, *(grads[comm.rank][number] for number in layout.posted(bucket)))
+            found = [value.copy() for value in exchange.finish(np.array(comm.rank, np.float64))]
+        assert exchange.agreement is not None and not exchange.agreement.agreed
+        met = exchange.agree(equal=True)
+        exchange.close()
+        return [*found, met.losses]
+
+    for rank, (trunk, head, losses) in enumerate(run_ring(ranks, work) if ranks > 1 else run_solo(1, work)):
+        group = slice(rank // each * each, (rank // each + 1) * each)
+        weights = np.array(rows[group])
+        mean = np.average(grads[group], axis=0, weights=weights)
+        np.testing.assert_allclose(trunk, mean[0], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(head, mean[1] * weights.sum() / total, rtol=1e-12, atol=1e-14)
+        assert losses == pytest.approx((np.average(np.arange(ranks), weights=rows[:ranks]),))
 
 
 @pytest.mark.parametrize("more", [{}, {"strategy": "tasks", "sync_every": 3}], ids=["sum", "tasks"])
