@@ -18,9 +18,10 @@ from lockstep.training.config import TrainConfig
 from lockstep.training.exchange.agreement import CONTROL_WORDS
 from lockstep.training.exchange.buckets import BUCKET_BYTES, lay_out
 from lockstep.training.exchange.exchange import SoloExchange
+from lockstep.training.results.predictor import ExportedModel
 from lockstep.training.results.report import write_report
 from lockstep.training.strategies.tasks import TaskExchange
-from tests.builders.evaluations import evaluate
+from tests.builders.evaluations import evaluate, predict
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._ring import run_ring, run_solo
 from tests.training._tasks import write_task
@@ -38,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def config_of(pair: tuple[str, ...], run: Path, num_ranks: int, **more: Any) -> TrainConfig:
     options: dict[str, Any] = {
         "datasets": pair, "run": str(run), "num_ranks": num_ranks, "model": "mlp", "mix": (1, 1), "tasks": "equal",
-        "global_batch": 16, "epochs": 4, "lanes": 8, "launcher": "local", "checkpoint_every": 1000, "seed": 7,
+        "global_batch": 16, "epochs": 2, "lanes": 8, "launcher": "local", "checkpoint_every": 1000, "seed": 7,
         "extra": {"width": 8, "dropout": 0.0}, "learning_rate": 0.02, "precision": "float64",
     }  # fmt: skip
     return TrainConfig(**(options | more))
@@ -236,7 +237,7 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
 
     config = config_of(pair, tmp_path / "run", 4, strategy="tasks", precision="float32", epochs=8, validate="test")
     result = _threads.run(config)
-    found = evaluate(str(tmp_path / "run"), pair[1], "test", _threads.run_threads)
+    scored = evaluate(str(tmp_path / "run"), pair[1], "test", _threads.run_threads)
     assert result.model is not None
     model = load_model(result.model, "mlp")
     opened = TrainingSet.at(pair, "train", (1, 1), tasks=True)
@@ -255,13 +256,21 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
         assert shares.shape == (30, 3)
         assert number == 0 or shares[:, 2].max() == 0, "a class that the task does not have"
         wanted.append(float((shares.argmax(axis=1) == rows.y).mean()))
-    assert found["metrics"]["accuracy"] == pytest.approx(wanted[1])
-    assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in found["by_dataset"]} == pytest.approx(
+    assert scored["metrics"]["accuracy"] == pytest.approx(wanted[1])
+    assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in scored["by_dataset"]} == pytest.approx(
         {"sides": wanted[1], "kinds": wanted[0]}
     )
     assert result.metrics["val_accuracy_0"] == pytest.approx(wanted[0])
     assert result.metrics["val_accuracy"] == pytest.approx(np.mean(wanted))
     assert min(wanted) > 0.6 and opened.encoder.signature.tasks == (3, 2)
+
+    done = predict(str(tmp_path / "run"), pair[1], "test", str(tmp_path / "out"), _threads.run_threads, num_ranks=2)
+    found = pd.concat(map(pd.read_parquet, sorted(Path(done.output).glob("*.parquet"))))
+    np.testing.assert_array_equal(found["sample_id"], rows.sample_id)
+    np.testing.assert_allclose(np.stack(found["prediction"].to_list()), shares, rtol=1e-5, atol=1e-7)
+    assert set(found["class"]) == {0, 1} and found["class"].tolist() == shares.argmax(axis=1).tolist()
+    with pytest.raises(ConfigError, match="takes no raw rows"):
+        ExportedModel.at(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
