@@ -143,6 +143,7 @@ def train(
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
     notes.show(notes.of_keep_best(config.checkpoints.keep_best))
+    notes.show(notes.of_replay(config.data.replay, config.data.mix))
     memory = room_for(config, launch)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
