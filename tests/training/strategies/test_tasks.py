@@ -241,7 +241,7 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
     assert result.model is not None
     model = load_model(result.model, "mlp")
     opened = TrainingSet.at(pair, "train", (1, 1), tasks=True)
-    wanted = []
+    wanted, outputs = [], []
     for number, url in enumerate(pair):
         split = OpenSplit.at(url, "test")
         rows = split.encoder.encode(split.reader.read(split.reader.table.run(0)))
@@ -255,6 +255,7 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
         shares = np.asarray(model.predict_on_batch(x))
         assert shares.shape == (30, 3)
         assert number == 0 or shares[:, 2].max() == 0, "a class that the task does not have"
+        outputs.append((rows.sample_id, shares))
         wanted.append(float((shares.argmax(axis=1) == rows.y).mean()))
     assert scored["metrics"]["accuracy"] == pytest.approx(wanted[1])
     assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in scored["by_dataset"]} == pytest.approx(
@@ -264,9 +265,10 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
     assert result.metrics["val_accuracy"] == pytest.approx(np.mean(wanted))
     assert min(wanted) > 0.6 and opened.encoder.signature.tasks == (3, 2)
 
+    ids, shares = outputs[1]
     done = predict(str(tmp_path / "run"), pair[1], "test", str(tmp_path / "out"), _threads.run_threads, num_ranks=2)
     found = pd.concat(map(pd.read_parquet, sorted(Path(done.output).glob("*.parquet"))))
-    np.testing.assert_array_equal(found["sample_id"], rows.sample_id)
+    np.testing.assert_array_equal(found["sample_id"], ids)
     np.testing.assert_allclose(np.stack(found["prediction"].to_list()), shares, rtol=1e-5, atol=1e-7)
     assert set(found["class"]) == {0, 1} and found["class"].tolist() == shares.argmax(axis=1).tolist()
     with pytest.raises(ConfigError, match="takes no raw rows"):
