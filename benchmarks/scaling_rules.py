@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -47,6 +48,7 @@ Rule = Literal["none", "linear", "sqrt"]
 Way = tuple[str, Rule, bool]
 """An optimizer, its rule, and whether it warms up."""
 
+RUNS_OF_A_PROCESS = 8
 BASE, BATCHES, EPOCHS = 64, tuple(64 * 2**power for power in range(8)), 2
 WARM_UP, TRAIN, HELD_OUT, SIDE = 0.5, 20_000, 5_000, "14x14"
 RATES = {"sgd": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4), "lars": (1.0, 3.0, 10.0), "lamb": (0.003, 0.01, 0.03)}
@@ -126,7 +128,9 @@ class Results:
     """The lines of a file of results, and the trainings that add to them."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._found = path, {}
+        self._path, self._found = path, dict[Run, float | None]()
+        # TensorFlow keeps each run's traced steps, some 50 MB of a process that trains again and again.
+        self._pool = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=RUNS_OF_A_PROCESS)
         for line in path.read_text().splitlines() if path.exists() else []:
             row = json.loads(line)
             accuracy = row.pop("accuracy")
@@ -137,7 +141,7 @@ class Results:
         """The accuracy on the split `test`, trained now if it is not known; None if a number was not finite."""
         if run not in self._found:
             began = time.perf_counter()
-            self._found[run] = accuracy = trained(run, dataset)
+            self._found[run] = accuracy = self._pool.apply(trained, (run, dataset))
             row = {**asdict(run), "accuracy": accuracy, "seconds": round(time.perf_counter() - began, 1)}
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -146,7 +150,7 @@ class Results:
 
 
 def trained(run: Run, dataset: str) -> float | None:
-    """The accuracy of a run of this project, one rank in a thread of this process."""
+    """The accuracy of a run of this project, one rank in a thread of the process that calls this."""
     from lockstep.training.config import TrainConfig
     from lockstep.training.exchange.agreement import NonFiniteError
     from lockstep.training.run.metrics import read_history

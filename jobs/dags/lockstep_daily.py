@@ -33,6 +33,9 @@ COMMON = {
     "checkpoint_every": ("200", "steps between checkpoints, seconds as 60s, or auto"),
     "global_batch": ("256", "samples of one step over all ranks"),
     "epochs": ("2", "passes over the training split"),
+    "replay": ("", "the share of each batch that is taken from all earlier days, such as 0.25; else none"),
+    "ewc": ("", "how much weights that mattered on earlier days are held, such as 5, on the first night 0; else not"),
+    "max_drop": ("", "publish no model whose metric fell by more than this on an earlier day; else any better one"),
 }
 
 
@@ -158,11 +161,12 @@ def daily(dag_id: str, etl_job: str, defaults: dict[str, tuple[str, str]], etl_f
             "train", "train", 8, f"--dataset={day.dataset}", f"--run={day.run}", f"--num-ranks={value('num_ranks')}",
             f"--checkpoint-every={value('checkpoint_every')}", "--audit",
             f"--model={value('model')}", f"--global-batch={value('global_batch')}", f"--epochs={value('epochs')}",
-            day.since("--init-from", day.models), executors=value("num_ranks"),
+            f"--replay={value('replay')}", f"--ewc={value('ewc')}", day.since("--init-from", day.models),
+            executors=value("num_ranks"),
         )  # fmt: skip
         publish = day.submit(
             "publish", "publish", 1, f"--run={day.run}", f"--dataset={day.dataset}", f"--models={day.models}",
-            f"--metric={value('metric')}", "--launcher=barrier", executors="1",
+            f"--metric={value('metric')}", f"--max-drop={value('max_drop')}", "--launcher=barrier", executors="1",
         )  # fmt: skip
         upload >> etl >> verify >> train >> publish
     return dag

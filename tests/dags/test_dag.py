@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.results.forgetting import forgetting_of
 from tests.dags._airflow import DAGS, SERVERS, Airflow, write_days
 
 LINES = 3000  # of a day
@@ -34,16 +35,16 @@ def on_this_host(folder: Path) -> Airflow:
     return airflow
 
 
-def settings(folder: Path, days: Sequence[str]) -> str:
-    """Write logs for the days below `folder`; returns the params of a run of the DAG."""
+def settings(folder: Path, days: Sequence[str], **more: str) -> str:
+    """Write logs for the days below `folder`; returns the params of a run of the DAG, with `more` of them."""
     write_days(folder / "daily", days, LINES)
     conf = {"input": str(folder / "daily"), "root": str(folder / "results"), "global_batch": "32", "epochs": "1"}
-    return json.dumps(conf)
+    return json.dumps(conf | more)
 
 
-def run_dag(folder: Path, airflow: Airflow, days: Sequence[str]) -> dict[str, Any]:
+def run_dag(folder: Path, airflow: Airflow, days: Sequence[str], **more: str) -> dict[str, Any]:
     """Run the DAG for one day after the other; returns what _run_dag.py prints. All tasks must succeed."""
-    (folder / "conf.json").write_text(settings(folder, days))
+    (folder / "conf.json").write_text(settings(folder, days, **more))
     script = str(Path(__file__).with_name("_run_dag.py"))
     output = airflow.python(script, str(DAGS / "lockstep_daily.py"), str(folder / "conf.json"), *days, limit_s=1800)
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
@@ -56,7 +57,7 @@ def run_dag(folder: Path, airflow: Airflow, days: Sequence[str]) -> dict[str, An
 
 
 def test_a_day_continues_the_day_before_with_jobs_other_than_etl_and_verify_only_parsed(tmp_path: Path) -> None:
-    told = run_dag(tmp_path, on_this_host(tmp_path), DAYS)["declared"]
+    told = run_dag(tmp_path, on_this_host(tmp_path), DAYS, replay="0.25", max_drop="0.05")["declared"]
     assert told["catchup"] is False and told["active"] == 1 and "0 0 * * *" in told["schedule"]
     assert told["down"] == {name: [after] for name, after in pairwise(TASKS)} | {"publish": []}
     assert all(told["limits"]) and told["retries"] == [2, 2, 0, 2, 2]
@@ -69,14 +70,25 @@ def test_a_day_continues_the_day_before_with_jobs_other_than_etl_and_verify_only
     flags = [arguments for job, _, arguments in calls if job == "train"]
     assert f"--run={root}/runs/{DAYS[1]}" in flags[1] and f"--init-from={root}/models/lockstep_weblog" in flags[1]
     assert not any(flag.startswith("--init-from") for flag in flags[0])
+    assert all("--replay=0.25" in each for each in flags), "the first day has no earlier one, and is trained on alone"
+    assert not any(flag.startswith("--ewc") for each in flags for flag in each), "what is not set is no flag"
+    assert all("--max-drop=0.05" in arguments for job, _, arguments in calls if job == "publish")
 
 
 @pytest.mark.soak
 def test_two_days_from_log_to_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second day replays the first and is held to it; both runs know how each day fared."""
     monkeypatch.setenv("LOCKSTEP_ALL", "1")
-    run_dag(tmp_path, on_this_host(tmp_path), DAYS)
-    current = json.loads((tmp_path / "results" / "models" / "lockstep_weblog" / "_current.json").read_text())
+    run_dag(tmp_path, on_this_host(tmp_path), DAYS, replay="0.25", ewc="5", max_drop="0.5")
+    results = tmp_path / "results"
+    current = json.loads((results / "models" / "lockstep_weblog" / "_current.json").read_text())
     assert current["run"].endswith(DAYS)
+    first, second = (json.loads((results / "runs" / day / "run.json").read_text()) for day in DAYS)
+    assert "ratios" not in first["plan"] and second["plan"]["ratios"] == [3, 1]
+    assert second["first_weights"] == f"{results}/runs/{DAYS[0]}/models/g0001"
+    assert (results / "runs" / DAYS[1] / "models" / "g0001" / "fisher.safetensors").is_file()
+    found = forgetting_of(str(results / "runs" / DAYS[1]), "test")
+    assert found is not None and found.missing == 0 and len(found.days) == 2
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from fractions import Fraction
@@ -148,8 +149,19 @@ class TrainConfig:
         chain = [one for one, _ in load_chain(url)]
         if len(chain) == 1:
             return self.but(datasets=chain)
-        ratio = Fraction(str(share)).limit_denominator(100)
-        return self.but(datasets=chain, mix=(ratio.denominator - ratio.numerator, ratio.numerator))
+        return self.but(datasets=chain, mix=self._ratios_of(share))
+
+    def _ratios_of(self, share: float) -> tuple[int, int]:
+        """The ratios of the newest dataset and of all earlier ones: `share` in hundredths, or where it does not divide
+        each lane's part of a batch, the nearest that does.
+        """
+        exact = Fraction(str(share)).limit_denominator(100)
+        unit = self.data.lanes or math.lcm(self.step.lane_groups or 1, self.data.cache_groups or 1)
+        rows, rest = divmod(self.data.global_batch, unit)  # the least part of a batch that has both
+        if rest or rows < 2 or rows % exact.denominator == 0:
+            return exact.denominator - exact.numerator, exact.numerator
+        earlier = min(max(round(share * rows), 1), rows - 1)
+        return rows - earlier, earlier
 
     def options(self) -> dict[str, Any]:
         """All options by name, those of other ways with their defaults: what the constructor takes."""

@@ -69,7 +69,7 @@ from lockstep.training.run.lineage import (
 )
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import RunResult
-from lockstep.training.run.run_json import keep_selection, open_run
+from lockstep.training.run.run_json import keep_selection, note_first_weights, open_run
 from lockstep.training.run.weights_source import located
 
 log = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ def train(
     config, plan = checked.config, checked.plan
     fs, paths = filesystem(config.run), RunPaths(config.run)
     notes.show(notes.of_keep_best(config.checkpoints.keep_best))
+    notes.show(notes.of_replay(config.data.replay, config.data.mix))
     memory = room_for(config, launch)
     _show_numbers(checked.numbers)
     ownership = Ownership(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
@@ -422,6 +423,7 @@ class _Driver:
         hooks, source = self._hooks, self._config.model.init_from
         if claim.parent is None and source is not None and self._first_weights is None:
             self._first_weights = located(source)
+            note_first_weights(self._fs, self._paths, self._first_weights, self._ownership.confirm)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
         config = self._config.but(num_ranks=claim.num_ranks)
         options = CommOptions(

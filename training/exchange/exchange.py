@@ -222,6 +222,11 @@ class Exchange:
         return self.apart or (self.communicator.num_ranks == 1 and self.scale == 1.0)
 
     @property
+    def together(self) -> bool:
+        """Whether a step's loss is that of several ranks' rows."""
+        return not self.apart
+
+    @property
     def divides_tail(self) -> bool:
         """Whether statistics and control words share no bucket with gradients."""
         return self.delay > 0 or bool(self.compression)
@@ -230,6 +235,14 @@ class Exchange:
     def applies(self) -> bool:
         """Whether the step that the ranks have just agreed on has sums to apply."""
         return self.agreement is not None and not self.agreement.skipped
+
+    def factor(self, name: str) -> float:
+        """What this rank's gradient or statistic of this name is multiplied by before it is added."""
+        return self.scale
+
+    def kept_factor(self, name: str) -> float:
+        """What a gradient of this name is multiplied by where it stays in the graph."""
+        return 1.0
 
     def resume(self, step: int) -> None:
         """Continue to count from `step`, the last one of a restored run."""
@@ -297,7 +310,7 @@ class Exchange:
     def post_rows(self, number: int, indices: Array, values: Array) -> None:
         """Take the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
-            values = scaled(values, self.scale)
+            values = scaled(values, self.factor(self._tables[number].name))
             # The lists of this step: if its sums come late, the next step has begun its own.
             self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values, self._rows, self._here))
         except BaseException as error:
@@ -441,7 +454,7 @@ class Exchange:
         self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 
     def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
-        if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.data.num_ranks):
+        if not copy_scaled(value.reshape(-1), self.factor(self._names[number]), flat.view(slot), self.data.num_ranks):
             self._safe = False
             if not np.isfinite(value).all():
                 self._here.append(self._names[number])
@@ -501,12 +514,12 @@ class SoloExchange:
     """Functions of arrays for the graph of one rank, which sums nothing; `gradients` and `statistics` are names."""
 
     def __init__(self, exchange: Exchange, gradients: Sequence[str], statistics: Sequence[str]) -> None:
-        self._exchange, self._gradients, self._statistics = exchange, tuple(gradients), tuple(statistics)
+        self._exchange, self.gradients, self._statistics = exchange, tuple(gradients), tuple(statistics)
         self._wrong: set[str] = set()
 
     def look_at(self, numbers: Sequence[int]) -> Callable[..., np.int32]:
         """A function that notes which of the gradients with these numbers are not finite."""
-        names = [self._gradients[number] for number in numbers]
+        names = [self.gradients[number] for number in numbers]
 
         def look(*gradients: Array) -> np.int32:
             self._note(names, gradients)
@@ -517,9 +530,9 @@ class SoloExchange:
     def finish(self, loss: Array, *statistics: Array) -> np.int32:
         """End the step: 1 if it is skipped; raises NonFiniteError."""
         self._note(self._statistics, statistics)
-        wrong = [name for name in (*self._gradients, *self._statistics) if name in self._wrong]
+        wrong = [name for name in (*self.gradients, *self._statistics) if name in self._wrong]
         self._wrong.clear()
-        self._exchange.agree_alone(loss, wrong, self._gradients)
+        self._exchange.agree_alone(loss, wrong, self.gradients)
         agreement = self._exchange.agreement
         return np.int32(agreement is not None and agreement.skipped)
 

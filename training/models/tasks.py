@@ -27,7 +27,7 @@ class TaskModel(keras.Model):
 
     With `log_variances` s (tasks,) a row of task t counts exp(-s_t) times its loss, of numbers half of that, and adds
     s_t / 2. Tests have no weights. For each task it reports `loss_T` and, of classes and yes or no, `accuracy_T`,
-    without weights of tasks.
+    without weights of tasks, and `weight_T` if it is learned: the mean over the epoch's steps of what its loss counts.
     """
 
     label: str
@@ -35,6 +35,7 @@ class TaskModel(keras.Model):
     task_weights: tuple[float, ...]
     log_variances: keras.Variable | None = None
     of_tasks: list[list[keras.metrics.Metric]]
+    learned: list[keras.metrics.Mean]
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
@@ -47,7 +48,7 @@ class TaskModel(keras.Model):
         learned = None
         if self.log_variances is not None:
             learned = ops.take(ops.cast(self.log_variances, y_pred.dtype), task)
-            weight = ops.exp(-learned) * (0.5 if self.label == NUMBER else 1.0)
+            weight = ops.take(ops.cast(self._learned_weights(), y_pred.dtype), task)
         if sample_weight is not None:
             weight = weight * ops.cast(ops.reshape(sample_weight, (-1,)), weight.dtype)
         loss = super().compute_loss(x, y, y_pred, weight, training)
@@ -65,7 +66,13 @@ class TaskModel(keras.Model):
                 weight = weight * ops.cast(ops.reshape(sample_weight, (-1,)), floatx())
             for metric in metrics:
                 metric.update_state(y, y_pred, sample_weight=weight)
+        for number, mean in enumerate(self.learned):
+            mean.update_state(self._learned_weights()[number])
         return self.get_metrics_result()
+
+    def _learned_weights(self) -> Any:
+        """What the loss of each task counts (tasks,)."""
+        return ops.exp(ops.negative(self.log_variances)) * (0.5 if self.label == NUMBER else 1.0)
 
     def deployed(self) -> keras.Model:
         """The model with Keras' classes only, which needs no weights of tasks; its optimizer has the same settings and
@@ -92,6 +99,8 @@ def model_of(
         model.log_variances = model.add_weight(
             shape=(len(signature.tasks),), initializer="zeros", dtype=floatx(), name="log_variances"
         )
+    each = range(0 if model.log_variances is None else len(signature.tasks))
+    model.learned = [keras.metrics.Mean(name=f"weight_{number}") for number in each]
     model.of_tasks = [_metrics(label, signature, number) for number in range(len(signature.tasks))]
     return model
 

@@ -396,8 +396,8 @@ class RankModel(JoinedModel):
 
     def install_step(self) -> None:
         """Give the model the train step that computes this rank's part of a global batch."""
-        data = self.strategy.data
-        group = data.group(range(data.num_ranks))
+        adds = self.strategy.adds
+        group = adds.group(range(adds.num_ranks))
         group.deadline_s = self._config.limits.stall_limit_s
         self._step.install(self.model, group)
         self.strategy.install(self.model)

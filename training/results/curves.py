@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -147,6 +148,34 @@ def epoch_curve(
         if baseline and name in numbers(baseline["metrics"]):
             level = f"{baseline['name']} on {evaluation['split']}", baseline["metrics"][name]
     return lines_of(lines, "epoch" if history.epochs else "step", x_end=end_of(history), level=level)
+
+
+def of_each_task(metrics: Mapping[str, Any], tasks: int) -> list[str]:
+    """The metrics NAME of an epoch that are there as NAME_0, NAME_1 ... for each task."""
+    bases = [name.removesuffix("_0") for name in metrics if name.endswith("_0")]
+    return [base for base in bases if all(f"{base}_{number}" in metrics for number in range(tasks))]
+
+
+def without_tasks(history: History, tasks: int) -> History:
+    """The history without the metrics of single tasks."""
+    last = history.epochs[-1]["metrics"] if history.epochs else {}
+    theirs = {f"{base}_{number}" for base in of_each_task(last, tasks) for number in range(tasks)}
+    kept = [
+        {**row, "metrics": {name: value for name, value in row["metrics"].items() if name not in theirs}}
+        for row in history.epochs
+    ]
+    return replace(history, epochs=kept)
+
+
+def task_curve(history: History, name: str, tasks: Sequence[str]) -> Markup:
+    """A metric of each of these tasks at the end of each epoch that has it."""
+    lines = []
+    for number, (task, colour) in enumerate(zip(tasks, cycle((DARK, OTHER, *FOLLOWED, LIGHT)), strict=False)):
+        key = f"{name}_{number}"
+        rows = [row for row in history.epochs if key in numbers(row["metrics"])]
+        if rows:
+            lines.append(Line(task, [row["epoch"] + 1 for row in rows], [row["metrics"][key] for row in rows], colour))
+    return lines_of(lines, "epoch", x_end=end_of(history))
 
 
 def roc_plot(roc: Mapping[str, Sequence[Sequence[float]]]) -> Markup:

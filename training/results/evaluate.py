@@ -11,7 +11,7 @@ from lockstep.features.schema.sampled import Sampled, sampled_of, shares_of_clas
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_chain, load_dataset
 from lockstep.storage.documents import parse_canonical
-from lockstep.storage.errors import ConfigError, require
+from lockstep.storage.errors import ConfigError, StorageError, require
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute, join
 from lockstep.training.config import TrainConfig
@@ -23,6 +23,7 @@ from lockstep.training.plan.selection import Selection
 from lockstep.training.rank import runtime
 from lockstep.training.reading.selecting import select
 from lockstep.training.results.chosen_on import chosen_on, chosen_words, has_rows_of
+from lockstep.training.results.forgetting import Forgetting, forgetting_of, keep_days
 from lockstep.training.results.stored_model import StoredModel, Which, task_of
 from lockstep.training.run import notes
 from lockstep.training.run.paths import RunPaths
@@ -152,11 +153,12 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
     (lockstep.training.scoring.calibration; None where there is none), slices ({name:
     lockstep.training.scoring.slices.metrics_of_slices}), where (the condition, if there is one), earlier (if it was
     asked for: the datasets that this one continues, nearest first), by_dataset (then of one run without a condition:
-    {dataset, samples, metrics, intervals} of each dataset alone, this one first)}; of several runs, run and model are
-    lists, `members` has such a result of each, and `comparisons` the differences {of, less, difference} of the mean
-    (`mean`) and the best run,
-    and of each two runs (lockstep.training.scoring.scores.compared). Prints notes on doubtful numbers to standard
-    error. Raises ConfigError and NotFoundError, where possible before any rank is started.
+    {dataset, samples, metrics, intervals} of each dataset alone, this one first; it is stored in the run), forgetting
+    (then of an exported model: lockstep.training.results.forgetting, None on the first day)}; of several runs, run and
+    model are lists, `members` has such a result of each, and `comparisons` the differences {of, less, difference} of
+    the mean (`mean`) and the best run, and of each two runs (lockstep.training.scoring.scores.compared). Prints notes
+    on doubtful numbers to standard error. Raises ConfigError and NotFoundError, where possible before any rank is
+    started.
     """
     split = request.split
     manifest = request.checked_dataset()
@@ -185,11 +187,23 @@ def evaluate(request: EvaluateRequest, launch: Launch) -> dict[str, Any]:
         result["where"] = request.where
     if request.earlier:
         result["earlier"] = chain[1:]
+        if "by_dataset" in result and stored[0].model is not None and request.checkpoint is None:
+            result["forgetting"] = _kept_days(result)
     trained = find_result(filesystem(first.stored.run), RunPaths(first.stored.run))
     web = "role_columns" in manifest.created_by["config"]
     lost = notes.of_groups(grouped if clusters is None else None, is_web_log=web)
     notes.show([*_doubts(result, trained, first.rows, thinned_of(manifest, split)), *lost])
     return result
+
+
+def _kept_days(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Store the metrics of each day in the run; returns the matrix of the runs so far, None on the first day."""
+    try:
+        keep_days(result)
+    except StorageError as error:  # such as another user's run
+        notes.show([f"the metrics of each day are not stored in {result['run']}: {error.what}"])
+    found = forgetting_of(result["run"], result["split"])
+    return None if found is None else found.to_json()
 
 
 def without_pictures(result: Any) -> Any:
@@ -342,6 +356,9 @@ def summary(result: Mapping[str, Any]) -> str:
     if len(days := result.get("by_dataset", [])) > 1:
         named = [{"value": PurePosixPath(day["dataset"]).name, **day} for day in days]
         parts.append(aligned(slice_table("dataset", named)))
+    if (found := result.get("forgetting")) is not None:
+        matrix = Forgetting.from_json(found)
+        parts.append([*aligned(matrix.table()), matrix.words()])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -18,6 +18,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import basename
 from lockstep.training.config import options_in
+from lockstep.training.config.data import UNCERTAINTY, weights_of
 from lockstep.training.plan.datasets import open_data
 from lockstep.training.results import stored_baselines
 from lockstep.training.results.chosen_on import chosen_on, chosen_words
@@ -27,11 +28,15 @@ from lockstep.training.results.curves import (
     confusion_table,
     curve_names,
     epoch_curve,
+    of_each_task,
     roc_plot,
+    task_curve,
     time_bars,
+    without_tasks,
 )
 from lockstep.training.results.evaluate import number, slice_table, span
 from lockstep.training.results.follow import followed
+from lockstep.training.results.forgetting import Forgetting, forgotten_in
 from lockstep.training.results.pages import Section, estimate, figures, link, page, paragraph, picture_sheet, table
 from lockstep.training.results.resources import (
     bad_record_rows,
@@ -89,6 +94,7 @@ def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
         followed(fs, paths),
         document=document,
         restarts=_restart_rows(done, history),
+        forgotten=forgotten_in(run),
     )
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, content.encode(), exclusive=False)
@@ -127,6 +133,7 @@ def about_run(
         ("model", config.get("model")),
         ("its settings", ", ".join(f"{name}={value}" for name, value in config.get("extra", {}).items())),
         ("datasets", ", ".join(map(str, config.get("datasets", [])))),
+        ("weights of the tasks", config.get("tasks")),
         ("split", config.get("split")),
         ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
         ("global batch", config.get("global_batch")),
@@ -188,20 +195,26 @@ def render(
     *,
     document: Mapping[str, Any] = MappingProxyType({}),
     restarts: Rows = (),
+    forgotten: Mapping[str, Forgetting] = MappingProxyType({}),
 ) -> str:
     """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those of these sections, `compared`
     the documents of lockstep.training.results.stored_baselines, `scores` those of lockstep.training.results.follow,
-    `document` run.json.
+    `document` run.json, `forgotten` a matrix a split.
     """
     first = (("model", "state", "finished"), ("versions", "git revision"))
     state = [row for row in training if row[0] == "state"]
     head = [f"{name} {value}" for name, value in [*about, *state] if name in first[0]]
     environment = [row for row in about if row[0] in first[1]]
     command = command_of(document.get("config", {}))
+    config = options_in(document.get("config", {}))
+    tasks = config["datasets"] if config.get("tasks") is not None else []
+    common = without_tasks(history, len(tasks)) if tasks else history
     sections = [
-        _result_section(run, document, history, evaluation, compared),
-        Section("Curves", figures(_curves(history, scores, evaluation))),
+        _result_section(run, document, common, evaluation, compared),
+        Section("Curves", figures(_curves(common, scores, evaluation))),
+        *([_tasks_section(config, history, evaluation)] if tasks else []),
         *([] if evaluation is None else _evaluation_sections(evaluation)),
+        *_forgetting_sections(forgotten),
         Section("Where each rank's time went", time_bars(history) + table(time_rows(history))),
         Section("Starts and restarts", table(restarts)),
         Section("Slow ranks", table(straggler_rows(history))),
@@ -255,6 +268,39 @@ def _result_section(
     return Section("Result of the last epoch", body + later)
 
 
+def _tasks_section(config: Mapping[str, Any], history: History, evaluation: Mapping[str, Any] | None) -> Section:
+    """A row for each task of a run with --tasks: its weight and its metrics of the last epoch, and those of an
+    evaluation; and a figure for each metric with a line a task.
+    """
+    urls: Sequence[str] = config["datasets"]
+    last = history.epochs[-1]["metrics"] if history.epochs else {}
+    names = of_each_task(last, len(urls))
+    heads = [_head_of_tasks(name) for name in names]
+    weights = None if config["tasks"] == UNCERTAINTY else weights_of(config["tasks"], len(urls))
+    judged = {} if evaluation is None else {each["dataset"]: each for each in evaluation.get("by_dataset", [])}
+    found = list(dict.fromkeys(name for url in urls if url in judged for name in judged[url]["intervals"]))
+    columns: list[list[object]] = [["task", *(f"{place}: {basename(url)}" for place, url in enumerate(urls))]]
+    columns += [] if weights is None else [["weight", *(f"{one:g}" for one in weights)]]
+    for name, head in zip(names, heads, strict=True):
+        columns.append([head, *(_number(last[f"{name}_{place}"]) for place in range(len(urls)))])
+    for name in found:
+        of = [judged.get(url, {"metrics": {}, "intervals": {}}) for url in urls]
+        cells = [estimate(number(one["metrics"].get(name)), span(one["intervals"].get(name))) for one in of]
+        columns.append([f"{name} on {evaluation['split'] if evaluation else ''}", *cells])
+    drawn = [
+        (f"{head} by epoch", task_curve(history, name, list(map(basename, urls))))
+        for head, name in zip(heads, names, strict=True)
+    ]
+    return Section("Tasks", table(list(zip(*columns, strict=True)), head=True) + figures(drawn))
+
+
+def _head_of_tasks(name: str) -> str:
+    """Say `validation accuracy`, `training loss`, `learned weight`."""
+    if name == "weight":
+        return "learned weight"
+    return f"validation {name.removeprefix(VALIDATION)}" if name.startswith(VALIDATION) else f"training {name}"
+
+
 def _class_words(counts: Sequence[int], names: Sequence[str] | None) -> str:
     """Say `37 bag, 39 coat`; without names `37 of class 0`."""
     named = names is not None and len(names) == len(counts) and any(not name.isdecimal() for name in names)
@@ -301,6 +347,17 @@ def _evaluation_sections(evaluation: Mapping[str, Any]) -> list[Section]:
         Section("Confusion: true class by row, predicted class by column", matrix),
         Section("Misjudged pictures, the surest mistakes first", picture_sheet(_misjudged(evaluation))),
         *(Section(f"Slices by {name}", table(slice_table(name, each), head=True)) for name, each in slices),
+    ]
+
+
+def _forgetting_sections(forgotten: Mapping[str, Forgetting]) -> list[Section]:
+    """The matrix of runs and days of each split."""
+    return [
+        Section(
+            f"What earlier days lost on {split}: run of a day by row, dataset of a day by column",
+            paragraph(found.words()) + table(found.table(), head=True),
+        )
+        for split, found in forgotten.items()
     ]
 
 

@@ -12,8 +12,8 @@ from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, n
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.run_layout import CHECKPOINTS, CLAIMS, MODELS, RUN_JSON
-from lockstep.storage.urls import absolute, basename, join, parent
+from lockstep.storage.run_layout import CLAIMS, RUN_JSON
+from lockstep.storage.urls import absolute, basename, join
 from lockstep.training.config import options_in
 from lockstep.training.driver.ownership import REWRITE_EVERY_S, read_lease
 from lockstep.training.results.evaluate import aligned, number
@@ -25,7 +25,7 @@ from lockstep.training.run.epochs import epochs_trained, epochs_words, steps_in_
 from lockstep.training.run.lineage import epochs_asked, read_claims
 from lockstep.training.run.paths import RunPaths
 from lockstep.training.run.result import find_result
-from lockstep.training.run.run_json import read_run
+from lockstep.training.run.run_json import begun_from, read_run
 from lockstep.training.run.status import TRAINING
 from lockstep.training.run.summary import read_summary
 
@@ -68,22 +68,14 @@ class ListedRun:
     """The split of the evaluation in its report."""
     stopped_by: str = ""
     """Why a finished run ended before its last epoch."""
+    begun_from: str | None = None
+    """The run, or the file, that its first weights are of (--init-from); None if they were drawn."""
 
     @property
     def datasets(self) -> list[str]:
         """The URLs of its datasets."""
         found = self.config.get("datasets")
         return [str(one) for one in found] if isinstance(found, list | tuple) else []
-
-    @property
-    def begun_from(self) -> str | None:
-        """The run, or the file, that its first weights are of (--init-from); None if they were drawn."""
-        source = self.config.get("init_from")
-        if not isinstance(source, str) or not source:
-            return None
-        source = absolute(source).rstrip("/")
-        inside = basename(parent(source)) in (CHECKPOINTS, MODELS)
-        return parent(parent(source)) if inside else source
 
     def base_of(self, metric: str) -> str:
         """A metric's name without what says that it is of the validation or of the evaluation."""
@@ -200,6 +192,7 @@ def _read_whole(fs: FileSystem, paths: RunPaths, name: str) -> ListedRun:
         metrics={str(key): float(value) for key, value in metrics.items() if _is_number(value)},
         evaluated=evaluated,
         stopped_by=str((result or {}).get("stopped_by") or "") if state == FINISHED else "",
+        begun_from=begun_from(document),
     )
 
 

@@ -43,6 +43,14 @@ def of_left_out(left_out: Mapping[str, Any], split: str, what: str = "are left o
     ]
 
 
+def of_replay(asked: float | None, ratios: Sequence[int] | None) -> list[str]:
+    """A share of earlier datasets other than the one that was asked for."""
+    if asked is None or ratios is None:
+        return []
+    met = ratios[-1] / sum(ratios)
+    return [] if abs(met - asked) < 1e-9 else [f"--replay {asked:g} takes {met:g} of each batch, in whole rows"]
+
+
 def of_keep_best(best: str | None) -> list[str]:
     """A best checkpoint that is chosen by a metric of the training rows."""
     if best is None or of_validation(best):

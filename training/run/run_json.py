@@ -6,7 +6,7 @@ import datetime
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -17,7 +17,9 @@ from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from lockstep.training.config import TrainConfig, flag_of
+from lockstep.storage.run_layout import CHECKPOINTS, MODELS
+from lockstep.storage.urls import absolute, basename, parent
+from lockstep.training.config import TrainConfig, flag_of, options_in
 from lockstep.training.plan.client_plan import RunPlan
 from lockstep.training.plan.datasets import what_differs
 from lockstep.training.plan.selection import Selection
@@ -159,6 +161,22 @@ def open_run(
             print(f"note: {words}", file=sys.stderr, flush=True)
         mended = seal({**found, "config": begun.but(**changed).to_json()})
         write_file(fs, paths.run_json, mended, exclusive=False, confirm=confirm)
+
+
+def note_first_weights(fs: FileSystem, paths: RunPaths, url: str, confirm: Callable[[], None] | None = None) -> None:
+    """Write in run.json where the first weights were found: what is published under a name changes later."""
+    document = read_run(fs, paths)
+    if document.get("first_weights") != url:
+        write_file(fs, paths.run_json, seal({**document, "first_weights": url}), exclusive=False, confirm=confirm)
+
+
+def begun_from(document: Mapping[str, Any]) -> str | None:
+    """The run, or the file, that the first weights of a run are of, from its run.json; None if they were drawn."""
+    source = document.get("first_weights") or options_in(document["config"]).get("init_from")
+    if not isinstance(source, str) or not source:
+        return None
+    source = absolute(source).rstrip("/")
+    return parent(parent(source)) if basename(parent(source)) in (CHECKPOINTS, MODELS) else source
 
 
 def keep_selection(

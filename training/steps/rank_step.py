@@ -234,7 +234,7 @@ class RankStep:
         """Open during the forward pass, loss and gradients of one step, after `install`."""
         calls = self._calls
         assert calls is not None, "install() comes first"
-        several = calls.communicator.num_ranks > 1 and not exchange_of(model.optimizer).apart
+        several = calls.communicator.num_ranks > 1 and exchange_of(model.optimizer).together
         of_ranks = SyncMoments(calls, self._scale) if self._sync and several else None
         with calls.tracing(), batchnorm_as(model, group_rows=self._group_rows, of_ranks=of_ranks):
             if not several and self._micro_batches == 1:

@@ -293,7 +293,9 @@ class Reduction:
         chain = _then([*chain, *tail()], judge.finish, rest, "agree")
         (self.skipped,) = chain
         with tf.control_dependencies(chain):  # nothing is applied before all values have been checked
-            return [tf.identity(grad) for grad in dense], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
+            factors = [self.exchange.kept_factor(name) for name in judge.gradients[: len(dense)]]
+            kept = [grad if one == 1.0 else _scaled(grad, one) for grad, one in zip(dense, factors, strict=True)]
+            return [tf.identity(grad) for grad in kept], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
 
     def _is_large(self, variable: Any, dtype: np.dtype[Any]) -> bool:
         return math.prod(_shape(variable)) * dtype.itemsize >= self.rows_from_bytes

@@ -33,6 +33,8 @@ class EveryStep:
         """The communicator for collectives between steps."""
         self.data = communicator if data is None else data
         """The ranks that divide the rows of a step: all, unless several compute on the same rows."""
+        self.adds = self.data
+        """The ranks that add their gradients in a step: those that divide its rows, unless these train copies."""
 
     def weight_check(self, model: keras.Model) -> WeightCheck:
         """The comparison of weights between ranks that have the same ones."""

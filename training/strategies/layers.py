@@ -63,7 +63,7 @@ class LayerSteps(LocalSteps):
     def __init__(self, model: keras.Model, exchange: LocalExchange, *, every: int) -> None:
         super().__init__(model, exchange, every=every)
         rank, num_ranks = self.communicator.rank, self.communicator.num_ranks
-        self.data = self.communicator.group([rank])
+        self.data = self.adds = self.communicator.group([rank])
         owners = owners_of(model, num_ranks)
         of_weight = {id(one): owner for one, owner in owners}
         owners += [(slot, of_weight[id(weight)]) for slot, weight in slots_of(model)]

@@ -56,9 +56,14 @@ class LocalExchange(Exchange):
         except BaseException as error:
             self._fail(error)
             raise
-        self.step, self.waited_s = self.step + 1, 0.0
-        self._losses.append(float(loss))
-        self.agreement = Agreement(self.step, float(loss), stop=False, checkpoint=False, agreed=False, equal=False)
+        self.waited_s = 0.0
+        self._step_apart(float(loss))
+
+    def _step_apart(self, loss: float) -> None:
+        """Count a step on which not all ranks have agreed."""
+        self.step += 1
+        self._losses.append(loss)
+        self.agreement = Agreement(self.step, loss, stop=False, checkpoint=False, agreed=False, equal=False)
 
     def agree(self, *, equal: bool) -> Agreement:
         """Add up the losses of all steps since the last call, and the flags: a collective.
@@ -175,7 +180,7 @@ class LocalSteps(EveryStep):
         agreement = self._exchange.agree(equal=meets)
         if meets:
             self._meet()
-        self._exchange.waited_s = time.perf_counter() - began
+        self._exchange.waited_s += time.perf_counter() - began
         return agreement
 
     def end(self) -> None:

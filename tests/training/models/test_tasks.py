@@ -96,6 +96,41 @@ def test_learned_weights_are_those_of_the_formula() -> None:
     np.testing.assert_allclose(mine[name], shares * (0.5 - np.exp(-logs) * means), rtol=1e-5, atol=1e-6)
 
 
+def test_learned_weights_are_reported_and_fixed_ones_are_not() -> None:
+    model, _, _ = gradients("uncertainty")
+    x, y = batch()
+    found = model.compute_metrics(x, y, model(x))
+    assert [float(found[f"weight_{number}"]) for number in (0, 1)] == pytest.approx([np.exp(-0.7), np.exp(0.4)])
+    model.log_variances.assign([0.0, 0.0])
+    found = model.compute_metrics(x, y, model(x))
+    assert float(found["weight_0"]) == pytest.approx((np.exp(-0.7) + 1) / 2), "the mean over steps"
+    fixed, _, _ = gradients("2,0.5")
+    assert "weight_0" not in fixed.compute_metrics(x, y, fixed(x))
+
+
+def test_a_resnet_is_a_trunk() -> None:
+    """Each row has the probabilities of its task's output layer on the trunk, which plain Keras computes."""
+    import keras
+
+    from lockstep.training.models import ModelOptions, build
+
+    features = {DATASET: SIGNATURE.features[DATASET], "image": TensorSpec(shape=(8, 8, 1), dtype="uint8")}
+    signature = Signature(features=features, label=SIGNATURE.label, num_classes=3, tasks=(3, 2))
+    model = build("resnet8", signature, ModelOptions(tasks="equal")).model
+    rng = np.random.default_rng(0)
+    x = {"image": rng.integers(0, 256, (6, 8, 8, 1)).astype("u1"), DATASET: np.array([0, 1, 1, 0, 0, 1])}
+    found = np.asarray(model(x, training=False))
+    heads = [model.get_layer(f"_task_{number}") for number in (0, 1)]
+    trunk = keras.Model(model.input, heads[0].input)
+    hidden = np.asarray(trunk(x, training=False))
+    assert heads[0].input is heads[1].input and hidden.ndim == 2
+    for row, task in enumerate(x[DATASET]):
+        kernel, bias = heads[task].get_weights()
+        scores = np.exp(hidden[row] @ kernel + bias)
+        np.testing.assert_allclose(found[row, : len(scores)], scores / scores.sum(), rtol=1e-4)
+        assert found[row, len(scores) :].sum() == 0
+
+
 def test_a_model_with_one_output_layer_is_refused() -> None:
     from lockstep.training.models import ModelOptions, build
 

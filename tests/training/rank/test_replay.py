@@ -108,7 +108,38 @@ def test_what_contradicts_it_is_refused_by_name(days: Path, tmp_path: Path, more
         config(days, tmp_path / "run", **options)
 
 
-def test_a_share_that_does_not_fit_the_batch_is_refused_with_one_that_does(days: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "batch", "more", "ratios"),
+    [
+        (0.3, 80, {}, (7, 3)),  # 80 rows in 8 lane groups: 3 of 10
+        (0.3, 256, {}, (22, 10)),  # 10 of 32
+        (0.3, 256, {"lanes": 64}, (3, 1)),  # 1 of 4
+        (0.02, 32, {}, (3, 1)),  # at least one row in each lane group
+        (0.99, 32, {}, (1, 3)),
+        (0.3, 50, {"batchnorm": "local"}, (7, 3)),
+    ],
+)
+def test_the_share_is_the_nearest_of_whole_rows(
+    days: Path, tmp_path: Path, share: float, batch: int, more: dict[str, Any], ratios: tuple[int, int]
+) -> None:
+    assert config(days, tmp_path / "run", replay=share, global_batch=batch, **more).data.mix == ratios
+    fits = np.abs(share - np.arange(1, rows := (batch // (more.get("lanes") or (1 if more else 8)))) / rows)
+    assert abs(ratios[1] / sum(ratios) - share) == pytest.approx(fits.min(), abs=1e-12)
+
+
+def test_the_audit_counts_the_share_that_was_met(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.3 of 32 rows in 8 lane groups is one row of four."""
+    done = run(config(days, tmp_path / "run", replay=0.3, audit=True, epochs=1))
+    audit = pd.concat(map(pd.read_csv, sorted((tmp_path / "run").glob("audit/g*/rank-*/*.csv"))))
+    newest = {sample_hex(one) for one in ids_of("000003")}
+    earlier = ~audit["sample_id"].isin(newest)
+    assert "--replay 0.3 takes 0.25 of each batch" in capsys.readouterr().err
+    assert done.steps == 5 and (audit[earlier].groupby("step").size() == 8).all() and earlier.sum() == 40
+
+
+def test_a_batch_too_small_for_both_is_refused(days: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="do not fit the global batch") as caught:
-        run(config(days, tmp_path / "run", replay=0.3))
-    assert "--global-batch 80" in caught.value.next_step
+        run(config(days, tmp_path / "run", replay=0.25, global_batch=8))
+    assert "--global-batch 32" in caught.value.next_step

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
+from lockstep.training.comm import Communicator
 from lockstep.training.config import TrainConfig
-from tests.builders.evaluations import evaluate
+from lockstep.training.exchange.agreement import CONTROL_WORDS
+from lockstep.training.exchange.buckets import BUCKET_BYTES, lay_out
+from lockstep.training.exchange.exchange import SoloExchange
+from lockstep.training.results.predictor import ExportedModel
+from lockstep.training.results.report import write_report
+from lockstep.training.strategies.tasks import TaskExchange
+from tests.builders.evaluations import evaluate, predict
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._ring import run_ring, run_solo
 from tests.training._tasks import write_task
 from tests.training.rank.test_fit import assert_no_bit_differs, assert_same
 
@@ -27,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def config_of(pair: tuple[str, ...], run: Path, num_ranks: int, **more: Any) -> TrainConfig:
     options: dict[str, Any] = {
         "datasets": pair, "run": str(run), "num_ranks": num_ranks, "model": "mlp", "mix": (1, 1), "tasks": "equal",
-        "global_batch": 16, "epochs": 4, "lanes": 8, "launcher": "local", "checkpoint_every": 1000, "seed": 7,
+        "global_batch": 16, "epochs": 2, "lanes": 8, "launcher": "local", "checkpoint_every": 1000, "seed": 7,
         "extra": {"width": 8, "dropout": 0.0}, "learning_rate": 0.02, "precision": "float64",
     }  # fmt: skip
     return TrainConfig(**(options | more))
@@ -39,6 +51,29 @@ def test_n_ranks_are_one_rank(pair: tuple[str, str], tmp_path: Path, tasks: str)
     assert_same(*(_threads.final_tensors(str(tmp_path / str(n))) for n in (1, 2)))
     assert found[0].metrics == pytest.approx(found[1].metrics, rel=1e-9)
     assert {"loss_0", "accuracy_1", "val_accuracy_0", "val_accuracy_1", "val_accuracy"} <= found[0].metrics.keys()
+    if tasks == "uncertainty":
+        assert_page_shows_each_task(tmp_path / "2", pair, found[1].metrics)
+
+
+def assert_page_shows_each_task(run: Path, pair: tuple[str, str], metrics: dict[str, Any]) -> None:
+    evaluation = evaluate(str(run), pair[0], "test", _threads.run_threads)
+    page = Path(write_report(str(run), evaluation)).read_text()
+    section = page.split("<h2>Tasks</h2>")[1].split("<h2>")[0]
+    lines = [re.findall(r"<t[hd]>([^<]*)", line) for line in re.findall(r"<tr>(.*?)</tr>", section, re.DOTALL)]
+    table = pd.DataFrame(lines[1:], columns=lines[0])
+    assert list(table["task"]) == ["0: kinds", "1: sides"]
+    for head, name in (
+        ("training loss", "loss"),
+        ("validation accuracy", "val_accuracy"),
+        ("learned weight", "weight"),
+    ):
+        assert list(table[head].astype(float)) == pytest.approx(
+            [metrics[f"{name}_{number}"] for number in (0, 1)], abs=6e-5
+        ), head
+    by_url = {one["dataset"]: one["metrics"]["accuracy"] for one in evaluation["by_dataset"]}
+    assert list(table["accuracy on test"].astype(float)) == pytest.approx([by_url[url] for url in pair], abs=6e-5)
+    assert metrics["weight_0"] != metrics["weight_1"] and "learned weight by epoch" in section
+    assert "accuracy_0" not in page.split("<h2>Curves</h2>")[1].split("<h2>")[0], "a figure with a line a task has it"
 
 
 def weights_of(run: Path) -> dict[str, np.ndarray]:
@@ -57,6 +92,7 @@ def heads_apart(weights: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[
 def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
     """What two models of plain Keras, trained by themselves and averaged by hand every `every` steps, come to."""
     import keras
+    import tensorflow as tf
 
     from lockstep.training.batches.training_set import TrainingSet
     from lockstep.training.driver.preflight import plan_for
@@ -86,7 +122,12 @@ def plain_copies(config: TrainConfig, every: int) -> dict[str, np.ndarray]:
         for number, model in enumerate(copies):
             mine = batch.x["_dataset"] == number
             assert batch.y is not None
-            model.train_on_batch(np.hstack([batch.x["a"], batch.x["b"]])[mine], batch.y[mine])
+            with tf.GradientTape() as tape:
+                output = model(np.hstack([batch.x["a"], batch.x["b"]])[mine], training=True)
+                loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(batch.y[mine], output))
+            grads = tape.gradient(loss, [one.value for one in model.trainable_variables])
+            # Half of the rows are a task's: in the mean over all rows its output layer has half of its gradient.
+            model.optimizer.apply([*grads[:4], *(0.5 * grad for grad in grads[4:])], model.trainable_variables)
         if (step + 1) % every == 0 or step + 1 == plan.first_step(plan.epoch_of_step(step) + 1):
             for of in (lambda model: model.trainable_variables, lambda model: model.optimizer.momentums):
                 for one, other in list(zip(*map(of, copies), strict=True))[:4]:
@@ -115,17 +156,65 @@ def test_it_is_plain_keras_models_whose_trunks_are_averaged(pair: tuple[str, str
         np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-12)
 
 
-def test_with_a_meeting_in_each_step_the_trunk_takes_the_step_of_one_sum(pair: tuple[str, str], tmp_path: Path) -> None:
-    """An output layer takes twice the step, since half of the rows of a sum are its task's."""
-    more: dict[str, Any] = {"model": "tests.training._tasks:seeded", "max_steps": 1}
-    _threads.run(config_of(pair, tmp_path / "sum", 2, **more))
-    _threads.run(config_of(pair, tmp_path / "apart", 2, strategy="tasks", **more))
-    _threads.run(config_of(pair, tmp_path / "still", 1, **more | {"learning_rate": 1e-30}))
-    found = [heads_apart(weights_of(tmp_path / name)) for name in ("sum", "apart", "still")]
-    for one, other in zip(found[0][0], found[1][0], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
-    for summed, apart, still in zip(*(heads for _, heads in found), strict=True):
-        np.testing.assert_allclose(apart - still, 2 * (summed - still), rtol=1e-9, atol=1e-14)
+@pytest.mark.parametrize(("ranks", "model"), [(2, "mlp"), (4, "tests.training._tasks:seeded")], ids=["adam", "sgd"])
+def test_with_a_meeting_in_each_step_it_is_one_sum(
+    pair: tuple[str, str], tmp_path: Path, ranks: int, model: str
+) -> None:
+    """Adam too; the tasks have one and three parts of the rows."""
+    more: dict[str, Any] = {"model": model, "max_steps": 6, "mix": (3, 1), "global_batch": 32}
+    more |= {} if model == "mlp" else {"extra": {}}
+    _threads.run(config_of(pair, tmp_path / "sum", 1, **more))
+    _threads.run(config_of(pair, tmp_path / "tasks", ranks, strategy="tasks", **more))
+    summed, grouped = (weights_of(tmp_path / name) for name in ("sum", "tasks"))
+    assert len(summed) == 8
+    for name, value in summed.items():
+        np.testing.assert_allclose(grouped[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_four_ranks_are_two_whose_groups_have_all_rows(pair: tuple[str, str], tmp_path: Path) -> None:
+    """The ranks of a task add their gradients in each step, so two of them are one with twice the rows."""
+    more: dict[str, Any] = {"strategy": "tasks", "sync_every": 3, "epochs": 2}
+    for ranks in (2, 4):
+        _threads.run(config_of(pair, tmp_path / str(ranks), ranks, **more))
+    two, four = (_threads.final_tensors(str(tmp_path / str(ranks))) for ranks in (2, 4))
+    assert_same(two, four)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=9, max_size=9), st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_a_task_s_ranks_get_the_mean_of_their_rows(tasks: int, each: int, rows: list[int], seed: int) -> None:
+    """An output layer gets the mean times the task's share of all rows; each of any number of rows a rank."""
+    ranks, total = tasks * each, sum(rows[: tasks * each])
+    grads = np.random.default_rng(seed).standard_normal((ranks, 2, 4))
+    names = ["the gradient of mlp/dense/kernel", "the gradient of _task_0/kernel"]
+
+    def work(comm: Communicator) -> list[Any]:
+        mine = comm.rank // each
+        exchange = TaskExchange(
+            comm, rows[comm.rank] / total, members=range(mine * each, (mine + 1) * each), heads=["_task_0", "_task_1"]
+        )
+        dtype = np.dtype("float64")
+        exchange.use(lay_out([((4,), dtype)] * 2, [], CONTROL_WORDS, BUCKET_BYTES), names)
+        if exchange.alone:
+            SoloExchange(exchange, names, []).finish(np.array(comm.rank, np.float64))
+            found = [exchange.kept_factor(name) * grad for name, grad in zip(names, grads[comm.rank], strict=True)]
+        else:
+            layout = exchange._of_layout()
+            for bucket in range(len(layout.sizes)):
+                exchange.post(bucket, *(grads[comm.rank][number] for number in layout.posted(bucket)))
+            found = [value.copy() for value in exchange.finish(np.array(comm.rank, np.float64))]
+        assert exchange.agreement is not None and not exchange.agreement.agreed
+        met = exchange.agree(equal=True)
+        exchange.close()
+        return [*found, met.losses]
+
+    for rank, (trunk, head, losses) in enumerate(run_ring(ranks, work) if ranks > 1 else run_solo(1, work)):
+        group = slice(rank // each * each, (rank // each + 1) * each)
+        weights = np.array(rows[group])
+        mean = np.average(grads[group], axis=0, weights=weights)
+        np.testing.assert_allclose(trunk, mean[0], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(head, mean[1] * weights.sum() / total, rtol=1e-12, atol=1e-14)
+        assert losses == pytest.approx((np.average(np.arange(ranks), weights=rows[:ranks]),))
 
 
 @pytest.mark.parametrize("more", [{}, {"strategy": "tasks", "sync_every": 3}], ids=["sum", "tasks"])
@@ -148,11 +237,11 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
 
     config = config_of(pair, tmp_path / "run", 4, strategy="tasks", precision="float32", epochs=8, validate="test")
     result = _threads.run(config)
-    found = evaluate(str(tmp_path / "run"), pair[1], "test", _threads.run_threads)
+    scored = evaluate(str(tmp_path / "run"), pair[1], "test", _threads.run_threads)
     assert result.model is not None
     model = load_model(result.model, "mlp")
     opened = TrainingSet.at(pair, "train", (1, 1), tasks=True)
-    wanted = []
+    wanted, outputs = [], []
     for number, url in enumerate(pair):
         split = OpenSplit.at(url, "test")
         rows = split.encoder.encode(split.reader.read(split.reader.table.run(0)))
@@ -166,14 +255,24 @@ def test_each_dataset_is_evaluated_by_its_output_layer(pair: tuple[str, str], tm
         shares = np.asarray(model.predict_on_batch(x))
         assert shares.shape == (30, 3)
         assert number == 0 or shares[:, 2].max() == 0, "a class that the task does not have"
+        outputs.append((rows.sample_id, shares))
         wanted.append(float((shares.argmax(axis=1) == rows.y).mean()))
-    assert found["metrics"]["accuracy"] == pytest.approx(wanted[1])
-    assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in found["by_dataset"]} == pytest.approx(
+    assert scored["metrics"]["accuracy"] == pytest.approx(wanted[1])
+    assert {Path(one["dataset"]).name: one["metrics"]["accuracy"] for one in scored["by_dataset"]} == pytest.approx(
         {"sides": wanted[1], "kinds": wanted[0]}
     )
     assert result.metrics["val_accuracy_0"] == pytest.approx(wanted[0])
     assert result.metrics["val_accuracy"] == pytest.approx(np.mean(wanted))
     assert min(wanted) > 0.6 and opened.encoder.signature.tasks == (3, 2)
+
+    ids, shares = outputs[1]
+    done = predict(str(tmp_path / "run"), pair[1], "test", str(tmp_path / "out"), _threads.run_threads, num_ranks=2)
+    found = pd.concat(map(pd.read_parquet, sorted(Path(done.output).glob("*.parquet"))))
+    np.testing.assert_array_equal(found["sample_id"], ids)
+    np.testing.assert_allclose(np.stack(found["prediction"].to_list()), shares, rtol=1e-5, atol=1e-7)
+    assert set(found["class"]) == {0, 1} and found["class"].tolist() == shares.argmax(axis=1).tolist()
+    with pytest.raises(ConfigError, match="takes no raw rows"):
+        ExportedModel.at(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
