@@ -150,7 +150,7 @@ def try_out(wheel: Path, source: Path, folder: Path) -> int:
         (folder / name).symlink_to(source / name)
     (folder / "Makefile").write_text("venv:\n")  # the environment is there
     steps = [step for page in PAGES for step in steps_of((source / page).read_text(encoding="utf-8")) if not step.by_ci]
-    return run_steps(steps, folder)
+    return len(run_steps(steps, folder))
 
 
 if __name__ == "__main__":

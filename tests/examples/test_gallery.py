@@ -50,7 +50,8 @@ def train_and_test(files: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def test_each_example_is_in_the_gallery_and_has_a_test() -> None:
     page = (EXAMPLES / "README.md").read_text("utf-8")
-    tests = Path(__file__).read_text("utf-8") + (ROOT / "tests" / "cluster" / "test_examples.py").read_text("utf-8")
+    files = [*Path(__file__).parent.glob("test_*.py"), ROOT / "tests" / "cluster" / "test_examples.py"]
+    tests = "".join(file.read_text("utf-8") for file in files)
     assert len(GALLERY) >= 13
     assert [name for name in GALLERY if f"]({name}/README.md)" not in page or f'ran("{name}"' not in tests] == []
 

@@ -12,12 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from lockstep.training.actors.environment import Environments
-from tests.docs.steps import ACTIVATE, Step, project_in, run_steps, steps_of
+from tests.examples.test_gallery import EXAMPLES, ran
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "examples" / "agent" / "README.md"
 SEATS, MINUTES, LEAVES = 4, 60, 0.1
 WORTHS = ((1.0, 0.2), (0.2, 0.8))
 """A visitor's worth, and how likely it is."""
@@ -51,7 +49,7 @@ def value(yes: Answers) -> float:
 
 def test_the_desk_earns_what_its_chain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that says yes to all, simulated and computed."""
-    monkeypatch.syspath_prepend(str(PAGE.parent))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "agent"))
     desks = Environments("desk:desk", 400, seed=0)
     earned = sum(desks.step(np.ones(400, np.int32))[0] for _ in range(MINUTES))
     error = np.std(earned) / np.sqrt(400)
@@ -60,11 +58,9 @@ def test_the_desk_earns_what_its_chain_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.timeout(600)
 def test_the_pages_commands_train_nearly_the_best_policy(tmp_path: Path) -> None:
-    steps = steps_of(PAGE.read_text(encoding="utf-8"))
-    with project_in(tmp_path) as folder:
-        run_steps([Step(ACTIVATE, False, [], ""), *steps], folder)
-        (model,) = folder.glob(".demo/agents/desk/models/*/model.keras")
-        trained = keras.saving.load_model(model)
+    ran("agent", tmp_path)
+    (model,) = tmp_path.glob(".demo/agents/desk/models/*/model.keras")
+    trained = keras.saving.load_model(model)
     seen = np.array([[taken / SEATS, worth] for worth, _ in WORTHS for taken in range(SEATS)], np.float32)
     yes = np.asarray(keras.ops.softmax(trained(seen)["logits"]))[:, 1].reshape(2, SEATS)
     answers = [np.reshape(table, (2, SEATS)) for table in product((0.0, 1.0), repeat=2 * SEATS)]
