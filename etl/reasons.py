@@ -1,4 +1,4 @@
-"""The reasons for which a record is not written, each with its sentence: the tables of docs/formats.md.
+"""The reasons for which a record is not written, each with its sentence, which `lockstep describe` prints.
 
 A rejected record goes to the quarantine and counts for --max-bad. A dropped one is left out by a rule: no error, only a
 count.
@@ -6,6 +6,7 @@ count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.features.images import decode as d
@@ -23,6 +24,12 @@ class Reason:
     name: str
     sentence: str
     detail: str = ""
+
+
+def sentence_of(reasons: Mapping[str, Reason], reason: str) -> str:
+    """Return the sentence that explains `reason`, which may have a detail, among REJECTED or DROPPED; else no text."""
+    known = reasons.get(reason.partition(":")[0])
+    return "" if known is None else known.sentence
 
 
 def _rejected(name: str, sentence: str, detail: str = "") -> str:

@@ -16,6 +16,7 @@ from lockstep.etl.choices import MAX_DESCRIBED_RECORDS
 from lockstep.etl.columns import class_field
 from lockstep.etl.describe.by_split import ComparedColumn, compared, in_order
 from lockstep.etl.describe.statistics import ColumnStats, ColumnSummary
+from lockstep.etl.reasons import DROPPED, REJECTED, sentence_of
 from lockstep.etl.split.warnings import label_lines
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.pictures import data_url, image_field
@@ -52,7 +53,10 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     """The tables of a dataset's manifest: counts, splits, schema, leakage, fitted files, input, configuration."""
     counts = manifest.counts
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    dropped = [(f"dropped: {why}", str(count)) for why, count in sorted(counts.dropped.items())]
+    dropped = [
+        (f"dropped: {why}", f"{n}: {sentence_of(DROPPED, why)}".removesuffix(": "))
+        for why, n in sorted(counts.dropped.items())
+    ]
     facts = [
         ("format", manifest.format if manifest.compression is None else f"{manifest.format}, {manifest.compression}"),
         ("digest", manifest.digest),
@@ -162,8 +166,9 @@ def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
                 got=str(error).splitlines()[0],
                 allowed="Parquet with a column `reason`",
             ) from None
-    rows = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
-    return [Table(QUARANTINE, ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []
+    counted = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
+    rows = tuple((str(why), str(n), sentence_of(REJECTED, str(why))) for why, n in counted)
+    return [Table(QUARANTINE, ("reason", "records", "meaning"), rows)] if rows else []
 
 
 def words(value: Any) -> str:

@@ -8,6 +8,7 @@ from lockstep.etl.describe.dataset import Description, Table
 from lockstep.etl.describe.statistics import ColumnSummary, Histogram
 
 MAX_CELL = 60
+MAX_LAST_CELL = 200  # nothing has to stand below each other there
 BAR_CELLS = 30
 MAX_LINES = 12  # a histogram of more bars takes one line
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -34,7 +35,8 @@ def shown(text: str, limit: int = MAX_CELL) -> str:
 
 
 def _table(table: Table) -> Iterator[str]:
-    rows = [tuple(shown(cell, MAX_CELL if table.head else 200) for cell in row) for row in table.rows]
+    limit = MAX_CELL if table.head else MAX_LAST_CELL
+    rows = [(*(shown(cell, limit) for cell in row[:-1]), shown(row[-1], MAX_LAST_CELL)) for row in table.rows]
     all_rows: Sequence[tuple[str, ...]] = [tuple(map(shown, table.head)), *rows] if table.head else rows
     if not all_rows:
         return

@@ -4,8 +4,8 @@ For PyTorch it is `import lockstep.horovod.torch as hvd`; so this loads TensorFl
 it.
 
 A script for Horovod with TensorFlow 2 or Keras runs after this change of its import; under lockstep launch on N ranks,
-by itself on one. docs/models.md lists the supported names and the differences; a missing name is refused with an
-alternative. docs/decisions/048-any-script.md.
+by itself on one. docs/models.md lists the supported names, docs/moving.md the differences; a missing name is refused
+with an alternative. docs/decisions/048-any-script.md.
 """
 
 from __future__ import annotations

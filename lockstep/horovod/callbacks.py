@@ -61,7 +61,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces each value of an epoch's logs by its mean over ranks; put it before callbacks that read them.
 
     Like Horovod's, it takes the mean of the ranks' results. That differs from the result over all samples for metrics
-    that are not means (AUC, precision), and if ranks have different numbers of samples; see docs/models.md.
+    that are not means (AUC, precision), and if ranks have different numbers of samples; see docs/moving.md.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:

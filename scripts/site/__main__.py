@@ -10,6 +10,7 @@ from pathlib import Path
 from scripts.site.commands import command_pages
 from scripts.site.errors import error_pages
 from scripts.site.pages import FILES_FOR_READERS, staged, texts_for_assistants
+from scripts.site.reasons import reasons_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = Path(".site") / "pages"
@@ -29,7 +30,7 @@ def stage(folder: Path) -> None:
     """Write the sources of the site into a new folder: linked files under their own paths, and the reference."""
     shutil.rmtree(folder, ignore_errors=True)
     modules = "".join(f"\n::: lockstep.{name}\n" for name in MODULES)
-    reference = {"reference/python.md": PYTHON_PAGE + modules, **command_pages(), **error_pages(ROOT)}
+    reference = {"reference/python.md": PYTHON_PAGE + modules, **command_pages(), **error_pages(ROOT), **reasons_page()}
     for name, source in {**staged(ROOT), **reference}.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The reasons for which a record is not written: one list, which all code uses and docs/formats.md shows."""
+"""The reasons for which a record is not written: one list, which all code uses and the site shows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.etl import reasons
 from lockstep.etl.logs.values import bad_value, missing_value
+from scripts.site.reasons import reasons_page
 from tests.etl.conftest import ROOT
 
 NAMES = {*reasons.REJECTED, *reasons.DROPPED}
@@ -18,14 +19,20 @@ FILES = [path for path in sorted((ROOT / "etl").rglob("*.py")) if path.name != "
 DECODER = ROOT / "lockstep" / "features" / "images" / "decode.py"
 
 
-def test_the_page_has_each_reason_with_its_sentence() -> None:
-    page = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Rejected records\n")[2].partition("\n## ")[0]
-    rows = [
-        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in section.splitlines() if line[:3] == "| `"
-    ]
-    every = [*reasons.REJECTED.values(), *reasons.DROPPED.values()]
-    assert rows == [(f"`{reason.name}{reason.detail}`", reason.sentence) for reason in every]
+def test_the_page_of_the_site_has_each_reason_with_its_sentence() -> None:
+    (page,) = reasons_page().values()
+    rejected, dropped = page.split("\n## Dropped\n")
+    for text, every in ((rejected, reasons.REJECTED), (dropped, reasons.DROPPED)):
+        lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+        rows = [tuple(cell.strip() for cell in cells) for cells in lines]
+        assert rows == [(f"`{reason.name}{reason.detail}`", reason.sentence) for reason in every.values()]
+
+
+def test_a_reason_with_a_detail_has_its_sentence() -> None:
+    assert reasons.sentence_of(reasons.REJECTED, bad_value("x")) == reasons.REJECTED["bad_value"].sentence
+    of_both = [reasons.sentence_of(kind, "no_label") for kind in (reasons.REJECTED, reasons.DROPPED)]
+    assert of_both == ["The row of a Parquet file has no label.", "The `--label` of the record is NULL."]
+    assert reasons.sentence_of(reasons.DROPPED, "other") == ""
 
 
 def test_names_and_sentences() -> None:

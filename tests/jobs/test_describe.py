@@ -25,6 +25,7 @@ from lockstep.etl.describe.dataset import (
     Picture,
     Table,
     _Samples,
+    dataset_tables,
     describe,
     quarantine_table,
 )
@@ -242,19 +243,29 @@ def test_a_split_with_one_class_is_named(tmp_path: Path) -> None:
 
 def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path) -> None:
     path = "_quarantine/part-00000.parquet"
-    rows = pa.table({"reason": ["short", HOSTILE[0], "short"], "raw": [b"a", b"b", b"c"]})
+    rows = pa.table({"reason": ["bad_value:a", HOSTILE[0], "bad_value:a"], "raw": [b"a", b"b", b"c"]})
     (tmp_path / "_quarantine").mkdir()
     pq.write_table(rows, tmp_path / path)
     data = (tmp_path / path).read_bytes()
     manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))})
     (table,) = quarantine_table(str(tmp_path), manifest)
-    assert table.rows == (("short", "2"), (HOSTILE[0], "1"))
+    sentence = "The field has no value of its type; VALUE shows 60 characters at most."
+    assert table.rows == (("bad_value:a", "2", sentence), (HOSTILE[0], "1", ""))
+    assert sentence in as_text(Description("u", (table,), "", (), (), ()))
     (tmp_path / path).write_bytes(data[:-1])
     with pytest.raises(CorruptionError):
         quarantine_table(str(tmp_path), manifest)
     made = make_dataset(str(tmp_path / "d"))
     with pytest.raises(CorruptionError, match="quarantine file cannot be read"):  # there it has no column of reasons
         quarantine_table(str(tmp_path / "d"), made)
+
+
+def test_a_dropped_record_s_rule_has_its_sentence(tmp_path: Path) -> None:
+    manifest = make_dataset(str(tmp_path / "d"))
+    counts = replace(manifest.counts, dropped={"no_label": 3, "other": 1})
+    facts = {row[0]: row[1] for row in next(dataset_tables(replace(manifest, counts=counts))).rows}
+    assert facts["dropped: no_label"] == "3: The `--label` of the record is NULL."
+    assert facts["dropped: other"] == "1"
 
 
 def test_a_shard_that_is_gone_is_damage_and_no_wrong_path(tmp_path: Path) -> None:
