@@ -42,6 +42,8 @@ def parser() -> JobParser:
     job.add_argument("--time-columns", type=names, default=(), metavar="A,B", help=times)
     nulls = "tsv, csv: texts that mean null besides an empty field, such as NA"
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
+    mark = r"csv: the character between fields, such as ';' (default: a comma; \t: a tab)"
+    job.add_argument("--delimiter", metavar="C", help=mark)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
     job.add_argument("--quoted-newlines", action="store_true", help=newlines)
     _etl_flags.add_proposal_flags(job, "such a table of unknown columns")
@@ -54,7 +56,7 @@ def config_of(args: Namespace, given: Collection[str] | None = None) -> LogsConf
     from lockstep.etl.write.increment import as_increment
     from lockstep.jobs import _etl
 
-    own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "quoted_newlines")
+    own = ("log_format", "label", "schema", "id_columns", "columns", "time_columns", "delimiter", "quoted_newlines")
     values = {name: getattr(args, name) for name in own} | {"null_texts": tuple(args.null_text)}
     values |= {**_etl_flags.web_values(args), **_etl_flags.output_values(args)}
     values = as_increment(values) if args.increment else values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lockstep.etl.logs.formats import LOG_FORMATS, Form
+from lockstep.etl.logs.formats import LOG_FORMATS, Form, other_delimiters
 from lockstep.etl.reasons import LINE_TOO_LONG, NOT_UTF8
 from lockstep.etl.write.refusal import Look
 
@@ -21,7 +21,7 @@ def look(rejected: Sequence[tuple[bytes, str]], form: Form, *, records: bool) ->
     stop = stopped_at(line, reason, form)
     words += f" stops at {stop}" if stop else ""
     wrong = [line for line, reason in rejected if _kind(reason) in form.format.misfits]
-    formats = formats_of(wrong, form.log_format, records=records) if wrong else []
+    formats = formats_of(wrong, form, records=records) if wrong else []
     if formats:
         return Look(words, f"Give the format of the input: --log-format {' or '.join(formats)} reads these lines.")
     if records or _kind(reason) not in form.format.misfits:
@@ -59,15 +59,15 @@ def _not_text(line: bytes) -> str:
     return f"byte {line.index(0) + 1}, a NUL" if 0 in line else ""
 
 
-def formats_of(lines: Sequence[bytes], log_format: str, *, records: bool) -> list[str]:
-    """The formats but `log_format` that read all of these lines; delimiters are in lines of any format, so they count
-    only where no other format fits.
+def formats_of(lines: Sequence[bytes], read_as: Form, *, records: bool) -> list[str]:
+    """The formats but `read_as` that read all of these lines; delimiters are in lines of any format, so they count
+    only where no other format fits, and those that CSV seldom has only for lines that were read as delimited fields.
     """
-    others = [form for form in LOG_FORMATS.values() if form.name != log_format and (form.is_table or not records)]
+    others = [form for form in LOG_FORMATS.values() if form is not read_as.format and (form.is_table or not records)]
     strict = [form for form in reversed(others) if form.delimiter is None]
     delimited = [form for form in others if form.delimiter is not None]
     for tried in (strict, delimited):
         found = [form.name for form in tried if form.reads(lines)]
         if found:
             return found
-    return []
+    return other_delimiters(lines, read_as)

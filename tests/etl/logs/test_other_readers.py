@@ -75,8 +75,10 @@ def test_csv_is_read_as_by_pandas_and_python(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Row], end: str, bom: bytes, packed: bool, data: st.DataObject
 ) -> None:
     out = io.StringIO()
+    mark = data.draw(st.sampled_from([",", ",", ";", "|", "\t"]))
     plain, full = (
-        csv.writer(out, lineterminator=end, quoting=quoting) for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+        csv.writer(out, delimiter=mark, lineterminator=end, quoting=quoting)
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
     )
     plain.writerow(NAMES)
     expected: list[Row] = []
@@ -90,17 +92,18 @@ def test_csv_is_read_as_by_pandas_and_python(
     text = out.getvalue()
     content = bom + text.encode()
     folder = tmp_path_factory.mktemp("csv")
-    found, refused, _ = read(folder, gzip.compress(content) if packed else content, "csv", quoted_newlines=True)
+    given_mark = {} if mark == "," else {"delimiter": mark}
+    packed_content = gzip.compress(content) if packed else content
+    found, refused, _ = read(folder, packed_content, "csv", quoted_newlines=True, **given_mark)
     assert (found, refused) == (expected, [])
-    theirs = pd.read_csv(
-        io.BytesIO(content), dtype=str, keep_default_na=False, lineterminator="\n" if end == "\n" else None
-    )
+    line_end = "\n" if end == "\n" else None
+    theirs = pd.read_csv(io.BytesIO(content), sep=mark, dtype=str, keep_default_na=False, lineterminator=line_end)
     mine = [[cell or "" for cell in row] for row in found]
     assert mine == theirs.values.tolist()
-    assert mine == [row for row in csv.reader(io.StringIO(text, newline="")) if row][1:]
+    assert mine == [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=mark) if row][1:]
     whole = all("\n" not in (cell or "") for row in rows for cell in row)
     if whole:
-        assert read(folder, content, "csv")[:2] == (expected, [])
+        assert read(folder, content, "csv", **given_mark)[:2] == (expected, [])
 
 
 @given(

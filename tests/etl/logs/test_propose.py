@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,42 @@ def test_a_table_without_rows_or_columns_is_refused(tmp_path: Path, data: str, l
     with pytest.raises(DataError) as caught:
         proposed(tmp_path, data, log_format)
     assert got in caught.value.got
+    assert not list(tmp_path.glob("*.toml"))
+
+
+MARKED = "zeit;kampagne;preis\n" + "".join(f"2026-11-{n:02};{n % 3};{n},5\n" for n in range(1, 29))
+
+
+@pytest.mark.parametrize("mark", [";", "|", "\t", ","])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC])
+def test_a_table_of_another_delimiter_is_read_as_by_pandas(tmp_path: Path, mark: str, quoting: Any) -> None:
+    out = io.StringIO()
+    frame = pd.read_csv(io.StringIO(MARKED), sep=";")
+    frame.to_csv(out, sep=mark, index=False, quoting=quoting)
+    flag = r"\t" if mark == "\t" else mark
+    fields, text = proposed(tmp_path, out.getvalue(), delimiter=flag)
+    assert list(fields) == list(pd.read_csv(io.StringIO(out.getvalue()), sep=mark).columns)
+    assert fields["kampagne"].dtype == "int64" and f"# 0.0% null, {frame['preis'].nunique()} distinct" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "flag"),
+    [
+        (MARKED, {}, "csv --delimiter ';'"),
+        (MARKED.replace(",", "."), {}, "csv --delimiter ';'"),
+        ('"zeit";"preis"\n"1";2\n', {}, "csv --delimiter ';'"),
+        ('"zeit"\t"preis"\n"1"\t2\n', {}, r"csv --delimiter '\t'"),
+        (MARKED.replace(";", "|"), {}, "csv --delimiter '|'"),
+        (MARKED.partition("\n")[2], {"columns": ("zeit", "kampagne", "preis")}, "csv --delimiter ';'"),
+        ("a,b\n1,2\n", {"delimiter": ";"}, "csv, without --delimiter"),
+    ],
+)
+def test_the_error_about_another_delimiter_names_its_flag(
+    tmp_path: Path, data: str, options: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path, data, **options)
+    assert f"--log-format {flag}." in caught.value.next_step
     assert not list(tmp_path.glob("*.toml"))
 
 

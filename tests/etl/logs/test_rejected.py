@@ -43,6 +43,8 @@ ALB = (
         (b"#Fields: date time c-ip", "not_combined_log", "combined", "column 20, where a [time] should be", "w3c"),
         (ALB, "not_combined_log", "combined", "where a [time] should be", "alb"),
         (b"a,b", "too_few_fields", "csv", "its end, after 2 fields", ""),
+        (b"1,5;b;c", "too_few_fields", "csv", "its end, after 2 fields", "csv --delimiter ';'"),
+        (b'"a;b"|2', "bad_quotes", "csv", "column 6, text behind a closing quote", "csv --delimiter '|'"),
         (b"a\xff", "not_utf8", "csv", "byte 2, which is no UTF-8", ""),
         (b"a\0", "not_utf8", "csv", "byte 2, a NUL", ""),
     ],
