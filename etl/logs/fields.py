@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.etl.logs.values import Column, Reasons, as_values, bad_value, missing_value, not_of
+from lockstep.etl.logs.values import Column, Reasons, as_classes, bad_value, missing_value, not_of
 from lockstep.etl.reasons import (
     BAD_QUOTES,
     CARRIAGE_RETURN,
@@ -201,7 +201,8 @@ def hint_of(header: str, delimiter: str | None = None) -> str:
     best = max(counts, key=lambda other: counts[other])
     if counts[best] < 2 or (delimiter is not None and delimiter in header):
         return ""
-    return f"The first line has {json.dumps(best)} between its fields: read the file by lockstep etl_logs --log-format {flags_of(best)}."
+    flags = flags_of(best)
+    return f"The first line has {json.dumps(best)} between its fields: lockstep etl_logs --log-format {flags} reads it."
 
 
 def looks_delimited(lines: Sequence[bytes], *, delimiter: str) -> bool:
@@ -287,10 +288,10 @@ def _column(
         text = pc.if_else(pa.array(~none), text, None)
         if not column.nullable:
             reasons.add(none, missing_value(column.name))
-    values, broken = as_values(text, column.kind)
+    values, broken = as_classes(text, column)
     if broken.any():
         wrong = {
-            row: not_of(column.kind, json.dumps(text[row].as_py(), ensure_ascii=False))
+            row: not_of(column.kind, json.dumps(text[row].as_py(), ensure_ascii=False), column.names)
             for row in np.flatnonzero(broken).tolist()
         }
         reasons.add(broken, bad_value(column.name), wrong)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from lockstep.etl.logs.formats import LOG_FORMATS, Form, other_delimiters
-from lockstep.etl.reasons import LINE_TOO_LONG, NOT_UTF8
+from lockstep.etl.logs.values import TIME
+from lockstep.etl.reasons import BAD_VALUE, LINE_TOO_LONG, NOT_UTF8
 from lockstep.etl.write.refusal import Look
 
 SHOWN = 300  # characters of a line
+_PAGE = "docs/formats.md, CSV of another form"
+_BAD_VALUE = re.compile(rf'{BAD_VALUE}:(?P<name>.+?): "(?P<value>.*)" is no (?P<kind>.+)')
+_COMMA = re.compile(r"\s*[+-]?[\d.]*,\d+\s*")
 
 
 def look(rejected: Sequence[tuple[bytes, str]], form: Form, *, records: bool) -> Look:
@@ -25,7 +30,7 @@ def look(rejected: Sequence[tuple[bytes, str]], form: Form, *, records: bool) ->
     if formats:
         return Look(words, f"Give the format of the input: --log-format {' or '.join(formats)} reads these lines.")
     if records or _kind(reason) not in form.format.misfits:
-        return Look(words)
+        return Look(words, way_of(reason))
     step = "Check --input and --log-format: no other format reads these lines."
     return Look(words, f"{step} Raise --max-bad to continue with the rest.")
 
@@ -44,6 +49,24 @@ def stopped_at(line: bytes, reason: str, form: Form) -> str:
     if kind in form.format.misfits:
         return form.format.misfits[kind](text)
     return f"column {len(text) + 1}, after {len(line)} bytes" if kind == LINE_TOO_LONG else ""
+
+
+def way_of(reason: str) -> str:
+    """What to do about values in other forms than the job reads; "" for other reasons."""
+    found = _BAD_VALUE.fullmatch(reason)
+    if found is None:
+        return ""
+    name, value = found["name"], found["value"]
+    if found["kind"] == TIME:
+        return (
+            f"Other forms of times are converted first ({_PAGE}): to_timestamp({name}, 'dd.MM.yyyy HH:mm') in a query."
+        )
+    if found["kind"] == "bool":
+        texts = f'class_names = ["no", "yes"] in the schema with its own two texts, or --label "{name} = \'{value}\'"'
+        return f"If `{name}` is the label, say which text is yes: {texts}. Else declare it as string."
+    if found["kind"] in ("float32", "float64") and _COMMA.fullmatch(value):
+        return f"Numbers with a decimal comma are converted first ({_PAGE}): replace({name}, ',', '.')."
+    return ""
 
 
 def _kind(reason: str) -> str:

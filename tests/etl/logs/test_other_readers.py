@@ -174,6 +174,37 @@ def test_bytes_of_tables_that_are_no_text_are_refused_by_position(
     assert sorted(row["_position"] for row in refused) == places and all(row["_reason"] for row in refused)
 
 
+@pytest.mark.parametrize("log_format", ["csv", "tsv", "json"])
+@pytest.mark.parametrize("names", [("nein", "ja"), ("ja", "nein"), ("rot", "gelb, hell", "1")])
+def test_texts_of_a_label_are_the_numbers_that_pandas_gives_them(
+    tmp_path: Path, log_format: str, names: tuple[str, ...]
+) -> None:
+    texts = [names[number * 7 % len(names)] for number in range(30)] + ["Ja?"]
+    frame = pd.DataFrame({"y": texts})
+    path = tmp_path / "in"
+    if log_format == "json":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False, sep="," if log_format == "csv" else "\t", quoting=csv.QUOTE_MINIMAL)
+    dtype = "bool" if len(names) == 2 else "int64"
+    schema = json.dumps({"fields": [{"name": "y", "dtype": dtype, "kind": "label", "class_names": list(names)}]})
+    plan = plan_of(LogsConfig(inputs=(str(path),), output=str(tmp_path / "out"), log_format=log_format, schema=schema))
+    found = pa.Table.from_batches(list(parse_ranges(plan.work, plan.parser))).to_pylist()
+    codes = pd.Categorical(texts, categories=list(names)).codes.tolist()
+    assert [int(row["y"]) for row in found if row["_kind"] == ROW] == [code for code in codes if code >= 0]
+    (refused,) = [row["_reason"] for row in found if row["_kind"] == BAD]
+    assert refused == f'bad_value:y: "Ja?" is none of class_names {", ".join(names)}'
+
+
+def test_booleans_of_json_stay_such_where_the_label_has_names(tmp_path: Path) -> None:
+    path, rows = tmp_path / "in", [{"y": number % 3 == 0} for number in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema = json.dumps({"fields": [{"name": "y", "dtype": "bool", "kind": "label", "class_names": ["nein", "ja"]}]})
+    plan = plan_of(LogsConfig(inputs=(str(path),), output=str(tmp_path / "out"), log_format="json", schema=schema))
+    found = pa.Table.from_batches(list(parse_ranges(plan.work, plan.parser))).to_pylist()
+    assert [row["y"] for row in found if row["_kind"] == ROW] == [row["y"] for row in rows]
+
+
 JSON_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
 

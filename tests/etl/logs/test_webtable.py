@@ -401,7 +401,7 @@ def test_columns_that_are_not_there_are_told_apart_from_a_wrong_format() -> None
     assert "looks like csv" in caught.value.next_step
     assert "looks like tsv" in columns_differ("u", "csv", ["a\tb"], ["a"], []).next_step
     for mark, flag in ((";", "csv --delimiter ';'"), ("|", "csv --delimiter '|'")):
-        assert f"--log-format {flag}." in columns_differ("u", "csv", [mark.join("abc")], ["a"], []).next_step
+        assert f"--log-format {flag}" in columns_differ("u", "csv", [mark.join("abc")], ["a"], []).next_step
         with pytest.raises(DataError) as caught:
             columns_of([mark.join(["host", "time", "status"])], {}, "f")
-        assert f"--log-format {flag}." in caught.value.next_step
+        assert f"--log-format {flag}" in caught.value.next_step
