@@ -27,7 +27,8 @@ def parser() -> JobParser:
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
     web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     label = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
-    job.add_argument("--label", metavar="EXPR", help=f"{label} With --schema: over columns (default: the label's own)")
+    table = "With --schema: over columns (default: the label's own). With --propose-schema: the column to predict"
+    job.add_argument("--label", metavar="EXPR", help=f"{label} {table}")
     _etl_flags.add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     further = "--output is a folder of datasets: continue the newest with the input files that none of them has read"
     job.add_argument("--increment", action="store_true", help=further)
@@ -71,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.etl.logs.propose import propose
     from lockstep.jobs import _etl
 
+    embeddings = _etl_flags.for_embeddings(args, argv)
     config = config_of(args, job.given(argv))
-    embeddings = _etl_flags.for_embeddings(args)
     if args.propose_schema:
         print(propose(config, embeddings=embeddings))
         return 0

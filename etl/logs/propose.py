@@ -32,15 +32,28 @@ from lockstep.storage.publish import occupied, write_file
 _NULLS = ("", "na", "n/a", "nan", "null", "none", "nil", "?", "-", "\\n")
 
 
-def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the same flags") -> str:
+def propose(
+    config: LogsConfig,
+    *,
+    embeddings: bool = False,
+    flags: str = "the same flags but --propose-schema, --for and --label",
+) -> str:
     """Write a schema for the table `config.inputs` to `config.output`; returns what was proposed, in two lines, and the
     `flags` with which lockstep etl_logs reads that table.
 
-    Raises ConfigError for a format that is no table, ExistsError if the output exists, DataError for a table without
+    `config.label` is the name of the column to predict. Raises ConfigError for a format that is no table, for columns
+    of web requests and for a label that cannot be one, ExistsError if the output exists, DataError for a table without
     rows or without a column that a field can hold.
     """
     allowed = f"with --log-format {formats_that(lambda form: form.is_table)}, and without --schema"
     good = config.format.is_table and config.schema is None
+    web = [f"--{role}-column" for role in config.role_columns]
+    web += [
+        flag
+        for flag, given in (("--page-suffixes", config.page_suffixes), ("--asset-suffixes", config.asset_suffixes))
+        if given
+    ]
+    require(not web, ", ".join(web), "--propose-schema", "without --propose-schema: for web requests")
     require(good, "--propose-schema", "--schema" if config.schema else f"--log-format {config.log_format}", allowed)
     fs = filesystem(config.output)
     if fs.exists(config.output):
@@ -51,13 +64,12 @@ def propose(config: LogsConfig, *, embeddings: bool = False, flags: str = "the s
         where=", ".join(config.inputs),
         next_step="Check --input and --log-format; name the fields by --columns if the file has no header.",
         embeddings=embeddings,
+        label=config.label,
         time_columns=config.time_columns,
+        id_columns=config.id_columns,
         numbers_as_bool=not config.format.keyed,
         fractions_as_bool=False,
         header_note=_header_note(table, config),
-        pair_note='For a text of two values: dtype = "bool", kind = "label", neither encoding nor nullable, and '
-        "--label",
-        pair_is_sql=True,
     )
     found = proposal(table, asked)
     load_schema(found.text)
