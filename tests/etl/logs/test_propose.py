@@ -166,7 +166,7 @@ def test_the_label_that_was_asked_for_is_obeyed(tmp_path: Path, log_format: str)
     frame = pd.DataFrame({"x": range(20), "bought": ["ja" if n % 3 else "nein" for n in range(20)], "n": [0, 1] * 10})
     path = tmp_path / "t"
     frame.to_csv(path, index=False) if log_format == "csv" else frame.to_json(path, orient="records", lines=True)
-    how = {"inputs": (str(path),), "log_format": log_format}
+    how: dict[str, Any] = {"inputs": (str(path),), "log_format": log_format}
     for label, wanted in (("bought", frame["bought"] == "ja"), ("n", frame["n"])):
         where = str(tmp_path / f"{label}.toml")
         assert f"label {label}" in propose(LogsConfig(output=where, label=label, **how))
@@ -189,7 +189,7 @@ def test_flags_of_a_proposal_are_obeyed_or_refused(tmp_path: Path) -> None:
     of_process = {"--help", "--config", "--debug", "--master", "-h"}
     flags = {option: action for action in etl_logs.parser()._actions for option in action.option_strings}
     for flag in flags.keys() - obeyed - of_process:
-        value = "1" if flags[flag].type is int else (flags[flag].choices or ["x"])[0]
+        value = "1" if flags[flag].type is int else next(iter(flags[flag].choices or ["x"]))
         with pytest.raises(ConfigError) as caught:
             etl_logs.main([*base, flag, *([] if flags[flag].nargs == 0 else [value])])
         assert "--propose-schema" in f"{caught.value}" and flag in f"{caught.value}", flag
