@@ -261,6 +261,32 @@ def test_groups_that_are_far_from_shares_and_have_one_class(
     ]
 
 
+@pytest.mark.parametrize(
+    ("split", "encoding", "noted"),
+    [
+        ("group:user:80/20", {"kind": "hash", "buckets": 9, "seed": 0}, True),
+        ("kfold:2:user", {"kind": "hash", "buckets": 9, "seed": 0}, True),
+        ("group:user:80/20", {"kind": "ignore"}, False),
+        ("80/20", {"kind": "hash", "buckets": 9, "seed": 0}, False),
+    ],
+)
+def test_a_group_that_is_fed_is_noted_since_pandas_finds_no_user_on_both_sides(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture, split: str, encoding: Any, noted: bool
+) -> None:
+    rows = pd.DataFrame({"id": range(200), "user": [f"u{n % 40}" for n in range(200)]})
+    id_field = Field(name="sample_id", dtype="int64", kind="id")
+    schema = Schema((id_field, Field(name="user", dtype="string", encoding=encoding)))
+    out = tmp_path / "out"
+    lockstep.write_dataset(
+        spark.createDataFrame(rows), str(out), id_columns="id", schema=schema, split=split, fmt="parquet"
+    )
+    users = [set(pd.read_parquet(folder)["user"]) for folder in sorted((out / "data").glob("split=*"))]
+    grouped = split != "80/20"
+    assert len(users) == 2 and users[0].isdisjoint(users[1]) == grouped
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("note: `user`")]
+    assert len(lines) == int(noted) and all('encoding = { kind = "ignore" }' in line for line in lines)
+
+
 def test_leakage_is_found(frame: DataFrame) -> None:
     """Splits that the rows do not keep, which only a broken input or writer can bring about."""
     from pyspark.sql import functions as f
