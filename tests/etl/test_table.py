@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.dataset as ds
 import pytest
 from sklearn.model_selection import GroupKFold
@@ -274,13 +275,12 @@ def test_a_group_that_is_fed_is_noted_since_pandas_finds_no_user_on_both_sides(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture, split: str, encoding: Any, noted: bool
 ) -> None:
     rows = pd.DataFrame({"id": range(200), "user": [f"u{n % 40}" for n in range(200)]})
-    id_field = Field(name="sample_id", dtype="int64", kind="id")
-    schema = Schema((id_field, Field(name="user", dtype="string", encoding=encoding)))
+    schema = Schema((sample_id_field(), Field(name="user", dtype="string", encoding=encoding)))
     out = tmp_path / "out"
     lockstep.write_dataset(
         spark.createDataFrame(rows), str(out), id_columns="id", schema=schema, split=split, fmt="parquet"
     )
-    users = [set(pd.read_parquet(folder)["user"]) for folder in sorted((out / "data").glob("split=*"))]
+    users = [set(pd.read_parquet(folder)["user"]) for folder in sorted(out.glob("split=*"))]
     grouped = split != "80/20"
     assert len(users) == 2 and users[0].isdisjoint(users[1]) == grouped
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("note: `user`")]
